@@ -1,0 +1,28 @@
+"""Converts HF <-> Megatron checkpoints, quantizes them to INT4, and proves what Megatron and SGLang loaded.
+
+`convert`, `quantize`, `verify` and `preflight` return data and raise `CkptkitError`; the command line is a thin cover over them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.errors import CkptkitError
+
+if TYPE_CHECKING:
+    from ckptkit.api import convert, inspect, quantize
+    from verify.preflight import preflight
+    from verify.run import verify
+
+__all__ = ["CkptkitError", "convert", "inspect", "preflight", "quantize", "verify"]
+
+_HOME = {"convert": "ckptkit.api", "quantize": "ckptkit.api", "inspect": "ckptkit.api", "verify": "verify.run", "preflight": "verify.preflight"}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use, so that `import ckptkit` stays cheap and the layers below can import its core modules.
+    if name not in _HOME:
+        raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,7 @@
+"""`python -m ckptkit`."""
+
+from __future__ import annotations
+
+from ckptkit.cli import main
+
+main()

@@ -1,0 +1,193 @@
+"""The verbs as Python functions: what the command line calls, and what a training script can call itself."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.copy import check_destination, copy, new_directory
+from ckptkit.errors import CkptkitError
+from ckptkit.formats import Location, locate
+from ckptkit.open import open_checkpoint
+from ckptkit.safetensors_io import HfCheckpoint, SafetensorsWriter, cut_shards
+from ckptkit.sidefiles import copy_side_files, layout_for, main_dtype, reference_layout, write_config, write_manifest
+from ckptkit.specs import fold
+from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from ckptkit.torch_dist_writer import TorchDistWriter
+from converters.dims import megatron_args
+from converters.experts import is_fused, unfuse
+from converters.planner import dims_of, to_hf, to_megatron
+
+if TYPE_CHECKING:
+    from quant.scheme import QuantScheme
+
+DTYPES: dict[str, torch.dtype | None] = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a conversion wrote, or with `dry_run` would write. `layout` maps HF shard files to the tensors in them."""
+
+    source: str
+    destination: str
+    format: str
+    tensors: int
+    bytes: int
+    names: list[str] = field(default_factory=list)
+    layout: Mapping[str, list[str]] = field(default_factory=dict)
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    hf: str | Path | None = None,
+    dtype: str = "auto",
+    quantize: QuantScheme | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> Written:
+    """HF directory -> Megatron torch_dist, or a Megatron root, `release/` or `iter_*/` -> HF directory.
+
+    `hf` names the HF directory that gives config, tokenizer and shard layout on the way back; without it, what was stored
+    on the way there is used. `quantize` (only on the way back) writes INT4 in the same pass. Raises CkptkitError for
+    anything wrong with the input; then nothing is left at `dst`.
+    """
+    location = locate(src)
+    destination = Path(dst)
+    check_destination(destination, overwrite)
+    if dtype not in DTYPES:
+        raise CkptkitError(f"unknown dtype {dtype!r}", f"choose one of {', '.join(DTYPES)}")
+    if location.kind == "hf":
+        if quantize:
+            raise CkptkitError("Megatron holds no INT4 weights", "`ckptkit quantize` makes an INT4 HF checkpoint from an HF one")
+        return _hf_to_megatron(location, destination, DTYPES[dtype], overwrite, dry_run)
+    return _megatron_to_hf(location, destination, hf, DTYPES[dtype], quantize, overwrite, dry_run)
+
+
+def quantize(src: str | Path, dst: str | Path, scheme: QuantScheme, *, overwrite: bool = False, dry_run: bool = False) -> Written:
+    """HF directory -> INT4 W4A16 HF directory (compressed-tensors pack-quantized), one tensor an expert. Errors as `convert`."""
+    location = locate(src)
+    destination = Path(dst)
+    check_destination(destination, overwrite)
+    if location.kind != "hf":
+        raise CkptkitError(f"{src} is a Megatron checkpoint", "`ckptkit convert SRC DST --quantize w4a16` exports and quantizes in one pass")
+    source = HfCheckpoint(location.path)
+    if "quantization_config" in source.config:
+        raise CkptkitError(f"{src} is quantized already (config.json has quantization_config)", "start from the unquantized release")
+    view: Checkpoint = source
+    layout: Mapping[str, list[str]] = source.layout
+    if is_fused(source.specs):
+        view = _viewed(source, str(src))
+        layout = cut_shards(view.specs)
+    return _write_hf(view, layout, location.path, destination, scheme, overwrite, dry_run)
+
+
+def _viewed(source: HfCheckpoint, where: str) -> Checkpoint:
+    from ckptkit.plan import View
+
+    return View(source, unfuse(source.specs, source.config, where))
+
+
+def _hf_to_megatron(location: Location, destination: Path, dtype: torch.dtype | None, overwrite: bool, dry_run: bool) -> Written:
+    source = HfCheckpoint(location.path)
+    view = to_megatron(source, str(location.path), dtype)
+    if not dry_run:
+        with new_directory(destination, overwrite) as partial:
+            (partial / "hf").mkdir()
+            copy_side_files(location.path, partial / "hf")
+            write_config(partial / "hf", source.config, view.specs)
+            write_manifest(partial, sys.argv, location.path, source.layout)
+            args = megatron_args(dims_of(source.config)) | _dtype_args(view)
+            copy(view, TorchDistWriter(partial, view.specs, args), "HF -> Megatron")
+    return _written(location.path, destination, "megatron", view, source.layout)
+
+
+def _dtype_args(view: Checkpoint) -> dict[str, Any]:
+    dtype = main_dtype(view.specs)
+    return {"bf16": dtype == "bfloat16", "fp16": dtype == "float16", "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+
+
+def _megatron_to_hf(
+    location: Location,
+    destination: Path,
+    hf: str | Path | None,
+    dtype: torch.dtype | None,
+    scheme: QuantScheme | None,
+    overwrite: bool,
+    dry_run: bool,
+) -> Written:
+    source = TorchDistCheckpoint(location.path, hf=hf)
+    layout = reference_layout(source.hf_path, location.root / "ckptkit.json")
+    fused = layout is not None and is_fused(name for names in layout.values() for name in names)
+    view = to_hf(source, str(location.path), fused=fused and scheme is None, dtype=dtype)
+    usable = layout if layout is not None and not (fused and scheme) else cut_shards(view.specs)
+    return _write_hf(view, usable, source.hf_path, destination, scheme, overwrite, dry_run)
+
+
+def _write_hf(
+    view: Checkpoint,
+    layout: Mapping[str, list[str]],
+    side_files: Path,
+    destination: Path,
+    scheme: QuantScheme | None,
+    overwrite: bool,
+    dry_run: bool,
+) -> Written:
+    layout = layout_for(view, layout)
+    if scheme is not None:
+        from quant.planner import quantized, quantized_layout
+
+        plain = view
+        view = quantized(view, str(side_files), scheme)
+        layout = quantized_layout(layout, plain.specs, view.specs)
+    if not dry_run:
+        with new_directory(destination, overwrite) as partial:
+            copy_side_files(side_files, partial)
+            write_config(partial, view.config, view.specs)
+            write_manifest(partial, sys.argv, side_files, dict(layout))
+            copy(view, SafetensorsWriter(partial, view.specs, layout), "writing HF")
+    return _written(side_files, destination, "hf", view, layout)
+
+
+def _written(source: Path, destination: Path, kind: str, view: Checkpoint, layout: Mapping[str, list[str]]) -> Written:
+    nbytes = sum(spec.nbytes for spec in view.specs.values())
+    return Written(str(source), str(destination), kind, len(view.specs), nbytes, fold(view.specs), layout if kind == "hf" else {})
+
+
+def inspect(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
+    """What lies at `path`: format, sizes, dtypes, the model's dimensions, Megatron's stored arguments, and folded tensor names."""
+    location = locate(path)
+    checkpoint = open_checkpoint(path, hf=hf)
+    specs = checkpoint.specs
+    facts: dict[str, Any] = {"path": str(location.path), "format": "HF safetensors" if location.kind == "hf" else "Megatron torch_dist"}
+    facts["tensors"] = len(specs)
+    facts["bytes"] = sum(spec.nbytes for spec in specs.values())
+    facts["dtypes"] = dict(Counter(str(spec.dtype).removeprefix("torch.") for spec in specs.values()))
+    if isinstance(checkpoint, HfCheckpoint):
+        facts["files"] = {file: len(shard.specs) for file, shard in checkpoint.shards.items()}
+        facts["config"] = _selected(checkpoint.config, lambda value: not isinstance(value, dict))
+        facts["quantization"] = checkpoint.config.get("quantization_config")
+    elif isinstance(checkpoint, TorchDistCheckpoint):
+        facts["iteration"] = location.path.name
+        facts["args"] = _selected(checkpoint.args, lambda value: isinstance(value, (int, float, str, list)))
+    by_shape = Counter((spec.shape, spec.dtype) for spec in specs.values())
+    facts["distinct shapes"] = len(by_shape)
+    facts["names"] = [f"{name} {_shape_of(name, checkpoint)}" for name in fold(specs)]
+    return facts
+
+
+def _selected(values: Mapping[str, Any], wanted: Callable[[Any], bool]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if wanted(value)}
+
+
+def _shape_of(folded: str, checkpoint: Checkpoint) -> str:
+    spec = checkpoint.specs.get(folded)
+    return f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}" if spec else ""

@@ -1,0 +1,136 @@
+"""One torch.save file, alone (common.pt) or inside a .distcp file: what it holds, and where its bytes lie.
+
+torch.save writes an uncompressed zip: `*/data.pkl` describes the object, `*/data/0` is the raw storage of a tensor.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptkit import unpickle
+from ckptkit.errors import CkptkitError
+
+_STORAGE_OF_DTYPE = {
+    torch.float64: "DoubleStorage",
+    torch.float32: "FloatStorage",
+    torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage",
+    torch.int64: "LongStorage",
+    torch.int32: "IntStorage",
+    torch.int16: "ShortStorage",
+    torch.int8: "CharStorage",
+    torch.uint8: "ByteStorage",
+    torch.bool: "BoolStorage",
+}
+
+
+@dataclass(frozen=True)
+class Blob:
+    """`length` bytes from `offset` of `path`, written by torch.save."""
+
+    path: Path
+    offset: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.path} at byte {self.offset}"
+
+    def object(self) -> Any:
+        """The saved object, with Records for everything that is not plain data (tensors too)."""
+        with self._zip() as archive:
+            return self._pickled(archive)
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """The saved tensor. Raises CkptkitError when it is not the dense one that the checkpoint's metadata promises."""
+        with self._zip() as archive:
+            storage, offset, size, stride = self._tensor_arguments(archive)
+            kind = getattr(storage[1], "kind", "").rpartition(".")[2]
+            if kind != _STORAGE_OF_DTYPE.get(dtype) or tuple(size) != shape:
+                raise CkptkitError(f"{self}: holds {list(size)} {kind}, the metadata says {list(shape)} {dtype}", "the checkpoint is damaged")
+            flat = torch.empty(storage[4] * dtype.itemsize, dtype=torch.uint8)
+            start = self._data_start(archive, f"data/{storage[2]}", flat.numel())
+        with self.path.open("rb") as file:
+            file.seek(start)
+            if flat.numel() and file.readinto(memoryview(flat.numpy())) != flat.numel():  # type: ignore[arg-type]
+                raise CkptkitError(f"{self}: ends too early", "the file is truncated; copy it again")
+        return torch.as_strided(flat.view(dtype), shape, tuple(stride), offset).contiguous()
+
+    def _tensor_arguments(self, archive: zipfile.ZipFile) -> tuple[Any, int, Any, Any]:
+        arguments: tuple[Any, ...] = getattr(self._pickled(archive), "args", ())
+        if len(arguments) < 4 or not isinstance(arguments[0], tuple) or len(arguments[0]) < 5:
+            raise CkptkitError(f"{self}: is no plain tensor", "this file was not written by torch.save of a tensor")
+        return arguments[0], arguments[1], arguments[2], arguments[3]
+
+    def _zip(self) -> zipfile.ZipFile:
+        try:
+            return zipfile.ZipFile(_Slice(self.path, self.offset, self.length))
+        except (OSError, zipfile.BadZipFile) as error:
+            raise CkptkitError(f"{self}: {error}", "the file is missing or damaged; copy it again") from error
+
+    def _entry(self, archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
+        for info in archive.infolist():
+            if info.filename.partition("/")[2] == name and info.compress_type == zipfile.ZIP_STORED:
+                return info
+        raise CkptkitError(f"{self}: has no entry {name}", "this file was not written by torch.save")
+
+    def _pickled(self, archive: zipfile.ZipFile) -> Any:
+        info = self._entry(archive, "data.pkl")
+        order = [entry for entry in archive.infolist() if entry.filename.endswith("/byteorder")]
+        if order and archive.read(order[0]) != b"little":
+            raise CkptkitError(f"{self}: is big-endian", "save it on a little-endian machine")
+        try:
+            return unpickle.loads(archive.read(info))
+        except (pickle.UnpicklingError, zipfile.BadZipFile) as error:
+            raise CkptkitError(f"{self}: cannot be unpickled: {error}", "the file is damaged; copy it again") from error
+
+    def _data_start(self, archive: zipfile.ZipFile, name: str, nbytes: int) -> int:
+        info = self._entry(archive, name)
+        if info.file_size != nbytes:
+            raise CkptkitError(f"{self}: storage of {info.file_size} bytes instead of {nbytes}", "the file is damaged; copy it again")
+        local = self.offset + info.header_offset
+        with self.path.open("rb") as file:
+            file.seek(local + 26)  # lengths of name and extra field in a zip local header
+            name_length, extra_length = (int.from_bytes(file.read(2), "little") for _ in range(2))
+        return local + 30 + name_length + extra_length
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, path: Path, offset: int, length: int) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._offset, self._length, self._at = offset, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = base + position
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._length - self._at)]
+        self._file.seek(self._offset + self._at)
+        count = self._file.readinto(view) or 0
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

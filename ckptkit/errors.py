@@ -1,0 +1,15 @@
+"""The one exception that ckptkit raises on purpose: bad input, or something missing from the environment."""
+
+from __future__ import annotations
+
+
+class CkptkitError(Exception):
+    """What is wrong (naming file and tensor) and, as `hint`, what to do next. The command line exits with code 2."""
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  next: {self.hint}" if self.hint else self.message

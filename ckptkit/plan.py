@@ -1,0 +1,139 @@
+"""A conversion as data: steps whose inputs and outputs are known before a byte is read.
+
+A plan over a checkpoint is itself a checkpoint (`View`), so plans stack and one loop copies them all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import CkptkitError
+from ckptkit.specs import TensorSpec, summarize
+
+Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A pure function from some tensors to others. `label` names it in `--dry-run`."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[TensorSpec, ...]
+    run: Function
+    label: str
+
+
+def identity(spec: TensorSpec) -> Step:
+    """The step that passes a tensor through untouched."""
+    return Step((spec.name,), (spec,), list, "copy")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps that together use every source tensor (or drop it by name) and make every output once.
+
+    Raises CkptkitError, naming tensors, when a source tensor is left over, is missing or an output is made twice.
+    """
+
+    steps: tuple[Step, ...]
+    sources: Collection[str]
+    dropped: frozenset[str] = frozenset()
+    where: str = "the checkpoint"
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        used = {name for step in self.steps for name in step.inputs}
+        require(self.where, used, self.sources)
+        if left := set(self.sources) - used - self.dropped:
+            raise CkptkitError(
+                f"{self.where} holds {len(left)} tensor(s) that no rule of this model family knows: {summarize(sorted(left))}",
+                "nothing is converted, so that nothing is lost; check num_hidden_layers and the other sizes in config.json",
+            )
+        made = Counter(spec.name for step in self.steps for spec in step.outputs)
+        if twice := [name for name, count in made.items() if count > 1]:
+            raise CkptkitError(f"{self.where}: two rules make the same tensor: {summarize(twice)}")
+
+
+def require(where: str, needed: Iterable[str], sources: Collection[str]) -> None:
+    """Raises CkptkitError naming the needed tensors that `where` does not have."""
+    if missing := [name for name in dict.fromkeys(needed) if name not in sources]:
+        raise CkptkitError(
+            f"{where} lacks {len(missing)} tensor(s) that its config promises: {summarize(missing)}",
+            "a shard is missing or config.json describes another model; `ckptkit verify` says which",
+        )
+
+
+class View:
+    """A plan over a checkpoint, computed lazily: itself a Checkpoint."""
+
+    def __init__(self, source: Checkpoint, plan: Plan) -> None:
+        self._source = source
+        self._plan = plan
+        self._step_of = {spec.name: step for step in plan.steps for spec in step.outputs}
+        self._specs = {spec.name: spec for step in plan.steps for spec in step.outputs}
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self._plan.config
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self._specs
+
+    @cached_property
+    def groups(self) -> Sequence[tuple[str, ...]]:
+        """Outputs of all steps that share a source group, in the source's reading order."""
+        group_of = {name: index for index, names in enumerate(self._source.groups) for name in names}
+        merged = _Components(len(self._source.groups))
+        for step in self._plan.steps:
+            merged.join([group_of[name] for name in step.inputs])
+        outputs: dict[int, list[str]] = {}
+        for step in self._plan.steps:
+            key = merged.find(group_of[step.inputs[0]])
+            outputs.setdefault(key, []).extend(spec.name for spec in step.outputs)
+        return [tuple(outputs[key]) for key in sorted(outputs)]
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        steps = {id(step): step for step in (self._step_of[name] for name in names)}.values()
+        inputs = self._source.read(list(dict.fromkeys(name for step in steps for name in step.inputs)))
+        wanted = set(names)
+        found: dict[str, Tensor] = {}
+        for step in steps:
+            results = step.run([inputs[name] for name in step.inputs])
+            for spec, tensor in zip(step.outputs, results, strict=True):
+                if spec.name in wanted:
+                    found[spec.name] = checked(spec, tensor)
+        return found
+
+
+def checked(spec: TensorSpec, tensor: Tensor) -> Tensor:
+    """The tensor, contiguous. Raises CkptkitError when it is not what the spec announces."""
+    if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+        raise CkptkitError(f"{spec} came out as {list(tensor.shape)} {tensor.dtype}", "this is a defect in a rule: please report it")
+    return tensor.contiguous()
+
+
+class _Components:
+    """Union-find over 0..n-1; the representative is the smallest member."""
+
+    def __init__(self, size: int) -> None:
+        self._parent = list(range(size))
+
+    def find(self, node: int) -> int:
+        while self._parent[node] != node:
+            self._parent[node] = self._parent[self._parent[node]]
+            node = self._parent[node]
+        return node
+
+    def join(self, nodes: Sequence[int]) -> None:
+        roots = [self.find(node) for node in nodes]
+        smallest = min(roots)
+        for root in roots:
+            self._parent[root] = smallest

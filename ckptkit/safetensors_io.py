@@ -1,0 +1,241 @@
+"""Reads HF checkpoints (safetensors shards with an index, or a single file) and writes them, one tensor in memory at a time.
+
+Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data
+(https://github.com/huggingface/safetensors#format).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptkit.errors import CkptkitError
+from ckptkit.specs import CODE_OF_DTYPE, DTYPE_OF_CODE, TensorSpec, summarize
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_HEADER = 100_000_000  # the limit of the safetensors library
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The validated header of one file: where each tensor's bytes lie, in file order."""
+
+    path: Path
+    specs: Mapping[str, TensorSpec]
+    offsets: Mapping[str, int]
+    metadata: Mapping[str, str]
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, read with plain reads so that no page of the file stays mapped."""
+        spec = self.specs[name]
+        tensor = torch.empty(spec.nbytes, dtype=torch.uint8)
+        with self.path.open("rb") as file:
+            file.seek(self.offsets[name])
+            if file.readinto(memoryview(tensor.numpy())) != spec.nbytes:  # type: ignore[arg-type]
+                raise CkptkitError(f"{self.path}: {name} ends before its {spec.nbytes} bytes", "the file is truncated; copy or download it again")
+        return tensor.view(spec.dtype).reshape(spec.shape)
+
+
+def read_shard(path: Path) -> Shard:
+    """The header of a safetensors file. Raises CkptkitError for anything that safetensors itself would refuse:
+
+    truncation, trailing bytes, holes or overlaps between tensors, unknown dtypes, sizes that do not fit shapes.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER):
+                raise _broken(path, f"{size} bytes cannot hold a header of {length}")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise CkptkitError(f"{path}: {error.strerror}", "the index names it; is a shard missing?") from error
+    except ValueError as error:
+        raise _broken(path, f"its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise _broken(path, "its header is not a JSON object")
+    metadata = header.pop("__metadata__", {})
+    start = 8 + length
+    entries = sorted((_entry(path, name, entry) for name, entry in header.items()), key=lambda pair: pair[1])
+    end = 0
+    for spec, begin in entries:
+        if begin != end:
+            raise _broken(path, f"{spec.name} starts at byte {begin} of the data, but the tensor before it ends at {end}")
+        end = begin + spec.nbytes
+    if start + end != size:
+        raise _broken(path, f"the header promises {start + end} bytes, the file has {size}")
+    return Shard(path, {spec.name: spec for spec, _ in entries}, {spec.name: start + begin for spec, begin in entries}, metadata)
+
+
+def _entry(path: Path, name: str, entry: Any) -> tuple[TensorSpec, int]:
+    try:
+        spec = TensorSpec(name, tuple(int(size) for size in entry["shape"]), DTYPE_OF_CODE[entry["dtype"]])
+        begin, end = (int(offset) for offset in entry["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _broken(path, f"its header entry for {name} is not valid: {entry}") from error
+    if end - begin != spec.nbytes or min(begin, *spec.shape, 0) < 0:
+        raise _broken(path, f"{spec} takes {spec.nbytes} bytes, but its entry spans {end - begin}")
+    return spec, begin
+
+
+def _broken(path: Path, what: str) -> CkptkitError:
+    return CkptkitError(f"{path} is not a whole safetensors file: {what}", "copy or download it again")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises CkptkitError when the file is missing or is not one."""
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise CkptkitError(f"{path}: {error.strerror}", "an HF checkpoint directory needs it") from error
+    except ValueError as error:
+        raise CkptkitError(f"{path} is not valid JSON: {error}", "restore it from the release") from error
+    if not isinstance(content, dict):
+        raise CkptkitError(f"{path} does not hold a JSON object", "restore it from the release")
+    return content
+
+
+def shard_names(root: Path) -> dict[str, str] | None:
+    """The index's {tensor: file}; None for a single-file checkpoint. Raises CkptkitError when a file lies outside `root`."""
+    if not (root / INDEX).exists():
+        return None
+    weight_map = read_json(root / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CkptkitError(f"{root / INDEX} has no weight_map of names to files", "restore it from the release")
+    for name, file in weight_map.items():
+        if Path(file).name != file or file in {"", ".", ".."}:
+            raise CkptkitError(f"{root / INDEX} puts {name} into {file!r}, which is not a file of this directory", "restore the index from the release")
+    return weight_map
+
+
+class HfCheckpoint:
+    """An HF directory. Opening reads headers only, and raises CkptkitError unless index and shards agree exactly."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+        self.config = read_json(self.root / "config.json")
+        weight_map = shard_names(self.root)
+        files = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
+        if weight_map is None and not (self.root / SINGLE).exists():
+            raise CkptkitError(f"{self.root} has neither {INDEX} nor {SINGLE}", "convert .bin weights to safetensors first, or restore the index")
+        self.shards = {file: read_shard(self.root / file) for file in files}
+        self._shard_of = {name: shard for shard in self.shards.values() for name in shard.specs}
+        if weight_map is not None:
+            self._compare_with_index(weight_map)
+
+    def _compare_with_index(self, weight_map: Mapping[str, str]) -> None:
+        actual = {name: file for file, shard in self.shards.items() for name in shard.specs}
+        if ghosts := weight_map.keys() - actual.keys():
+            raise CkptkitError(f"{self.root / INDEX} lists {len(ghosts)} tensor(s) that no shard holds: {summarize(sorted(ghosts))}", "a shard is wrong")
+        if extra := actual.keys() - weight_map.keys():
+            raise CkptkitError(f"{len(extra)} tensor(s) in the shards are not in {self.root / INDEX}: {summarize(sorted(extra))}", "the index is wrong")
+        if sum(len(shard.specs) for shard in self.shards.values()) != len(actual):
+            raise CkptkitError(f"{self.root}: a tensor stands in two shards", "remove leftovers of an earlier save")
+        if moved := [name for name, file in weight_map.items() if actual[name] != file]:
+            raise CkptkitError(f"{self.root / INDEX} names the wrong file for {summarize(moved)}", "the index is wrong")
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {name: spec for shard in self.shards.values() for name, spec in shard.specs.items()}
+
+    @property
+    def groups(self) -> Sequence[tuple[str, ...]]:
+        return [(name,) for name in self.specs]
+
+    @property
+    def layout(self) -> dict[str, list[str]]:
+        """Which tensors stand in which file, in file order: what a writer needs to cut shards the same way."""
+        return {file: list(shard.specs) for file, shard in self.shards.items()}
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self._shard_of[name].read(name) for name in names}
+
+
+class SafetensorsWriter:
+    """Writes shards into a directory, tensors in any order, each straight to its place; the index comes last.
+
+    `layout` says which tensors go into which file. One file named model.safetensors needs no index.
+    """
+
+    def __init__(self, root: Path, specs: Mapping[str, TensorSpec], layout: Mapping[str, Sequence[str]]) -> None:
+        self._root = root
+        self._specs = specs
+        self._layout = layout
+        self._place: dict[str, tuple[str, int]] = {}
+        self._left = set(specs)
+        self._files = {file: self._create(file, [specs[name] for name in names]) for file, names in layout.items()}
+        if set(self._place) != set(specs):
+            raise CkptkitError(f"{root}: the shard layout and the tensors to write differ: {summarize(sorted(set(self._place) ^ set(specs)))}")
+
+    def _create(self, file: str, specs: Sequence[TensorSpec]) -> int:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for spec in specs:
+            header[spec.name] = {"dtype": CODE_OF_DTYPE[spec.dtype], "shape": list(spec.shape), "data_offsets": [end, end + spec.nbytes]}
+            end += spec.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        start = 8 + len(text)
+        for spec in specs:
+            self._place[spec.name] = file, start + header[spec.name]["data_offsets"][0]
+        descriptor = os.open(self._root / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        _write_all(descriptor, len(text).to_bytes(8, "little") + text, 0)
+        os.truncate(descriptor, start + end)
+        return descriptor
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        spec = self._specs[name]
+        if name not in self._left or tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+            raise CkptkitError(f"{spec} cannot be written as {list(tensor.shape)} {tensor.dtype}, or is written twice")
+        self._left.remove(name)
+        file, offset = self._place[name]
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+        _write_all(self._files[file], memoryview(flat.numpy()), offset)  # type: ignore[arg-type]
+
+    def finish(self) -> None:
+        if self._left:
+            raise CkptkitError(f"{self._root}: {len(self._left)} tensor(s) were never written: {summarize(sorted(self._left))}")
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        if list(self._layout) == [SINGLE]:
+            return
+        total = sum(spec.nbytes for spec in self._specs.values())
+        weight_map = {name: file for name, (file, _) in sorted(self._place.items())}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (self._root / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def discard(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+
+
+def _write_all(descriptor: int, content: bytes | memoryview, offset: int) -> None:
+    view = memoryview(content)
+    while view:
+        written = os.pwrite(descriptor, view[: 1 << 30], offset)
+        view, offset = view[written:], offset + written
+
+
+def cut_shards(specs: Mapping[str, TensorSpec], limit: int = 5_000_000_000) -> dict[str, list[str]]:
+    """A layout where there is no reference: tensors in order, files of at most `limit` bytes, named as HF names them."""
+    shards: list[list[str]] = []
+    size = math.inf
+    for spec in specs.values():
+        if size + spec.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(spec.name)
+        size += spec.nbytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors": names for index, names in enumerate(shards)}

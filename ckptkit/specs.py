@@ -1,0 +1,101 @@
+"""What a tensor is without its bytes (name, shape, dtype), and how many names are shown as one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+# Codes of the safetensors header (https://github.com/huggingface/safetensors#format).
+DTYPE_OF_CODE: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+CODE_OF_DTYPE: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor's name, shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes when stored densely."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def fold(names: Iterable[str]) -> list[str]:
+    """Names that differ only in layer and expert numbers as one: `model.layers.{0..47}.mlp.gate.weight`.
+
+    Numbers of one position become a list of ranges. Two positions fold only when every combination occurs,
+    so a folded name never claims a tensor that is not in `names`.
+    """
+    groups: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for name in names:
+        groups[_NUMBER.sub("{}", name)].add(tuple(int(n) for n in _NUMBER.findall(name)))
+    return [text for pattern, numbers in groups.items() for text in _fold_numbers(pattern, numbers)]
+
+
+def _fold_numbers(pattern: str, numbers: set[tuple[int, ...]]) -> list[str]:
+    by_tail: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    for heads in numbers:
+        if heads:
+            by_tail[heads[:-1]].add(heads[-1])
+    if not by_tail:
+        return [pattern]
+    # The last number folds within each prefix; prefixes with equal last numbers fold with one another.
+    by_last: dict[tuple[int, ...], set[tuple[int, ...]]] = defaultdict(set)
+    for prefix, last in by_tail.items():
+        by_last[tuple(sorted(last))].add(prefix)
+    folded = []
+    for lasts, prefixes in by_last.items():
+        position = pattern.rindex("{}")
+        tail = ranges(lasts) + pattern[position + 2 :]
+        folded += [head + tail for head in _fold_numbers(pattern[:position], prefixes)]
+    return folded
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`{0..3,7}` for 0 1 2 3 7; a single number stands bare."""
+    ordered = sorted(numbers)
+    parts: list[str] = []
+    start = previous = ordered[0]
+    for number in [*ordered[1:], None]:
+        if number is not None and number == previous + 1:
+            previous = number
+            continue
+        parts.append(str(start) if start == previous else f"{start}..{previous}")
+        if number is not None:
+            start = previous = number
+    return parts[0] if len(ordered) == 1 else "{" + ",".join(parts) + "}"
+
+
+def summarize(names: Iterable[str], limit: int = 5) -> str:
+    """Folded names for a message, at most `limit` of them, with a count of the rest."""
+    folded = fold(names)
+    rest = len(folded) - limit
+    return ", ".join(folded[:limit]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,243 @@
+"""Reads Megatron's torch_dist format as global tensors, without megatron and without running anything in the file.
+
+Understands what this project and megatron-core write: one key a layer or all layers stacked, experts on an axis, any
+grid of chunks, `common.pt` (megatron-core up to 0.18) or a `common_state` object (from 0.19).
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ckptkit import unpickle
+from ckptkit.blob import Blob
+from ckptkit.errors import CkptkitError
+from ckptkit.safetensors_io import read_json
+from ckptkit.specs import TensorSpec
+from ckptkit.torch_dist_names import norm_alias
+
+Shape = tuple[int, ...]
+
+# What a trainer saves beside the weights.
+_NOT_WEIGHTS = re.compile(r"optimizer\..*|.*\._extra_state(/.*)?|rng_state.*|rerun_state_machine.*|common_state.*|opt_param_scheduler.*")
+_STACKED = re.compile(r"(decoder\.layers)\.(?!\d+\.)(.+)")
+_EXPERTS = re.compile(r"(.*\.experts\.experts)\.(?!\d+\.)(.+)")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor: where it starts, its size, and the blob that holds it."""
+
+    offsets: Shape
+    sizes: Shape
+    blob: Blob
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One key of `.metadata`: the global tensor and its chunks."""
+
+    key: str
+    shape: Shape
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class StoredMetadata:
+    """`.metadata` as data: tensors and the blobs of byte objects, by key."""
+
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, Blob]
+
+
+def read_metadata(path: Path) -> StoredMetadata:
+    """`.metadata` of a torch_dist directory. Raises CkptkitError when it is missing, damaged or incomplete."""
+    file = path / ".metadata"
+    try:
+        with file.open("rb") as stream:
+            content = unpickle.load(stream)
+        storage = {(index.fqn, _shape(getattr(index, "offset", None))): info for index, info in content.storage_data.items()}
+        entries = content.state_dict_metadata
+        objects = {key: _blob(path, storage, key, None) for key, entry in entries.items() if entry.kind.endswith(".BytesStorageMetadata")}
+        return StoredMetadata({key: _stored(path, storage, key, entry) for key, entry in entries.items() if key not in objects}, objects)
+    except OSError as error:
+        raise CkptkitError(f"{file}: {error.strerror}", "a torch_dist checkpoint needs it; was the save cut short?") from error
+    except (pickle.UnpicklingError, AttributeError, TypeError, KeyError) as error:
+        raise CkptkitError(f"{file} is no DCP metadata: {error}", "the file is damaged; copy it again") from error
+
+
+def _shape(size: Any) -> Shape | None:
+    return None if size is None else tuple(int(part) for part in size)
+
+
+def _blob(path: Path, storage: Mapping[tuple[str, Shape | None], Any], key: str, offsets: Shape | None) -> Blob:
+    if (key, offsets) not in storage:
+        raise CkptkitError(f"{path / '.metadata'} does not say where {key} at {offsets} is stored", "the checkpoint is incomplete")
+    info = storage[key, offsets]
+    if getattr(info, "transform_descriptors", None):
+        raise CkptkitError(f"{path}: {key} is stored transformed ({info.transform_descriptors})", "save it without a storage transform")
+    if Path(info.relative_path).name != info.relative_path:
+        raise CkptkitError(f"{path / '.metadata'} puts {key} into {info.relative_path!r}, which is not a file of this directory")
+    return Blob(path / info.relative_path, int(info.offset), int(info.length))
+
+
+def _stored(path: Path, storage: Mapping[tuple[str, Shape | None], Any], key: str, entry: Any) -> StoredTensor:
+    boxes = [(_shape(chunk.offsets) or (), _shape(chunk.sizes) or ()) for chunk in entry.chunks]
+    chunks = tuple(Chunk(offsets, sizes, _blob(path, storage, key, offsets)) for offsets, sizes in boxes)
+    return StoredTensor(key, _shape(entry.size) or (), _dtype(entry.properties), chunks)
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    # TensorProperties pickles itself as the tuple (dtype, layout, requires_grad, memory format, pin_memory).
+    dtype = properties.state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{dtype} is no dtype")
+    return dtype
+
+
+def tiling_problem(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> str | None:
+    """Why these (offsets, sizes) boxes do not cover `shape` exactly once each; None when they do."""
+    low = np.array([offsets for offsets, _ in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    high = low + np.array([sizes for _, sizes in boxes], dtype=np.int64).reshape(low.shape)
+    if (low < 0).any() or (high > np.array(shape, dtype=np.int64)).any():
+        return "a chunk lies outside the tensor"
+    for index in range(len(boxes)):
+        overlap = np.minimum(high[index], high[index + 1 :]) > np.maximum(low[index], low[index + 1 :])
+        if overlap.all(axis=1).any():
+            return f"two chunks overlap at {low[index].tolist()}"
+    covered = sum(math.prod(sizes) for _, sizes in boxes)
+    return None if covered == math.prod(shape) else f"{math.prod(shape) - covered} of {math.prod(shape)} elements are in no chunk"
+
+
+@dataclass(frozen=True)
+class _Logical:
+    """A global tensor: the stored one, and the indices of its leading axes that select it."""
+
+    stored: StoredTensor
+    index: Shape
+
+    @property
+    def chunks(self) -> Iterator[Chunk]:
+        depth = len(self.index)
+        for chunk in self.stored.chunks:
+            inside = zip(self.index, chunk.offsets[:depth], chunk.sizes[:depth], strict=True)
+            if all(start <= at < start + size for at, start, size in inside):
+                yield chunk
+
+
+class TorchDistCheckpoint:
+    """A torch_dist directory (`release/`, `iter_*/`). Opening reads metadata only and checks that chunks tile every tensor.
+
+    The HF config comes from `hf`, or from what `ckptkit convert` stored in `hf/` beside the iteration.
+    """
+
+    def __init__(self, path: str | Path, hf: str | Path | None = None) -> None:
+        self.path = Path(path)
+        self.hf_path = Path(hf) if hf else self.path.parent / "hf"
+        self.metadata = read_metadata(self.path)
+        self._logical = dict(self._name_all())
+        for stored in {id(logical.stored): logical.stored for logical in self._logical.values()}.values():
+            if problem := tiling_problem(stored.shape, [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]):
+                raise CkptkitError(f"{self.path}: {stored.key}: {problem}", "the save is incomplete; loading it would leave garbage there")
+
+    def _name_all(self) -> Iterator[tuple[str, _Logical]]:
+        weights = {key: stored for key, stored in self.metadata.tensors.items() if not _NOT_WEIGHTS.fullmatch(key)}
+        for key, stored in weights.items():
+            alias = norm_alias(key, weights)
+            if alias and key.endswith("mlp.linear_fc1.layer_norm_weight"):
+                if alias in weights:
+                    self._check_alias(stored, weights[alias])
+                    continue
+                key = alias
+            yield from _unstack(key, stored)
+
+    def _check_alias(self, stored: StoredTensor, alias: StoredTensor) -> None:
+        if [chunk.blob for chunk in stored.chunks] != [chunk.blob for chunk in alias.chunks]:
+            raise CkptkitError(
+                f"{self.path}: {stored.key} and {alias.key} are two names of one norm but are stored apart",
+                "delete the one that is not meant; Megatron's specs would load different models",
+            )
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        if not (self.hf_path / "config.json").exists():
+            raise CkptkitError(f"{self.path}: the HF config of this model is not stored beside it", "name its HF directory with --hf")
+        return read_json(self.hf_path / "config.json")
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        specs = {name: TensorSpec(name, logical.stored.shape[len(logical.index) :], logical.stored.dtype) for name, logical in self._logical.items()}
+        return {name: specs[name] for name in sorted(specs, key=self._place)}
+
+    def _place(self, name: str) -> tuple[str, int]:
+        first = next(self._logical[name].chunks, None)
+        return (first.blob.path.name, first.blob.offset) if first else ("", 0)
+
+    @property
+    def groups(self) -> Sequence[tuple[str, ...]]:
+        return [(name,) for name in self.specs]
+
+    @cached_property
+    def common(self) -> Mapping[str, Any]:
+        """What Megatron stores once: `args`, `iteration`, `content_metadata`. Unknown classes are inert Records."""
+        file = self.path / "common.pt"
+        if file.exists():
+            return _mapping(Blob(file, 0, file.stat().st_size))
+        for key, blob in self.metadata.objects.items():
+            if key.startswith("common_state/"):
+                return _mapping(blob)
+        raise CkptkitError(f"{self.path} has neither common.pt nor a common_state object", "the save was cut short; Megatron cannot load it")
+
+    @property
+    def args(self) -> Mapping[str, Any]:
+        """The training arguments stored with the weights; empty when there are none."""
+        return dict(vars(self.common["args"])) if "args" in self.common else {}
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self._read(self._logical[name], self.specs[name]) for name in names}
+
+    def _read(self, logical: _Logical, spec: TensorSpec) -> Tensor:
+        chunks = list(logical.chunks)
+        depth = len(logical.index)
+        result: Tensor | None = None
+        for chunk in chunks:
+            inner = tuple(at - start for at, start in zip(logical.index, chunk.offsets[:depth], strict=True))
+            part = chunk.blob.tensor(spec.dtype, chunk.sizes)[inner] if depth else chunk.blob.tensor(spec.dtype, chunk.sizes)
+            if tuple(part.shape) == spec.shape:
+                return part
+            result = torch.empty(spec.shape, dtype=spec.dtype) if result is None else result
+            result[tuple(slice(start, start + size) for start, size in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True))] = part
+        return torch.empty(spec.shape, dtype=spec.dtype) if result is None else result
+
+
+def _mapping(blob: Blob) -> Mapping[str, Any]:
+    content = blob.object()
+    content = content[0] if isinstance(content, list) and content else content
+    if not isinstance(content, dict):
+        raise CkptkitError(f"{blob}: Megatron's common state is no dict", "the checkpoint is damaged")
+    return content
+
+
+def _unstack(key: str, stored: StoredTensor) -> Iterator[tuple[str, _Logical]]:
+    """Every global tensor that a key holds: one a layer where layers are stacked, one an expert where experts are."""
+    layers = stored.shape[0] if _STACKED.fullmatch(key) else None
+    for layer in range(layers) if layers is not None else [None]:
+        name = key if layer is None else _STACKED.sub(rf"\1.{layer}.\2", key)
+        index = () if layer is None else (layer,)
+        experts = stored.shape[len(index)] if _EXPERTS.fullmatch(key) else None
+        for expert in range(experts) if experts is not None else [None]:
+            if expert is None:
+                yield name, _Logical(stored, index)
+            else:
+                yield _EXPERTS.sub(rf"\1.{expert}.\2", name), _Logical(stored, (*index, expert))

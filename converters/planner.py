@@ -1,0 +1,120 @@
+"""Expands a family's rules over a whole checkpoint, into a plan that is checked before a byte is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import CkptkitError
+from ckptkit.plan import Plan, Step, View, require
+from ckptkit.specs import TensorSpec
+from converters.dims import ModelDims
+from converters.experts import fuse, is_fused, unfuse
+from converters.registry import family_of
+from converters.rules import ParamMapping
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule at one layer and expert: the Megatron name, its HF names with their shapes, and the mapping behind it."""
+
+    megatron: str
+    hf: Mapping[str, Shape]
+    mapping: ParamMapping
+
+    @property
+    def megatron_shape(self) -> Shape:
+        """Shape of the Megatron tensor, from running the op on meta tensors."""
+        return tuple(self.mapping.op.merge([torch.empty(shape, device="meta") for shape in self.hf.values()]).shape)
+
+
+def dims_of(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of the model that an HF config describes. Raises CkptkitError for an unknown model_type or a missing key."""
+    return family_of(config).read_dims(config)
+
+
+def rules_of(config: Mapping[str, Any]) -> Iterator[Rule]:
+    """Every rule of the model, expanded over layers and experts, with one HF name an expert."""
+    family = family_of(config)
+    dims = family.read_dims(config)
+    for mapping in family.mappings(dims):
+        for megatron, names in mapping.expand(dims.experts):
+            yield Rule(megatron, dict(zip(names, mapping.hf.values(), strict=True)), mapping)
+
+
+def expected_hf(config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Name and shape of every HF tensor that this config promises, with one name an expert."""
+    return {name: shape for rule in rules_of(config) for name, shape in rule.hf.items()}
+
+
+def to_megatron(source: Checkpoint, where: str, dtype: torch.dtype | None = None) -> View:
+    """An HF checkpoint, with fused or per-expert experts, seen as Megatron's global tensors.
+
+    `dtype` casts floating tensors except fp32 state. Raises CkptkitError naming every tensor that is missing, left over
+    or of the wrong shape, before anything is read.
+    """
+    if "quantization_config" in source.config:
+        raise CkptkitError(f"{where} is quantized (config.json has quantization_config)", "convert the unquantized release instead")
+    if is_fused(source.specs):
+        source = View(source, unfuse(source.specs, source.config, where))
+    rules = list(rules_of(source.config))
+    require(where, [name for rule in rules for name in rule.hf], source.specs)
+    steps = [_merge_step(rule, source.specs, dtype) for rule in rules]
+    dropped = family_of(source.config).dropped(dims_of(source.config))
+    return View(source, Plan(tuple(steps), source.specs, dropped, where, source.config))
+
+
+def to_hf(source: Checkpoint, where: str, *, fused: bool = False, dtype: torch.dtype | None = None) -> View:
+    """Megatron's global tensors seen as an HF checkpoint; the inverse of `to_megatron`.
+
+    `fused` chooses transformers v5's 3-D expert tensors. Padded vocabulary rows are cut off. Errors as `to_megatron`.
+    """
+    rules = list(rules_of(source.config))
+    require(where, [rule.megatron for rule in rules], source.specs)
+    steps = [_split_step(rule, source.specs[rule.megatron], dtype) for rule in rules]
+    view = View(source, Plan(tuple(steps), source.specs, where=where, config=source.config))
+    return View(view, fuse(view.specs, source.config, where)) if fused else view
+
+
+def _cast(spec: TensorSpec, rule: Rule, dtype: torch.dtype | None) -> torch.dtype:
+    return spec.dtype if dtype is None or rule.mapping.fp32 else dtype
+
+
+def _check_shape(spec: TensorSpec, expected: Shape, *, may_pad: bool = False) -> None:
+    padded = may_pad and spec.shape[:1] > expected[:1] and spec.shape[1:] == expected[1:]
+    if spec.shape != expected and not padded:
+        raise CkptkitError(f"{spec}: the config promises shape {list(expected)}", "config.json describes another model, or the shard is wrong")
+
+
+def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: torch.dtype | None) -> Step:
+    inputs = [specs[name] for name in rule.hf]
+    for spec in inputs:
+        _check_shape(spec, rule.hf[spec.name])
+    if len({spec.dtype for spec in inputs}) > 1:
+        raise CkptkitError(f"one Megatron tensor, two dtypes: {'; '.join(map(str, inputs))}", "give --dtype or cast the source first")
+    target = _cast(inputs[0], rule, dtype)
+
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [rule.mapping.op.merge(tensors).to(target)]
+
+    output = TensorSpec(rule.megatron, rule.megatron_shape, target)
+    return Step(tuple(rule.hf), (output,), run, type(rule.mapping.op).__name__)
+
+
+def _split_step(rule: Rule, spec: TensorSpec, dtype: torch.dtype | None) -> Step:
+    expected = rule.megatron_shape
+    _check_shape(spec, expected, may_pad=rule.mapping.vocab)
+    target = _cast(spec, rule, dtype)
+
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [part.to(target) for part in rule.mapping.op.split(tensors[0][: expected[0]])]
+
+    outputs = tuple(TensorSpec(name, shape, target) for name, shape in rule.hf.items())
+    return Step((rule.megatron,), outputs, run, type(rule.mapping.op).__name__)

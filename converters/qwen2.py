@@ -1,0 +1,23 @@
+"""Qwen2 and Qwen2.5, dense: biases on q, k and v, embeddings tied in the small sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from converters.blocks import attention, dense_mlp, embeddings
+from converters.dims import ModelDims, base_dims
+from converters.rules import ModelFamily, ParamMapping
+
+
+def read_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of a qwen2 config. Source: transformers `Qwen2Config`; q, k and v always have a bias, o never."""
+    return base_dims(config, qkv_bias=True, qk_norm=False)
+
+
+def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All rules of a qwen2 model."""
+    return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
+
+
+FAMILY = ModelFamily(("qwen2",), read_dims, mappings)

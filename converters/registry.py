@@ -1,0 +1,20 @@
+"""Finds the family of a model by the exact `model_type` of its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.errors import CkptkitError
+from converters import glm4_moe, qwen2, qwen3_moe
+from converters.rules import ModelFamily
+
+FAMILIES: dict[str, ModelFamily] = {model_type: family for family in (qwen2.FAMILY, qwen3_moe.FAMILY, glm4_moe.FAMILY) for model_type in family.model_types}
+
+
+def family_of(config: Mapping[str, Any]) -> ModelFamily:
+    """The family of a config. Raises CkptkitError for an unknown `model_type`, naming the known ones."""
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise CkptkitError(f"config.json: model_type {model_type!r} is not supported", f"supported: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[model_type]

@@ -1,0 +1,49 @@
+"""Checkpoints that many tests start from, made once a session. Tests that change one copy it first."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import pytest
+
+from ckptkit.api import convert
+
+
+@pytest.fixture(scope="session")
+def releases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`releases(name)`: the HF directory of one of `models.configs()`, as a release would look. Read only."""
+    root = tmp_path_factory.mktemp("releases")
+
+    def release(name: str, *, fused: bool = False) -> Path:
+        path = root / (name + "-fused" * fused)
+        if not path.exists():
+            models.save(name, path, fused=fused)
+        return path
+
+    return release
+
+
+@pytest.fixture(scope="session")
+def converted(releases: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`converted(name)`: the Megatron checkpoint that `ckptkit convert` makes of it. Read only."""
+    root = tmp_path_factory.mktemp("converted")
+
+    def megatron(name: str) -> Path:
+        if not (root / name).exists():
+            convert(releases(name), root / name)
+        return root / name
+
+    return megatron
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
+    """`copy_of(path)`: a copy that the test may break."""
+
+    def copy(path: Path) -> Path:
+        return Path(shutil.copytree(path, tmp_path / path.name))
+
+    return copy

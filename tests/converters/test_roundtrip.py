@@ -1,0 +1,95 @@
+"""HF -> Megatron -> HF gives back the same bytes under the same names in the same files.
+
+That proves that nothing is lost, not that the mapping is right: test_logits.py does that.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import pytest
+import torch
+
+from ckptkit.api import convert
+from ckptkit.errors import CkptkitError
+from ckptkit.open import open_checkpoint
+from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from converters.planner import to_hf
+
+Paths = Callable[..., Path]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", list(models.configs()))
+def test_same_files_byte_for_byte(releases: Paths, tmp_path: Path, name: str, fused: bool) -> None:
+    release = releases(name, fused=fused)
+    convert(release, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    assert len(list(release.glob("*.safetensors"))) > 1
+    for file in release.iterdir():
+        if file.name != "model.safetensors.index.json":
+            assert filecmp.cmp(file, tmp_path / "back" / file.name, shallow=False), file.name
+    before, after = (json.loads((path / "model.safetensors.index.json").read_text()) for path in (release, tmp_path / "back"))
+    assert after["weight_map"] == before["weight_map"]
+    assert after["metadata"]["total_size"] == before["metadata"]["total_size"]
+
+
+def test_the_iteration_itself_and_an_hf_directory_for_the_way_back(releases: Paths, converted: Paths, tmp_path: Path) -> None:
+    moved = tmp_path / "iter_0000007"
+    (converted("qwen3_moe") / "release").rename(moved)
+    try:
+        with pytest.raises(CkptkitError, match="HF config of this model is not stored beside it"):
+            convert(moved, tmp_path / "back")
+        convert(moved, tmp_path / "back", hf=releases("qwen3_moe"))
+    finally:
+        moved.rename(converted("qwen3_moe") / "release")
+    before, after = models.tensors(releases("qwen3_moe")), models.tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_single_file_without_an_index(tmp_path: Path) -> None:
+    models.save("qwen2-tied", tmp_path / "hf", shard_size="1GB")
+    assert not (tmp_path / "hf/model.safetensors.index.json").exists()
+    convert(tmp_path / "hf", tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    assert filecmp.cmp(tmp_path / "hf/model.safetensors", tmp_path / "back/model.safetensors", shallow=False)
+    assert not (tmp_path / "back/model.safetensors.index.json").exists()
+
+
+def test_dtype_changes_all_but_fp32_state_and_config_says_so(releases: Paths, tmp_path: Path) -> None:
+    convert(releases("glm4_moe"), tmp_path / "megatron", dtype="float32")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    before, after = models.tensors(releases("glm4_moe")), models.tensors(tmp_path / "back")
+    assert {tensor.dtype for tensor in after.values()} == {torch.float32}
+    assert all(torch.equal(before[key].float(), after[key]) for key in before)
+    assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "float32"
+    convert(tmp_path / "megatron", tmp_path / "half", dtype="bfloat16")
+    half = models.tensors(tmp_path / "half")
+    assert all(half[key].dtype == before[key].dtype and torch.equal(half[key], before[key]) for key in before)
+    assert json.loads((tmp_path / "half/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_padded_vocabulary_is_cut_to_the_config(releases: Paths, converted: Paths) -> None:
+    source = TorchDistCheckpoint(converted("qwen2-untied") / "release")
+    tensors = source.read(list(source.specs))
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        tensors[name] = torch.cat([tensors[name], torch.zeros(64, 128, dtype=torch.bfloat16)])
+    view = to_hf(models.InMemory(source.config, tensors), "padded")
+    expected = models.tensors(releases("qwen2-untied"))
+    found = view.read(["model.embed_tokens.weight", "lm_head.weight"])
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_every_tensor_of_a_view_can_be_read_alone_and_in_groups(converted: Paths, releases: Paths) -> None:
+    expected = models.tensors(releases("glm4_moe"))
+    view = to_hf(open_checkpoint(converted("glm4_moe")), "x")
+    grouped = [name for names in view.groups for name in names]
+    assert sorted(grouped) == sorted(expected)
+    assert torch.equal(
+        view.read(["model.layers.3.self_attn.v_proj.weight"])["model.layers.3.self_attn.v_proj.weight"], expected["model.layers.3.self_attn.v_proj.weight"]
+    )

@@ -1,0 +1,150 @@
+"""The torch_dist writer as torch's own distributed checkpoint reader sees it, and the reader on what torch and we write."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from ckptkit.errors import CkptkitError
+from ckptkit.torch_dist_reader import TorchDistCheckpoint, tiling_problem
+
+Converted = Callable[[str], Path]
+
+
+def load_with_torch(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """These bf16 keys by torch's own reader."""
+    state = {key: torch.full(shape, float("nan"), dtype=torch.bfloat16) for key, shape in shapes.items()}
+    _load_state_dict(state, storage_reader=FileSystemReader(path), planner=DefaultLoadPlanner(), no_dist=True)
+    return state
+
+
+def test_torch_reads_the_tensors_that_megatron_will_ask_for(releases: Callable[[str], Path], converted: Converted) -> None:
+    hf = models.tensors(releases("glm4_moe"))
+    found = load_with_torch(
+        converted("glm4_moe") / "release",
+        {
+            "decoder.layers.11.mlp.experts.experts.linear_fc1.weight": (12, 128, 128),
+            "decoder.layers.11.mlp.experts.experts.linear_fc2.weight": (12, 128, 64),
+            "decoder.layers.10.pre_mlp_layernorm.weight": (128,),
+            "decoder.layers.10.mlp.linear_fc1.layer_norm_weight": (128,),
+            "decoder.layers.1.mlp.linear_fc1.layer_norm_weight": (128,),
+            "decoder.layers.0.self_attention.linear_qkv.bias": (10 * 32,),
+        },
+    )
+    fc1 = found["decoder.layers.11.mlp.experts.experts.linear_fc1.weight"]
+    for expert in (0, 2, 10, 11):
+        prefix = f"model.layers.11.mlp.experts.{expert}."
+        assert torch.equal(fc1[expert, :64], hf[prefix + "gate_proj.weight"])
+        assert torch.equal(fc1[expert, 64:], hf[prefix + "up_proj.weight"])
+        assert torch.equal(found["decoder.layers.11.mlp.experts.experts.linear_fc2.weight"][expert], hf[prefix + "down_proj.weight"])
+    norm = hf["model.layers.10.post_attention_layernorm.weight"]
+    assert torch.equal(found["decoder.layers.10.pre_mlp_layernorm.weight"], norm)
+    assert torch.equal(found["decoder.layers.10.mlp.linear_fc1.layer_norm_weight"], norm)
+    bias = found["decoder.layers.0.self_attention.linear_qkv.bias"]
+    query, key = hf["model.layers.0.self_attn.q_proj.bias"], hf["model.layers.0.self_attn.k_proj.bias"]
+    # 6 heads in 2 groups of head_dim 32: three query heads, a key and a value for each group
+    assert torch.equal(bias[:96], query[:96])
+    assert torch.equal(bias[96:128], key[:32])
+    assert torch.equal(bias[160:256], query[96:])
+    assert torch.equal(bias[256:288], key[32:])
+
+
+def test_what_megatron_expects_beside_the_tensors(converted: Converted) -> None:
+    root = converted("glm4_moe")
+    assert (root / "latest_checkpointed_iteration.txt").read_text() == "release"
+    common = torch.load(root / "release/common.pt", weights_only=False)
+    assert common["checkpoint_version"] == 3.0
+    assert common["content_metadata"] == {"non_homogeneous_layers": True, "singleton_local_shards": False}
+    assert common["args"].num_layers == 12
+    assert common["args"].moe_layer_freq == [0, 0] + [1] * 10
+    assert json.loads((root / "release/metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    with (root / "release/.metadata").open("rb") as file:
+        keys = pickle.load(file).state_dict_metadata.keys()
+    for key in (
+        "decoder.layers.0.self_attention.linear_qkv._extra_state/shard_0_1",
+        "decoder.layers.0.self_attention.core_attention._extra_state/shard_0_1",
+        "decoder.layers.0.mlp.linear_fc2._extra_state/shard_0_1",
+        "decoder.layers.5.mlp.experts.experts.linear_fc1._extra_state/shard_11_12",
+        "decoder.layers.5.mlp.shared_experts.linear_fc1._extra_state/shard_0_1",
+        "decoder.final_layernorm._extra_state/shard_0_1",
+    ):
+        assert key in keys
+
+
+def test_fp32_router_bias_stays_fp32(releases: Callable[[str], Path], converted: Converted) -> None:
+    name = "decoder.layers.7.mlp.router.expert_bias"
+    found = TorchDistCheckpoint(converted("glm4_moe") / "release").read([name])[name]
+    assert found.dtype == torch.float32
+    assert torch.equal(found, models.tensors(releases("glm4_moe"))["model.layers.7.mlp.gate.e_score_correction_bias"])
+    assert found.unique().numel() == 12
+
+
+def edit_metadata(path: Path, change: Callable[[Metadata], None]) -> None:
+    """Rewrites `.metadata` after `change`."""
+    with (path / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    change(metadata)
+    with (path / ".metadata").open("wb") as file:
+        pickle.dump(metadata, file)
+
+
+def drop_chunk(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["decoder.layers.3.mlp.experts.experts.linear_fc2.weight"].chunks.pop()  # type: ignore[union-attr]
+
+
+def overlap(metadata: Metadata) -> None:
+    chunks = metadata.state_dict_metadata["decoder.layers.3.mlp.experts.experts.linear_fc2.weight"].chunks  # type: ignore[union-attr]
+    chunks[1] = ChunkStorageMetadata(chunks[0].offsets, chunks[0].sizes)
+
+
+def lose_storage(metadata: Metadata) -> None:
+    for index in [index for index in metadata.storage_data if index.fqn == "decoder.final_layernorm.weight"]:
+        del metadata.storage_data[index]
+
+
+def escape(metadata: Metadata) -> None:
+    next(iter(metadata.storage_data.values())).relative_path = "../../secret"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop_chunk, "8192 of 98304 elements are in no chunk"),
+        (overlap, "two chunks overlap"),
+        (lose_storage, "does not say where decoder.final_layernorm.weight"),
+        (escape, "not a file of this directory"),
+    ],
+)
+def test_incomplete_metadata_is_refused(converted: Converted, tmp_path: Path, change: Callable[[Metadata], None], message: str) -> None:
+    path = Path(shutil.copytree(converted("qwen3_moe") / "release", tmp_path / "release"))
+    edit_metadata(path, change)
+    with pytest.raises(CkptkitError, match=message):
+        TorchDistCheckpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "problem"),
+    [
+        ([((0, 0), (4, 6))], None),
+        ([((0, 0), (4, 3)), ((0, 3), (4, 3))], None),
+        ([((0, 0), (4, 3)), ((0, 3), (3, 3))], "3 of 24 elements are in no chunk"),
+        ([((0, 0), (4, 3)), ((0, 2), (4, 3))], "two chunks overlap at [0, 0]"),
+        # as many elements as the tensor has, but one row twice and one never
+        ([((0, 0), (2, 6)), ((1, 0), (2, 6))], "two chunks overlap at [0, 0]"),
+        ([((0, 0), (5, 6))], "a chunk lies outside the tensor"),
+        ([], "24 of 24 elements are in no chunk"),
+    ],
+)
+def test_tiling(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], problem: str | None) -> None:
+    assert tiling_problem((4, 6), boxes) == problem

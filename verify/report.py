@@ -1,0 +1,81 @@
+"""Verification as data: what was checked, what was found, and the report that holds both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+SCHEMA = "ckptkit-report/1"
+
+Severity = Literal["error", "warning"]
+Status = Literal["passed", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong. `tensor` may be folded (`model.layers.{0..11}.mlp.gate.weight`), then `count` says how many."""
+
+    code: str
+    expected: str
+    actual: str
+    hint: str
+    tensor: str | None = None
+    count: int = 1
+    file: str | None = None
+    rank: str | None = None
+    severity: Severity = "error"
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """How one check ended. `reason` says why it was skipped; `bytes_compared` and `tensors_compared` what it looked at."""
+
+    code: str
+    title: str
+    status: Status
+    reason: str | None = None
+    tensors_compared: int = 0
+    bytes_compared: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything one command found. `facts` holds what is printed but not judged, such as the layers of each pipeline stage."""
+
+    version: str
+    command: Sequence[str]
+    checkpoint: str
+    source: str | None
+    checks: Sequence[CheckResult]
+    findings: Sequence[Finding]
+    facts: Mapping[str, Sequence[str]]
+
+    @property
+    def status(self) -> Literal["passed", "failed"]:
+        """`failed` when any finding is an error or any check failed."""
+        errors = any(finding.severity == "error" for finding in self.findings)
+        return "failed" if errors or any(check.status == "failed" for check in self.checks) else "passed"
+
+    def to_json(self) -> dict[str, Any]:
+        """The report in the `ckptkit-report/1` format, which other programs depend on."""
+        by_status = {status: sum(check.status == status for check in self.checks) for status in ("passed", "failed", "skipped")}
+        checks = [{key: value for key, value in asdict(check).items() if key != "bytes_compared"} for check in self.checks]
+        return {
+            "schema": SCHEMA,
+            "version": self.version,
+            "command": list(self.command),
+            "checkpoint": self.checkpoint,
+            "source": self.source,
+            "status": self.status,
+            "counts": {
+                "checks": len(self.checks),
+                **by_status,
+                "tensors_compared": sum(check.tensors_compared for check in self.checks),
+                "bytes_compared": sum(check.bytes_compared for check in self.checks),
+            },
+            "checks": checks,
+            "findings": [asdict(finding) for finding in self.findings],
+            "facts": {key: list(values) for key, values in self.facts.items()},
+        }

@@ -1,0 +1,76 @@
+"""What is being verified: the checkpoint, its source, and how it is going to be used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.formats import TRACKER, Location, locate
+from ckptkit.open import open_checkpoint
+from verify.hf_files import HfFiles
+from verify.megatron_files import MegatronFiles
+
+if TYPE_CHECKING:
+    from verify.launch import Launch
+    from verify.values import Values
+
+
+@dataclass
+class Subject:
+    """A checkpoint and the question asked of it. Opening is lazy, so that file checks can look at broken ones.
+
+    `tp`, `pp`, `ep` are the parallel sizes to load Megatron with; `against` holds "megatron" and "sglang" as asked for.
+    `launch` says how a training job would find this checkpoint; only preflight gives it.
+    """
+
+    path: Path
+    source_path: Path | None = None
+    hf_path: Path | None = None
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    against: frozenset[str] = frozenset()
+    launch: Launch | None = None
+
+    @cached_property
+    def kind(self) -> Literal["hf", "megatron"]:
+        """What lies at `path`, told by any file that is still there. Raises CkptkitError when it holds no checkpoint at all."""
+        marks = (TRACKER, ".metadata", "metadata.json", "common.pt")
+        if any((self.path / mark).exists() for mark in marks) or any(self.path.glob("*.distcp")):
+            return "megatron"
+        return locate(self.path).kind
+
+    @cached_property
+    def hf_files(self) -> HfFiles:
+        """The files of an HF directory, sound or not."""
+        return HfFiles(self.path)
+
+    @cached_property
+    def megatron_files(self) -> MegatronFiles:
+        """The files of a Megatron directory, sound or not."""
+        return MegatronFiles(self.path, self.hf_path)
+
+    @cached_property
+    def location(self) -> Location:
+        """What lies at `path`."""
+        return locate(self.path)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint itself. Raises CkptkitError when it cannot be opened; CK1xx checks have said why by then."""
+        return open_checkpoint(self.path, hf=self.hf_path)
+
+    @cached_property
+    def source(self) -> Checkpoint | None:
+        """What `--source` names, opened."""
+        return open_checkpoint(self.source_path, hf=self.hf_path) if self.source_path else None
+
+    @cached_property
+    def values(self) -> Values:
+        """What one pass over all the bytes, of the checkpoint and of its source, found."""
+        from verify.values import read_values
+
+        return read_values(self)
