@@ -1,0 +1,166 @@
+"""Whole checkpoints quantized: every byte against compressed-tensors' own compressor, and loaded by transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
+from transformers import AutoModelForCausalLM
+
+from ckptkit.api import convert, quantize
+from ckptkit.errors import CkptkitError
+from ckptkit.safetensors_io import HfCheckpoint
+from quant.planner import packed_modules, quantized, quantized_layout
+from quant.scheme import QuantScheme, read_scheme
+
+PARTS = ("weight_packed", "weight_scale", "weight_shape")
+
+
+@pytest.fixture(scope="module")
+def int4(releases: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """`int4(name, grid)`: one of the releases quantized in groups of 32."""
+    root = tmp_path_factory.mktemp("int4")
+
+    def quantized_release(name: str, grid: Any) -> Path:
+        path = root / f"{name}-{grid}"
+        if not path.exists():
+            quantize(releases(name), path, QuantScheme(32, grid))
+        return path
+
+    return quantized_release
+
+
+def compressed(path: Path) -> Iterator[tuple[str, dict[str, torch.Tensor], QuantizationScheme]]:
+    """Every packed module of a checkpoint: its name, its tensors by their local names, the scheme as compressed-tensors reads it."""
+    content = json.loads((path / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationConfig.model_validate(content).config_groups["group_0"]
+    tensors = models.tensors(path)
+    for name in tensors:
+        if name.endswith(".weight_packed"):
+            module = name.removesuffix(".weight_packed")
+            yield module, {part: tensors[f"{module}.{part}"] for part in PARTS}, scheme
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "glm4_moe"])
+def test_minmax_is_bit_for_bit_what_compressed_tensors_writes(releases: Callable[[str], Path], int4: Callable[[str, str], Path], name: str) -> None:
+    source = models.tensors(releases(name))
+    packed = 0
+    for module, stored, scheme in compressed(int4(name, "minmax")):
+        weight = source.pop(f"{module}.weight")
+        scale, zero_point = compute_dynamic_scales_and_zp(weight, scheme.weights, torch.nn.Linear(1, 1))
+        expected = PackedQuantizationCompressor.compress({"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}, scheme)
+        assert stored.keys() == expected.keys()
+        for part in PARTS:
+            assert stored[part].dtype == expected[part].dtype
+            assert torch.equal(stored[part], expected[part])
+        packed += 1
+    assert packed == {"qwen2-tied": 12 * 7, "glm4_moe": 12 * 4 + 2 * 3 + 10 * (12 + 1) * 3}[name]
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_moe"])
+def test_everything_else_is_untouched(releases: Callable[[str], Path], int4: Callable[[str, str], Path], name: str) -> None:
+    source = models.tensors(releases(name))
+    written = models.tensors(int4(name, "qmax7"))
+    quantized_names = {key.removesuffix("_packed") for key in written if key.endswith(".weight_packed")}
+    assert set(written) == (set(source) - quantized_names) | {f"{key.removesuffix('.weight')}.{part}" for key in quantized_names for part in PARTS}
+    for key in set(source) - quantized_names:
+        assert torch.equal(written[key].view(torch.uint8), source[key].view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["qwen2-untied", "qwen3_moe"])
+def test_qmax7_unpacks_to_within_half_a_step(releases: Callable[[str], Path], int4: Callable[[str, str], Path], name: str) -> None:
+    source = models.tensors(releases(name))
+    for module, stored, scheme in compressed(int4(name, "qmax7")):
+        weight = source[f"{module}.weight"].float()
+        read = PackedQuantizationCompressor.decompress(stored, scheme)["weight"].float()
+        step = stored["weight_scale"].float().repeat_interleave(32, 1)
+        # Half a step, and what rounding scale and product to bf16 adds at seven steps.
+        assert ((weight - read).abs() <= step * (0.5 + 7 / 128)).all(), module
+
+
+def test_transformers_loads_it(int4: Callable[[str, str], Path]) -> None:
+    """transformers with compressed-tensors unpacks the dense model to the weights that the compressor unpacks."""
+    path = int4("qwen2-untied", "qmax7")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    loaded = model.state_dict()
+    assert not any(tensor.is_meta for tensor in loaded.values())
+    modules = {module for module, _, _ in compressed(path)}
+    assert {key.removesuffix(".weight_packed") for key in loaded if key.endswith(".weight_packed")} == modules
+    for key, tensor in models.tensors(path).items():
+        assert torch.equal(loaded[key], tensor), key
+    logits = model(torch.tensor([[1, 2, 3]])).logits
+    assert torch.isfinite(logits).all()
+    assert logits.std() > 0
+
+
+@pytest.mark.parametrize("name", sorted(models.configs()))
+def test_packed_modules_are_those_of_the_file(int4: Callable[[str, str], Path], name: str) -> None:
+    checkpoint = HfCheckpoint(int4(name, "qmax7"))
+    assert packed_modules(checkpoint.specs, checkpoint.config) == {key.removesuffix(".weight_packed") for key in checkpoint.specs if key.endswith("_packed")}
+    assert read_scheme(checkpoint.config).grid == "qmax7"
+
+
+def test_shards_are_cut_as_in_the_source(releases: Callable[[str], Path], int4: Callable[[str, str], Path]) -> None:
+    before = HfCheckpoint(releases("qwen3_moe")).layout
+    after = HfCheckpoint(int4("qwen3_moe", "qmax7")).layout
+    assert list(after) == list(before)
+    assert len(before) > 1
+    for file, names in before.items():
+        assert {key.removesuffix("_packed").removesuffix("_scale").removesuffix("_shape") for key in after[file]} == set(names)
+
+
+def test_layout_by_hand() -> None:
+    layout = {"a": ["x.weight", "x.bias"], "b": ["norm.weight"]}
+    after = ["x.weight_packed", "x.weight_scale", "x.weight_shape", "x.bias", "norm.weight"]
+    expected = {"a": ["x.weight_packed", "x.weight_scale", "x.weight_shape", "x.bias"], "b": ["norm.weight"]}
+    assert quantized_layout(layout, ["x.weight", "x.bias", "norm.weight"], after) == expected
+
+
+def test_own_entries_are_added_to_the_default_list(releases: Callable[[str], Path]) -> None:
+    source = HfCheckpoint(releases("glm4_moe"))
+    view = quantized(source, "here", QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*", "lm_head")))
+    assert view.config["quantization_config"]["ignore"] == ["model.embed_tokens", r"re:.*\.mlp\.gate(\.weight)?$", "lm_head", r"re:.*\.self_attn\..*"]
+    assert view.specs["model.layers.0.self_attn.q_proj.weight"] == source.specs["model.layers.0.self_attn.q_proj.weight"]
+    assert view.specs["model.layers.2.mlp.experts.3.up_proj.weight_packed"].shape == (64, 16)
+    assert view.specs["model.layers.2.mlp.experts.3.up_proj.weight_scale"].shape == (64, 4)
+    assert "quantization_config" not in source.config
+
+
+def test_a_missing_linear_is_refused(releases: Callable[[str], Path]) -> None:
+    source = HfCheckpoint(releases("glm4_moe"))
+    del source.specs["model.layers.3.mlp.experts.7.down_proj.weight"]  # type: ignore[attr-defined]
+    with pytest.raises(CkptkitError, match=r"here lacks 1 tensor\(s\).*model\.layers\.3\.mlp\.experts\.7\.down_proj\.weight"):
+        quantized(source, "here", QuantScheme(32, "qmax7"))
+
+
+def test_broken_weights_are_named_and_nothing_is_left(releases: Callable[[str], Path], copy_of: Callable[[Path], Path], tmp_path: Path) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    name = "model.layers.7.mlp.up_proj.weight"
+    models.edit(path, name, torch.full_like(models.tensors(path)[name], torch.nan))
+    with pytest.raises(CkptkitError, match=r"model\.layers\.7\.mlp\.up_proj\.weight holds NaN or infinity"):
+        quantize(path, tmp_path / "out", QuantScheme(32, "qmax7"))
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_from_megatron_in_one_pass_is_the_same(converted: Callable[[str], Path], int4: Callable[[str, str], Path], tmp_path: Path) -> None:
+    convert(converted("glm4_moe"), tmp_path / "out", quantize=QuantScheme(32, "qmax7"))
+    expected = models.tensors(int4("glm4_moe", "qmax7"))
+    written = models.tensors(tmp_path / "out")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[key], tensor) for key, tensor in expected.items())
+
+
+def test_fused_experts_give_the_same_bytes(releases: Any, int4: Callable[[str, str], Path], tmp_path: Path) -> None:
+    quantize(releases("qwen3_moe", fused=True), tmp_path / "out", QuantScheme(32, "qmax7"))
+    expected = models.tensors(int4("qwen3_moe", "qmax7"))
+    written = models.tensors(tmp_path / "out")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[key], tensor) for key, tensor in expected.items())

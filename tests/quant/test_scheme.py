@@ -1,0 +1,124 @@
+"""The scheme in config.json: what compressed-tensors, transformers and ckptkit make of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+from transformers.utils.quantization_config import CompressedTensorsConfig
+
+from ckptkit.errors import CkptkitError
+from quant.scheme import QuantScheme, quantization_config, read_scheme
+
+# As published with Kimi K2 Thinking.
+KIMI: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": 32,
+                "num_bits": 4,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((16, "qmax7"), "group size 16"),
+        ((-1, "qmax7"), "group size -1"),
+        ((32, "qmax8"), "unknown grid 'qmax8'"),
+        ((32, "qmax7", ("re:(",)), "no regular expression"),
+        ((32, "qmax7", ("",)), "is empty"),
+        ((32, "qmax7", ("re:",)), "is empty"),
+    ],
+)
+def test_an_invalid_scheme_cannot_exist(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(CkptkitError, match=message.replace("(", r"\(")):
+        QuantScheme(*arguments)
+
+
+def test_the_config_says_what_was_done() -> None:
+    content = json.loads(json.dumps(quantization_config(QuantScheme(64, "qmax7", ("lm_head", r"re:.*\.mlp\.gate(\.weight)?$")))))
+    assert content["quant_method"] == "compressed-tensors"
+    assert content["format"] == "pack-quantized"
+    assert content["quantization_status"] == "compressed"
+    assert content["ignore"] == ["lm_head", r"re:.*\.mlp\.gate(\.weight)?$"]
+    assert content["version"]
+    assert list(content["config_groups"]) == ["group_0"]  # the only group that slime reads
+    group = content["config_groups"]["group_0"]
+    assert group["targets"] == ["Linear"]
+    weights = group["weights"]
+    assert (weights["num_bits"], weights["type"], weights["symmetric"], weights["strategy"], weights["group_size"]) == (4, "int", True, "group", 64)
+    assert weights["observer_kwargs"] == {"grid": "qmax7"}
+
+
+@pytest.mark.parametrize("grid", ["qmax7", "minmax"])
+def test_compressed_tensors_and_transformers_accept_the_config(grid: Any) -> None:
+    content = quantization_config(QuantScheme(32, grid, ("lm_head",)))
+    parsed = QuantizationConfig.model_validate(content)
+    assert parsed.quantization_status == QuantizationStatus.COMPRESSED
+    assert parsed.config_groups["group_0"].weights.group_size == 32
+    hf = CompressedTensorsConfig.from_dict(content)
+    assert hf.is_quantization_compressed
+    # What transformers writes back still tells the grid.
+    assert read_scheme({"quantization_config": hf.to_dict()}) == QuantScheme(32, grid, ("lm_head",))
+
+
+@pytest.mark.parametrize("scheme", [QuantScheme(32, "qmax7", ("a", "re:b.*")), QuantScheme(128, "minmax")])
+def test_a_scheme_reads_back(scheme: QuantScheme) -> None:
+    assert read_scheme({"quantization_config": quantization_config(scheme)}) == scheme
+
+
+def test_reads_a_config_of_another_tool() -> None:
+    assert read_scheme({"quantization_config": KIMI}) == QuantScheme(32, "minmax", ("lm_head", "re:.*self_attn.*"))
+
+
+def _changed(**weights: Any) -> dict[str, Any]:
+    group = KIMI["config_groups"]["group_0"]
+    return KIMI | {"config_groups": {"group_0": group | {"weights": group["weights"] | weights}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "has no quantization_config"),
+        ({"quantization_config": KIMI | {"quant_method": "fp8"}}, "quant_method is 'fp8'"),
+        ({"quantization_config": KIMI | {"format": "mixed-precision"}}, "format is 'mixed-precision'"),
+        ({"quantization_config": KIMI | {"config_groups": {}}}, "number of config_groups is 0"),
+        ({"quantization_config": KIMI | {"config_groups": {"group_0": {"targets": ["Linear"]}}}}, "quantizes no weights"),
+        ({"quantization_config": KIMI | {"config_groups": {"nonsense": ["Linear"]}}}, "refuses this quantization_config"),
+        ({"quantization_config": KIMI | {"config_groups": {"W4A16": ["re:.*experts.*"]}}}, r"targets is \['re:"),
+        ({"quantization_config": KIMI | {"config_groups": {"W8A8": ["Linear"]}}}, "input_activations is"),
+        ({"quantization_config": KIMI | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}, "kv_cache_scheme is"),
+        ({"quantization_config": _changed(num_bits=8)}, "num_bits is 8"),
+        ({"quantization_config": _changed(symmetric=False)}, "symmetric is False"),
+        ({"quantization_config": _changed(strategy="channel", group_size=-1)}, "strategy is 'channel'"),
+        ({"quantization_config": _changed(actorder="weight")}, "actorder is 'weight'"),
+        ({"quantization_config": _changed(actorder="group")}, "refuses this quantization_config"),
+        ({"quantization_config": _changed(unknown=1)}, "refuses this quantization_config"),
+        ({"quantization_config": _changed(group_size=16)}, "group size 16"),
+    ],
+)
+def test_refuses_what_it_does_not_support(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(CkptkitError, match=message):
+        read_scheme(config)
