@@ -103,7 +103,7 @@ def quantize(src: Path, dst: Path, group_size: str, grid: str, ignore: tuple[str
 def _scheme(group_size: str, grid: str, ignore: tuple[str, ...]) -> Any:
     from quant.scheme import QuantScheme
 
-    return QuantScheme(int(group_size), grid, ignore)
+    return QuantScheme(int(group_size), "minmax" if grid == "minmax" else "qmax7", ignore)
 
 
 def _print_written(written: Written, dry_run: bool, as_json: bool) -> None:

@@ -70,7 +70,7 @@ class TorchDistWriter:
             self._file.close()
             self._file = self._next_file()
         start = self._file.tell()
-        torch.save(value, self._file)
+        _save(value, self._file)
         return _StorageInfo(Path(self._file.name).name, start, self._file.tell() - start)
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -108,7 +108,8 @@ class TorchDistWriter:
         with (self._path / ".metadata").open("wb") as file:
             pickle.dump(metadata, file)
         common = {"args": Namespace(**self._args), "checkpoint_version": 3.0, "iteration": 0, "content_metadata": dict(CONTENT_METADATA)}
-        torch.save(common, self._path / "common.pt")
+        with (self._path / "common.pt").open("wb") as file:
+            _save(common, file)
         (self._path / "metadata.json").write_text(json.dumps(BACKEND))
         (self._root / TRACKER).write_text("release")
 
@@ -120,3 +121,13 @@ class TorchDistWriter:
 
     def discard(self) -> None:
         self._file.close()
+
+
+def _save(value: Any, file: BinaryIO) -> None:
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:
+        # torch closes its zip on the way out, and that fails too: a full disk or ctrl-C is the context, not the error.
+        if error.__context__ is not None:
+            raise error.__context__ from None
+        raise

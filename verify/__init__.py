@@ -5,4 +5,13 @@ from __future__ import annotations
 
 def load_checks() -> None:
     """Imports every module that registers checks."""
-    from verify import check_files, check_megatron, check_quant, check_sglang, check_values  # noqa: F401
+    from verify import (  # noqa: F401
+        check_config,
+        check_files,
+        check_megatron,
+        check_quant,
+        check_sglang,
+        check_torch_dist,
+        check_values,
+        preflight,
+    )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ckptkit.errors import CkptkitError
 from verify.report import CheckResult, Finding, Status
 from verify.subject import Subject
 
@@ -54,6 +55,9 @@ class Check:
     unless: Unless = _always
 
 
+# Checks that read every byte: not worth it while headers are wrong. Witnesses were asked for, so they run whenever they can.
+_NEEDS_SOUND_HEADERS = "CK2"
+
 _CHECKS: dict[str, Check] = {}
 
 
@@ -78,14 +82,16 @@ def all_checks() -> Sequence[Check]:
 
 
 def run_checks(subject: Subject, checks: Sequence[Check]) -> tuple[list[CheckResult], list[Finding], dict[str, list[str]]]:
-    """Runs checks in order of cost. Once a CK1xx check finds an error, the dearer ones are skipped: their input is broken."""
+    """Runs checks in order of cost. Once a CK1xx check finds an error, those that read every byte, or cannot be opened, are skipped.
+
+    Raises CkptkitError when one cannot be opened although no CK1xx check found anything.
+    """
     results: list[CheckResult] = []
     findings: list[Finding] = []
     facts: dict[str, list[str]] = {}
     broken: str | None = None
     for one in checks:
-        reason = f"not run because {broken} failed" if broken and not one.code.startswith("CK1") else None
-        result, found, more = _run(one, subject, reason)
+        result, found, more = _run(one, subject, broken)
         results.append(result)
         findings += found
         facts |= more
@@ -94,15 +100,19 @@ def run_checks(subject: Subject, checks: Sequence[Check]) -> tuple[list[CheckRes
     return results, findings, facts
 
 
-def _run(one: Check, subject: Subject, reason: str | None) -> tuple[CheckResult, list[Finding], dict[str, list[str]]]:
+def _run(one: Check, subject: Subject, broken: str | None) -> tuple[CheckResult, list[Finding], dict[str, list[str]]]:
     tally = Tally()
     started = time.monotonic()
     found: list[Finding] = []
-    if reason is None:
-        try:
-            found = list(one.run(subject, tally))
-        except Skip as skip:
-            reason = str(skip)
+    reason = f"not run because {broken} failed" if broken and one.code.startswith(_NEEDS_SOUND_HEADERS) else None
+    try:
+        found = list(one.run(subject, tally)) if reason is None else []
+    except Skip as skip:
+        reason = str(skip)
+    except CkptkitError as error:
+        if broken is None:
+            raise
+        reason = f"not run because {broken} failed: {error.message}"
     if reason is None and tally.tensors == 0 and not found:
         found = [Finding(one.code, "something to compare", "nothing was compared", "a check that looks at nothing proves nothing: please report this")]
     failed = any(finding.severity == "error" for finding in found)

@@ -15,6 +15,8 @@ from verify.megatron_files import MegatronFiles
 
 if TYPE_CHECKING:
     from verify.launch import Launch
+    from verify.megatron_run import MegatronRun
+    from verify.sglang_run import SglangRun
     from verify.values import Values
 
 
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 class Subject:
     """A checkpoint and the question asked of it. Opening is lazy, so that file checks can look at broken ones.
 
-    `tp`, `pp`, `ep` are the parallel sizes to load Megatron with; `against` holds "megatron" and "sglang" as asked for.
+    `tp`, `pp`, `ep`, `etp` (inside experts; None: as launch scripts choose) and `vpp` are the parallel sizes to load Megatron
+    with; `against` holds "megatron" and "sglang" as asked for.
     `launch` says how a training job would find this checkpoint; only preflight gives it.
     """
 
@@ -34,6 +37,8 @@ class Subject:
     ep: int = 1
     against: frozenset[str] = frozenset()
     launch: Launch | None = None
+    etp: int | None = None
+    vpp: int = 1
 
     @cached_property
     def kind(self) -> Literal["hf", "megatron"]:
@@ -69,8 +74,27 @@ class Subject:
         return open_checkpoint(self.source_path, hf=self.hf_path) if self.source_path else None
 
     @cached_property
+    def source_kind(self) -> Literal["hf", "megatron"]:
+        """What lies at `source_path`; "hf" when there is no source."""
+        return locate(self.source_path).kind if self.source_path else "hf"
+
+    @cached_property
     def values(self) -> Values:
         """What one pass over all the bytes, of the checkpoint and of its source, found."""
         from verify.values import read_values
 
         return read_values(self)
+
+    @cached_property
+    def megatron_run(self) -> MegatronRun:
+        """What real Megatron asked for and held, rank by rank. Errors and skips as `verify.megatron_run.run_megatron`."""
+        from verify.megatron_run import run_megatron
+
+        return run_megatron(self)
+
+    @cached_property
+    def sglang_run(self) -> SglangRun:
+        """What real SGLang made of it, loaded once for all the checks."""
+        from verify.sglang_run import run_sglang
+
+        return run_sglang(self)

@@ -1,0 +1,66 @@
+# `make` lists the targets. Every other target first brings the environment in VENV up to date, which needs only Python and pip.
+
+VENV ?= .venv
+PYTHON ?=
+DEMO_OUT ?= demo-out
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.SUFFIXES:
+
+python := "$(VENV)/bin/python"
+pip_flags := -qq --disable-pip-version-check --no-input
+stamp := $(VENV)/.ckptkit-setup
+
+# The versions that constraints.txt covers. A candidate must run to count: the shim of an inactive pyenv version exists and fails.
+probe := import sys, venv; print(sys.executable); sys.exit(not (3, 11) <= sys.version_info < (3, 13))
+find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 python3 python); do \
+		if found=$$("$$candidate" -c '$(probe)' 2>/dev/null); then break; fi; found=; \
+	done; \
+	if [ -z "$$found" ]; then \
+		echo 'ckptkit needs Python 3.11 or 3.12 with the venv module, and $(if $(PYTHON),$(PYTHON) is not one,none was found). Next: make PYTHON=/path/to/python3.12' >&2; \
+		exit 1; \
+	fi
+
+.PHONY: help setup demo test lint bench which-python
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
+	@echo 'Variables: VENV=$(VENV) PYTHON=$(PYTHON) DEMO_OUT=$(DEMO_OUT) PYTEST_ARGS=$(PYTEST_ARGS) BENCH_ARGS=$(BENCH_ARGS)'
+
+setup: $(stamp)  ## make the environment (about 4 minutes and 9 GB) or bring it up to date
+
+demo: $(stamp)  ## convert, quantize, break and verify a small model, in DEMO_OUT
+	@$(python) -m ckptkit.demo "$(DEMO_OUT)"
+
+test: $(stamp)  ## run the tests
+	@$(python) -m pytest $(PYTEST_ARGS)
+
+lint: $(stamp)  ## ruff, its formatter, and mypy in strict mode
+	@$(python) -m ruff check
+	@$(python) -m ruff format --check
+	@$(python) -m mypy
+
+bench: $(stamp)  ## measure speed and memory
+	@$(python) benchmarks/run.py $(BENCH_ARGS)
+
+which-python:
+	@$(find_python); echo "$$found"
+
+# A Python that comes without ensurepip (Debian splits it off) still makes an environment, and its own pip fills it.
+$(stamp): pyproject.toml constraints.txt
+	@rm -f $@
+	@if ! $(python) -c 'import pip; $(probe)' >/dev/null 2>&1; then \
+		$(find_python); \
+		if [ -e "$(VENV)/pyvenv.cfg" ]; then clear=--clear; else clear=; fi; \
+		if "$$found" -c 'import ensurepip' 2>/dev/null; then \
+			"$$found" -m venv $$clear "$(VENV)"; \
+		else \
+			"$$found" -m venv $$clear --without-pip "$(VENV)" && "$$found" -m pip --python $(python) install $(pip_flags) pip; \
+		fi; \
+	fi
+	@echo 'Installing into $(VENV): about 4 minutes and 9 GB the first time.'
+	@$(python) -m pip install $(pip_flags) -c constraints.txt -e '.[all]'
+	@touch $@

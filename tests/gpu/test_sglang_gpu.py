@@ -1,0 +1,130 @@
+"""Real SGLang on a GPU: checkpoints load through the repacking for Marlin's kernels, and what is repacked is what was loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import models
+import pytest
+import torch
+from sglang_runs import Case, int4_config, online_int4, run_cases, written
+from transformers import Glm4MoeConfig, Qwen3MoeConfig
+
+from ckptkit.api import convert, quantize
+from quant.scheme import QuantScheme
+from verify.check_sglang import KEEP_ROUTER
+from verify.checks import all_checks, run_checks
+from verify.run import choose, verify
+from verify.sglang_run import SglangRun
+from verify.subject import Subject
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install 'ckptkit[sglang]'"),
+    pytest.mark.timeout(1500),
+]
+
+GROUP = 32
+ONLINE = ["lm_head", "model.embed_tokens"]
+UNFUSED = "re:.*shared_experts.*"
+
+# Within the limits of Marlin's kernels: out features % 64, in features % 128, for every matrix.
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 3,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=12, norm_topk_prob=True),
+    "glm4_moe": Glm4MoeConfig(**SIZES, n_routed_experts=12, n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True),
+}
+ROUTERS = {"qwen3_moe": "model.layers.{0..4}.mlp.gate.weight", "glm4_moe": "model.layers.{1..4}.mlp.gate.weight"}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
+    root = tmp_path_factory.mktemp("gpu")
+    found: dict[str, Case] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "configs", lambda: CONFIGS)
+        for name in CONFIGS:
+            release = root / name
+            models.save(name, release)
+            tensors = models.tensors(release)
+            found[f"bf16 {name}"] = Case(release)
+            for grid in ("qmax7", "minmax"):
+                quantize(release, root / f"{name}-{grid}", QuantScheme(GROUP, grid))
+                found[f"{grid} {name}"] = Case(root / f"{name}-{grid}")
+            kept = [*ONLINE, KEEP_ROUTER, UNFUSED]
+            for kind, ignore in (("online", kept), ("router", [*ONLINE, UNFUSED])):
+                packed = online_int4(tensors, ignore, GROUP)
+                found[f"{kind} {name}"] = Case(written(root, f"{name}-{kind}", release, packed, quantization_config=int4_config(ignore, GROUP)))
+            convert(release, root / f"{name}-megatron")
+            found[f"megatron {name}"] = Case(root / f"{name}-megatron", release)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def runs(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
+    runs = run_cases(cases, tmp_path_factory.mktemp("reports"), gpu=True)
+    for name, run in runs.items():
+        print(f"{name}: {run.crash or run.report}")
+    return runs
+
+
+def findings(case: Case, run: SglangRun) -> tuple[dict[str, str], set[tuple[str, str | None]]]:
+    """Status of each check, and (code, tensor) of each finding."""
+    subject = Subject(case.checkpoint, case.source, against=frozenset({"sglang"}))
+    subject.sglang_run = run
+    results, found, facts = run_checks(subject, choose(subject, [one for one in all_checks() if one.code.startswith("CK5")])[0])
+    for line in (*found, *facts.get("SGLang", ())):
+        print(line)
+    return {result.code: result.status for result in results}, {(finding.code, finding.tensor) for finding in found}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("kind", ["bf16", "qmax7", "minmax", "online", "megatron"])
+def test_sound_checkpoints_pass_through_repacking(kind: str, family: str, cases: dict[str, Case], runs: dict[str, SglangRun]) -> None:
+    name = f"{kind} {family}"
+    status, found = findings(cases[name], runs[name])
+    assert found == set()
+    assert status == {f"CK50{number}": "passed" for number in range(1, 7)}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("kind", ["bf16", "qmax7", "minmax", "online", "megatron"])
+def test_it_ran_on_the_gpu_and_repacked(kind: str, family: str, cases: dict[str, Case], runs: dict[str, SglangRun]) -> None:
+    report = runs[f"{kind} {family}"].report
+    assert report is not None
+    assert report.device == torch.cuda.get_device_name()
+    assert report.repacked == ()
+    assert report.repacked_seen > 0
+    assert not [line for line in report.log if "not checked" in line]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_quantized_router_is_named(family: str, cases: dict[str, Case], runs: dict[str, SglangRun]) -> None:
+    name = f"router {family}"
+    status, found = findings(cases[name], runs[name])
+    router = ROUTERS[family]
+    assert found >= {("CK502", router), ("CK503", f"{router}_packed"), ("CK505", router)}
+    assert {tensor for _, tensor in found} <= {router, f"{router}_packed", f"{router}_scale", f"{router}_shape"}
+    assert [status[code] for code in ("CK501", "CK502", "CK503", "CK504", "CK505")] == ["passed", "failed", "failed", "passed", "failed"]
+
+
+def test_verify_passes(cases: dict[str, Case]) -> None:
+    report = verify(cases["qmax7 qwen3_moe"].checkpoint, against=frozenset({"sglang"}))
+    for line in (*report.findings, *report.checks, report.facts):
+        print(line)
+    assert report.status == "passed"
+    assert {check.code: check.status for check in report.checks if check.code.startswith("CK5")} == {f"CK50{number}": "passed" for number in range(1, 7)}

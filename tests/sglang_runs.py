@@ -1,0 +1,164 @@
+"""Loads many checkpoints into real SGLang in one process, since starting SGLang is what takes time.
+
+`python tests/sglang_runs.py CASES.json`, where CASES is a list of {"job": SglangJob as a dict, "alter": a name of ALTER}.
+`run_cases` starts that. Also what the tests quantize with: a plain formula that shares nothing with the package under test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from verify.sglang_job import SglangJob, SglangReport
+from verify.sglang_run import SglangRun, last_words
+
+Weights = Iterator[tuple[str, Tensor]]
+
+
+def unaltered(weights: Weights) -> Weights:
+    return weights
+
+
+def swapped_experts(weights: Weights) -> Weights:
+    """Experts 4 and 5 of layer 3 under each other's names."""
+    other = {"4": "5", "5": "4"}
+    for name, tensor in weights:
+        yield re.sub(r"(layers\.3\.mlp\.experts\.)([45])\.", lambda match: f"{match[1]}{other[match[2]]}.", name), tensor
+
+
+def swapped_gate_and_up(weights: Weights) -> Weights:
+    """Gate and up of one expert under each other's names."""
+    gate, up = (f"model.layers.5.mlp.experts.11.{one}_proj.weight" for one in ("gate", "up"))
+    names = {gate: up, up: gate}
+    for name, tensor in weights:
+        yield names.get(name, name), tensor
+
+
+def one_bit(weights: Weights) -> Weights:
+    """The lowest bit of one element of one tensor flipped."""
+    for name, tensor in weights:
+        if name == "model.layers.7.self_attn.k_proj.weight":
+            tensor = tensor.clone()
+            tensor.view(torch.int16)[3, 4] ^= 1
+        yield name, tensor
+
+
+def half_written(weights: Weights) -> Weights:
+    """A loader with a defect: it fills only the first half of every expert's down_proj."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    original = FusedMoE._load_w2
+
+    def half(self: Any, *, expert_data: Tensor, loaded_weight: Tensor, **rest: Any) -> None:
+        columns = expert_data.shape[1] // 2
+        expert_data[:, :columns].copy_(loaded_weight[:, :columns])
+
+    FusedMoE._load_w2 = half
+    yield from weights
+    FusedMoE._load_w2 = original
+
+
+def skipped_layer(weights: Weights) -> Weights:
+    """What a reader gives that loses a layer's norm."""
+    return ((name, tensor) for name, tensor in weights if name != "model.layers.2.input_layernorm.weight")
+
+
+ALTER: Mapping[str, Callable[[Weights], Weights]] = {
+    one.__name__: one for one in (unaltered, swapped_experts, swapped_gate_and_up, one_bit, half_written, skipped_layer)
+}
+
+
+def online_int4(weights: Mapping[str, Tensor], ignore: Sequence[str], group: int) -> dict[str, Tensor]:
+    """What an online quantizer that goes by parameter names makes: every `.weight` with two axes packed, unless a rule matches its name.
+
+    Symmetric, scale = largest magnitude of the group / 7, codes stored + 8, eight a word, lowest bits first.
+    """
+    result: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        ignored = any(re.match(rule[3:], name) if rule.startswith("re:") else name.startswith(rule) for rule in ignore)
+        if not name.endswith(".weight") or tensor.dim() < 2 or ignored:
+            result[name] = tensor
+            continue
+        groups = tensor.float().unflatten(1, (-1, group))
+        scale = (groups.abs().amax(-1) / 7).to(tensor.dtype)
+        codes = (groups / scale.float().unsqueeze(-1)).round().clamp(-8, 7).flatten(1).long() + 8
+        words = (codes.unflatten(1, (-1, 8)) << (4 * torch.arange(8))).sum(-1).to(torch.int32)
+        result |= {f"{name}_packed": words, f"{name}_scale": scale, f"{name}_shape": torch.tensor(tensor.shape)}
+    return result
+
+
+def int4_config(ignore: Sequence[str], group: int) -> dict[str, Any]:
+    """`quantization_config` in compressed-tensors' words."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups, "ignore": list(ignore)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, what its values are compared with, and what happens to them on the way (a name of ALTER)."""
+
+    checkpoint: Path
+    source: Path | None = None
+    alter: str = "unaltered"
+
+
+def written(root: Path, name: str, release: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
+    """An HF directory with these tensors, and the release's config with some values replaced."""
+    path = root / name
+    path.mkdir()
+    save_file(dict(tensors), path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(json.loads((release / "config.json").read_text()) | config))
+    return path
+
+
+def run_cases(cases: Mapping[str, Case], root: Path, *, gpu: bool = False) -> dict[str, SglangRun]:
+    """What SGLang made of every case, on the CPU unless `gpu`. Where one crashes, a new process goes on with the next."""
+    orders: dict[str, dict[str, Any]] = {}
+    for number, (name, case) in enumerate(cases.items()):
+        (scratch := root / f"scratch-{number}").mkdir()
+        job = SglangJob(str(case.checkpoint), None, str(case.source) if case.source else None, str(scratch), str(root / f"{number}.json"))
+        orders[name] = {"job": asdict(job), "alter": case.alter}
+    runs: dict[str, SglangRun] = {}
+    while left := {name: order for name, order in orders.items() if name not in runs}:
+        log = _start(list(left.values()), root, {} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
+        for name, order in left.items():
+            report = Path(order["job"]["report"])
+            runs[name] = SglangRun(SglangReport.load(report)) if report.exists() else SglangRun(None, last_words(log))
+            if not report.exists():
+                break
+    return runs
+
+
+def _start(orders: Sequence[Mapping[str, Any]], root: Path, variables: Mapping[str, str]) -> Path:
+    here = Path(__file__).resolve()
+    (root / "cases.json").write_text(json.dumps(orders))
+    paths = [str(here.parents[1]), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with (root / "log").open("wb") as log:
+        command = [sys.executable, "-W", "ignore", str(here), str(root / "cases.json")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"} | variables
+        subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
+    return root / "log"
+
+
+def main() -> None:
+    from verify.witness_sglang import run
+
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        job = SglangJob(**case["job"])
+        run(job, ALTER[case["alter"]]).save(Path(job.report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""What the tests of verification share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verify.report import Finding, Report
+
+
+@pytest.fixture(scope="session")
+def codes() -> Callable[[Report], list[str]]:
+    """`codes(report)`: the codes of all findings, each once, in order."""
+    return lambda report: list(dict.fromkeys(finding.code for finding in report.findings))
+
+
+@pytest.fixture(scope="session")
+def only() -> Callable[[Report], Finding]:
+    """`only(report)`: the one finding that there must be."""
+
+    def one(report: Report) -> Finding:
+        assert len(report.findings) == 1, [str(finding) for finding in report.findings]
+        return report.findings[0]
+
+    return one
+
+
+@pytest.fixture(scope="session")
+def edit_json() -> Callable[..., None]:
+    """`edit_json(path, key=value)` sets keys of a JSON file; None removes one."""
+
+    def edit(path: Path, **changes: Any) -> None:
+        content = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+    return edit

@@ -1,0 +1,175 @@
+"""`preflight`: which weights each side of a launch would really load, by Megatron's and slime's rules."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptkit.errors import CkptkitError
+from verify.preflight import preflight
+from verify.report import Finding, Report
+
+Make = Callable[..., Path]
+Copy = Callable[[Path], Path]
+Codes = Callable[[Report], list[str]]
+Only = Callable[[Report], Finding]
+
+TRACKER = "latest_checkpointed_iteration.txt"
+NAME = "glm4_moe"
+
+
+@pytest.fixture
+def run_of(converted: Make, tmp_path: Path) -> Path:
+    """A training run's directory: iterations 10 and 20 of the model, the tracker at 20."""
+    root = tmp_path / "run"
+    for step in (10, 20):
+        shutil.copytree(converted(NAME) / "release", root / f"iter_{step:07d}")
+    shutil.copytree(converted(NAME) / "hf", root / "hf")
+    (root / TRACKER).write_text("20")
+    return root
+
+
+def loads(report: Report) -> list[str]:
+    return list(report.facts["what would be loaded"])
+
+
+def test_a_first_start(releases: Make, converted: Make) -> None:
+    reference = converted(NAME)
+    report = preflight(hf_checkpoint=releases(NAME), ref_load=reference, tp=2, pp=4, ep=4)
+    assert report.findings == []
+    assert report.status == "passed"
+    assert loads(report) == [
+        f"actor loads {reference / 'release'} (Megatron): --load is not given; the tracker of --ref-load says release",
+        f"reference loads {reference / 'release'} (Megatron): the tracker of --ref-load says release",
+        f"rollout engine loads {releases(NAME)} (HF): --hf-checkpoint",
+    ]
+
+
+def test_no_weight_is_read(releases: Make, converted: Make, run_of: Path) -> None:
+    report = preflight(hf_checkpoint=releases(NAME), load=run_of, ref_load=converted(NAME))
+    assert report.to_json()["counts"]["bytes_compared"] == 0
+    assert not [check.code for check in report.checks if check.code[:3] in ("CK2", "CK3", "CK4", "CK5", "CK6")]
+
+
+def test_a_resumed_run_loads_what_its_tracker_says(releases: Make, converted: Make, run_of: Path) -> None:
+    report = preflight(hf_checkpoint=releases(NAME), load=run_of, ref_load=converted(NAME))
+    assert report.findings == []
+    assert loads(report)[0] == f"actor loads {run_of / 'iter_0000020'} (Megatron): the tracker of --load says iter_0000020"
+    report = preflight(load=run_of, ckpt_step=10)
+    assert report.findings == []
+    assert loads(report) == [f"actor loads {run_of / 'iter_0000010'} (Megatron): --ckpt-step 10 of --load"]
+
+
+def test_step_zero_is_no_step(run_of: Path) -> None:
+    assert "iter_0000020" in loads(preflight(load=run_of, ckpt_step=0))[0]
+
+
+def test_a_step_that_is_not_there(run_of: Path, only: Only) -> None:
+    report = preflight(load=run_of, ckpt_step=30)
+    finding = only(report)
+    assert finding.code == "CK713"
+    assert "iter_0000030" in finding.expected
+    assert finding.actual == "only iter_0000010, iter_0000020"
+    assert "RANDOM" in loads(report)[0]
+
+
+def test_a_save_directory_that_is_not_there_yet_is_a_warning(converted: Make, tmp_path: Path, only: Only) -> None:
+    report = preflight(load=tmp_path / "save", ref_load=converted(NAME))
+    finding = only(report)
+    assert (finding.code, finding.severity, finding.file) == ("CK711", "warning", str(tmp_path / "save"))
+    assert report.status == "passed"
+    assert "so --ref-load is taken" in loads(report)[0]
+
+
+def test_and_an_error_where_there_is_nothing_to_fall_back_to(tmp_path: Path, only: Only) -> None:
+    report = preflight(load=tmp_path / "save")
+    assert (only(report).code, only(report).severity) == ("CK711", "error")
+    assert loads(report)[0].startswith("actor starts from RANDOM weights")
+
+
+def test_a_run_whose_tracker_is_missing(run_of: Path, converted: Make, only: Only) -> None:
+    (run_of / TRACKER).unlink()
+    report = preflight(load=run_of, ref_load=converted(NAME))
+    finding = only(report)
+    assert (finding.code, finding.severity) == ("CK711", "error")
+    assert "iter_0000010, iter_0000020 but no tracker" in finding.actual
+    assert str(converted(NAME) / "release") in loads(report)[0]
+
+
+def test_an_iteration_instead_of_its_parent(run_of: Path, converted: Make, only: Only) -> None:
+    finding = only(preflight(load=run_of / "iter_0000010", ref_load=converted(NAME)))
+    assert (finding.code, finding.severity) == ("CK711", "error")
+    assert finding.hint == f"give its parent: --load {run_of} --ckpt-step 10"
+
+
+def test_a_reference_iteration_instead_of_its_parent(converted: Make, only: Only) -> None:
+    report = preflight(ref_load=converted(NAME) / "release")
+    finding = only(report)
+    assert finding.code == "CK712"
+    assert finding.hint == f"give its parent: --ref-load {converted(NAME)}"
+    assert all("RANDOM" in line for line in loads(report))
+
+
+def test_a_reference_that_is_not_there(tmp_path: Path, only: Only) -> None:
+    assert only(preflight(ref_load=tmp_path / "nowhere")).code == "CK712"
+
+
+@pytest.mark.parametrize("text", ["30", "soon"])
+def test_a_tracker_that_names_nothing(text: str, run_of: Path, only: Only) -> None:
+    (run_of / TRACKER).write_text(text)
+    finding = only(preflight(load=run_of))
+    assert (finding.code, finding.file) == ("CK711", str(run_of / TRACKER))
+
+
+def test_an_hf_directory_as_load(releases: Make, only: Only) -> None:
+    report = preflight(hf_checkpoint=releases(NAME), load=releases(NAME))
+    assert report.findings == []
+    assert loads(report)[0] == f"actor loads {releases(NAME)} (HF): --load has no tracker but a supported config.json"
+
+
+def test_a_megatron_directory_as_hf_checkpoint(converted: Make, only: Only) -> None:
+    finding = only(preflight(hf_checkpoint=converted(NAME)))
+    assert (finding.code, finding.actual) == ("CK714", "a Megatron checkpoint")
+
+
+def test_trainer_and_engine_of_different_sizes(releases: Make, converted: Make) -> None:
+    report = preflight(hf_checkpoint=releases("qwen2-untied"), ref_load=converted("qwen2-tied"))
+    assert report.status == "failed"
+    found = [(finding.code, finding.expected, finding.actual) for finding in report.findings]
+    assert ("CK701", "untie_embeddings_and_output_weights = True", "untie_embeddings_and_output_weights = False") in found
+
+
+def test_arguments_are_held_against_the_engines_config(releases: Make, run_of: Path, only: Only) -> None:
+    for step in (10, 20):
+        path = run_of / f"iter_{step:07d}" / "common.pt"
+        common = torch.load(path, weights_only=False)
+        common["args"] = Namespace(**(vars(common["args"]) | {"moe_router_topk": 2}))
+        torch.save(common, path)
+    finding = only(preflight(hf_checkpoint=releases(NAME), load=run_of))
+    assert (finding.code, finding.expected, finding.actual) == ("CK701", "moe_router_topk = 3", "moe_router_topk = 2")
+
+
+def test_broken_files_are_found_on_every_side(releases: Make, converted: Make, copy_of: Copy, run_of: Path) -> None:
+    hf = copy_of(releases(NAME))
+    shard = sorted(hf.glob("*.safetensors"))[3]
+    shard.unlink()
+    distcp = run_of / "iter_0000020" / "__0_0.distcp"
+    distcp.unlink()
+    report = preflight(hf_checkpoint=hf, load=run_of)
+    assert {(finding.code, finding.file) for finding in report.findings} == {("CK102", str(shard)), ("CK112", str(distcp))}
+    assert report.status == "failed"
+
+
+def test_parallel_sizes(releases: Make, only: Only) -> None:
+    finding = only(preflight(hf_checkpoint=releases(NAME), ep=5))
+    assert (finding.code, finding.actual) == ("CK703", "the number of experts = 12")
+
+
+def test_nothing_given_is_bad_usage() -> None:
+    with pytest.raises(CkptkitError, match="nothing"):
+        preflight()

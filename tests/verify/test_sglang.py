@@ -1,0 +1,254 @@
+"""Real SGLang as a witness: sound checkpoints pass, and each kind of broken one gives the finding that names it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from sglang_runs import Case, int4_config, online_int4, run_cases, written
+
+from ckptkit.api import quantize
+from ckptkit.safetensors_io import INDEX
+from quant.scheme import QuantScheme
+from verify.check_sglang import KEEP_ROUTER
+from verify.checks import all_checks, run_checks
+from verify.report import CheckResult, Finding
+from verify.run import choose, verify
+from verify.sglang_job import SglangReport
+from verify.sglang_run import SglangRun
+from verify.subject import Subject
+
+pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install 'ckptkit[sglang]'")
+
+GROUP = 32
+ONLINE = ["lm_head", "model.embed_tokens"]
+EXPERTS = "model.layers.{0..11}.mlp.experts.{0..11}."
+
+
+def without(release: Path, path: Path, name: str) -> Path:
+    """A copy that lost one tensor, from the shard and from the index."""
+    shutil.copytree(release, path)
+    models.edit(path, name, None)
+    index = json.loads((path / INDEX).read_text())
+    del index["weight_map"][name]
+    (path / INDEX).write_text(json.dumps(index))
+    return path
+
+
+def online(root: Path, name: str, release: Path, ignore: list[str]) -> Path:
+    """The release as an online quantizer pushes it, with that `ignore` in its config."""
+    return written(root, name, release, online_int4(models.tensors(release), ignore, GROUP), quantization_config=int4_config(ignore, GROUP))
+
+
+def sound_cases(root: Path, releases: Callable[..., Path], converted: Callable[[str], Path]) -> dict[str, Case]:
+    qwen, glm = releases("qwen3_moe"), releases("glm4_moe")
+    quantize(qwen, root / "qwen-int4", QuantScheme(GROUP, "qmax7"))
+    quantize(glm, root / "glm-int4", QuantScheme(GROUP, "minmax"))
+    draft = {"model.layers.12.eh_proj.weight": torch.randn(128, 256).bfloat16(), "model.layers.12.mlp.gate.weight": torch.randn(12, 128).bfloat16()}
+    return {
+        **{name: Case(releases(name)) for name in models.configs()},
+        "int4 qwen3_moe": Case(root / "qwen-int4"),
+        "int4 glm4_moe": Case(root / "glm-int4"),
+        "online int4": Case(online(root, "online", qwen, [*ONLINE, KEEP_ROUTER])),
+        "online int4 glm4_moe": Case(online(root, "online-glm", glm, [*ONLINE, KEEP_ROUTER, "re:.*shared_experts.*"])),
+        "megatron qwen2-tied": Case(converted("qwen2-tied"), releases("qwen2-tied")),
+        "megatron qwen3_moe": Case(converted("qwen3_moe"), qwen),
+        "megatron glm4_moe": Case(converted("glm4_moe"), glm),
+        "draft layers": Case(written(root, "draft", glm, models.tensors(glm) | draft, num_nextn_predict_layers=1)),
+    }
+
+
+def broken_cases(root: Path, releases: Callable[..., Path], converted: Callable[[str], Path]) -> dict[str, Case]:
+    qwen, glm = releases("qwen3_moe"), releases("glm4_moe")
+    tensors = models.tensors(qwen)
+    gates = {f"model.layers.{layer}.mlp.gate.weight": torch.full((12, 128), value).bfloat16() for layer, value in ((2, 0.0), (3, 0.5))}
+    other = {".experts.8.": ".experts.9.", ".experts.9.": ".experts.8."}
+    swapped = {re.sub(r"\.experts\.[89]\.", lambda match: other[match[0]], name): tensor for name, tensor in tensors.items()}
+    shards = [f"model.layers.3.self_attn.{part}_proj" for part in "qkv"]
+    models.save("qwen2-tied", root / "float32", torch.float32)
+    return {
+        "lost": Case(without(qwen, root / "lost", "model.layers.4.mlp.experts.7.up_proj.weight")),
+        "fused": Case(releases("qwen3_moe", fused=True)),
+        "packed router qwen3_moe": Case(online(root, "router-qwen", qwen, ONLINE)),
+        # Ignored by module name, which an online quantizer that goes by parameter names does not understand.
+        "packed router glm4_moe": Case(online(root, "router-glm", glm, [*ONLINE, r"re:.*mlp\.gate$"])),
+        "dead routers": Case(written(root, "dead", qwen, tensors | gates)),
+        "stray": Case(written(root, "stray", qwen, tensors | {"model.layers.12.input_layernorm.weight": torch.ones(128).bfloat16()})),
+        "bf16 shards": Case(online(root, "shards", glm, [*ONLINE, KEEP_ROUTER, *shards])),
+        "float32": Case(root / "float32"),
+        "other source": Case(converted("qwen3_moe"), written(root, "swapped", qwen, swapped)),
+        "int4 swapped_experts": Case(root / "qwen-int4", alter="swapped_experts"),
+        "int4 half_written": Case(root / "qwen-int4", alter="half_written"),
+        **{alter: Case(qwen, alter=alter) for alter in ("swapped_experts", "swapped_gate_and_up", "one_bit", "half_written", "skipped_layer")},
+    }
+
+
+@pytest.fixture(scope="module")
+def cases(releases: Callable[..., Path], converted: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    root = tmp_path_factory.mktemp("sglang")
+    return sound_cases(root, releases, converted) | broken_cases(root, releases, converted)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/gpu looks at what happens with one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture(scope="module")
+def runs(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
+    return run_cases(cases, tmp_path_factory.mktemp("reports"))
+
+
+@pytest.fixture(scope="module")
+def reports(runs: dict[str, SglangRun]) -> dict[str, SglangReport]:
+    """What SGLang made of every case; none of them stops it."""
+    assert {name: run.crash for name, run in runs.items() if run.crash} == {}
+    return {name: run.report for name, run in runs.items() if run.report}
+
+
+def checked(case: Case, run: SglangRun) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
+    """The CK5xx checks over a run of the witness that has been made already."""
+    subject = Subject(case.checkpoint, case.source, against=frozenset({"sglang"}))
+    subject.sglang_run = run
+    chosen, _ = choose(subject, [one for one in all_checks() if one.code.startswith("CK5")])
+    results, findings, facts = run_checks(subject, chosen)
+    return {result.code: result for result in results}, findings, facts
+
+
+SOUND = (
+    *("qwen2-tied", "qwen2-untied", "qwen3_moe", "glm4_moe", "int4 qwen3_moe", "int4 glm4_moe", "online int4", "online int4 glm4_moe"),
+    *("megatron qwen2-tied", "megatron qwen3_moe", "megatron glm4_moe", "draft layers"),
+)
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_checkpoints_pass(name: str, cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
+    results, findings, facts = checked(cases[name], SglangRun(reports[name]))
+    assert findings == []
+    status = {code: result.status for code, result in results.items()}
+    routers = {} if "qwen2" in name else {"CK505": "passed"}
+    assert status == {"CK501": "passed", "CK502": "passed", "CK503": "passed", "CK504": "passed", **routers, "CK506": "skipped"}
+    assert (results["CK506"].reason or "").startswith("needs CUDA")
+    assert facts["SGLang"][0].startswith(f"SGLang {reports[name].version}, ")
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_every_tensor_of_a_sound_checkpoint_is_compared(name: str, cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
+    tensors = models.tensors(cases[name].source or cases[name].checkpoint)
+    compared = {key: tensor for key, tensor in tensors.items() if not key.endswith("weight_shape") and not key.startswith("model.layers.12.")}
+    report = reports[name]
+    assert (report.fed, report.tensors, report.bytes) == (len(tensors), len(compared), sum(tensor.nbytes for tensor in compared.values()))
+    assert report.routers_seen == {"qwen2": 0, "qwen3": 12, "glm4": 10}.get(name.split()[-1].split("_")[0].split("-")[0], report.routers_seen)
+
+
+def test_the_model_is_sglangs_own(reports: dict[str, SglangReport]) -> None:
+    assert [reports[name].model for name in ("qwen2-tied", "qwen3_moe", "glm4_moe")] == ["Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"]
+    assert {report.dtype for name, report in reports.items() if name != "float32"} == {"bfloat16"}
+
+
+def test_a_packed_shared_expert_is_loaded_as_a_routed_one(cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
+    """SGLang 0.5.16 cannot build it otherwise; one in BF16 needs a place of its own."""
+    facts = {name: checked(cases[name], SglangRun(reports[name]))[2]["SGLang"][-1] for name in ("int4 glm4_moe", "online int4 glm4_moe")}
+    assert (reports["int4 glm4_moe"].fused_shared, reports["online int4 glm4_moe"].fused_shared) == (True, False)
+    assert "without --disable-shared-experts-fusion" in facts["int4 glm4_moe"]
+    assert "as with --disable-shared-experts-fusion" in facts["online int4 glm4_moe"]
+
+
+def test_draft_layers_are_left_out_and_said_so(cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
+    _, _, facts = checked(cases["draft layers"], SglangRun(reports["draft layers"]))
+    assert "left to the draft model: model.layers.12.eh_proj.weight" in facts["SGLang"]
+
+
+ROUTER = "mlp.gate.weight"
+BROKEN: dict[str, set[tuple[str, str, int]]] = {
+    "lost": {("CK502", "model.layers.4.mlp.experts.7.up_proj.weight", 1)},
+    "fused": {
+        *(("CK502", f"{EXPERTS}{part}_proj.weight", 144) for part in ("gate", "up", "down")),
+        ("CK503", "model.layers.{0..11}.mlp.experts.gate_up_proj", 12),
+        ("CK503", "model.layers.{0..11}.mlp.experts.down_proj", 12),
+    },
+    "packed router qwen3_moe": {
+        ("CK502", f"model.layers.{{0..11}}.{ROUTER}", 12),
+        *(("CK503", f"model.layers.{{0..11}}.{ROUTER}_{part}", 12) for part in ("packed", "scale", "shape")),
+        ("CK505", f"model.layers.{{0..11}}.{ROUTER}", 12),
+    },
+    "packed router glm4_moe": {
+        ("CK502", f"model.layers.{{2..11}}.{ROUTER}", 10),
+        *(("CK503", f"model.layers.{{2..11}}.{ROUTER}_{part}", 10) for part in ("packed", "scale", "shape")),
+        ("CK505", f"model.layers.{{2..11}}.{ROUTER}", 10),
+    },
+    "dead routers": {("CK505", f"model.layers.2.{ROUTER}", 1), ("CK505", f"model.layers.3.{ROUTER}", 1)},
+    "stray": {("CK503", "model.layers.12.input_layernorm.weight", 1)},
+    "bf16 shards": {
+        *(("CK502", f"model.layers.3.self_attn.{one}_proj.weight_{part}", 1) for one in "qkv" for part in ("packed", "scale", "shape")),
+        *(("CK503", f"model.layers.3.self_attn.{one}_proj.weight", 1) for one in "qkv"),
+    },
+    "other source": {("CK504", f"model.layers.{{0..11}}.mlp.experts.{{8..9}}.{part}_proj.weight", 24) for part in ("gate", "up", "down")},
+    "swapped_experts": {("CK504", f"model.layers.3.mlp.experts.{{4..5}}.{part}_proj.weight", 2) for part in ("gate", "up", "down")},
+    "int4 swapped_experts": {
+        ("CK504", f"model.layers.3.mlp.experts.{{4..5}}.{one}_proj.weight_{part}", 2) for one in ("gate", "up", "down") for part in ("packed", "scale")
+    },
+    "int4 half_written": {(code, f"{EXPERTS}down_proj.weight_{part}", 144) for code in ("CK502", "CK504") for part in ("packed", "scale")},
+    "swapped_gate_and_up": {("CK504", f"model.layers.5.mlp.experts.11.{part}_proj.weight", 1) for part in ("gate", "up")},
+    "one_bit": {("CK504", "model.layers.7.self_attn.k_proj.weight", 1)},
+    "half_written": {("CK502", f"{EXPERTS}down_proj.weight", 144), ("CK504", f"{EXPERTS}down_proj.weight", 144)},
+    "skipped_layer": {("CK502", "model.layers.2.input_layernorm.weight", 1), ("CK503", "model.layers.2.input_layernorm.weight", 1)},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_checkpoints_are_found(name: str, cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
+    results, findings, _ = checked(cases[name], SglangRun(reports[name]))
+    assert {(finding.code, finding.tensor, finding.count) for finding in findings} == BROKEN[name]
+    assert {code for code, result in results.items() if result.status == "failed"} == {code for code, _, _ in BROKEN[name]}
+
+
+def test_findings_say_what_to_do(cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
+    def first(name: str, code: str) -> Finding:
+        return next(finding for finding in checked(cases[name], SglangRun(reports[name]))[1] if finding.code == code)
+
+    assert KEEP_ROUTER in first("packed router qwen3_moe", "CK503").hint
+    assert KEEP_ROUTER in first("packed router qwen3_moe", "CK505").hint
+    assert "1536 of 1536 elements were never written" in first("packed router qwen3_moe", "CK505").actual
+    assert [finding.actual for finding in checked(cases["dead routers"], SglangRun(reports["dead routers"]))[1]] == ["all zero", "every element is 0.5"]
+    assert first("one_bit", "CK504").actual.startswith("1 of 8192 elements differ, first at [3, 4]: ")
+    assert "4096 of 8192 elements were never written" in first("half_written", "CK502").actual
+    assert "the checkpoint never gave it, at model.layers.4.mlp.experts.w13_weight in SGLang" in first("lost", "CK502").actual
+    assert "one tensor an expert" in first("fused", "CK503").hint
+    assert "fused name" in first("bf16 shards", "CK503").hint
+
+
+def test_a_smaller_dtype_is_a_warning(cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
+    results, findings, _ = checked(cases["float32"], SglangRun(reports["float32"]))
+    assert {result.status for result in results.values()} <= {"passed", "skipped"}
+    assert {(finding.code, finding.severity) for finding in findings} == {("CK504", "warning")}
+    assert all(finding.actual.startswith(f"float32 rounded to {reports['float32'].dtype}") for finding in findings)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_verify_streams_a_megatron_checkpoint_and_keeps_stdout_clean(
+    releases: Callable[[str], Path], converted: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = verify(converted("glm4_moe"), source=releases("glm4_moe"), against=frozenset({"sglang"}))
+    assert report.findings == []
+    assert [check.code for check in report.checks if check.code.startswith("CK5") and check.status == "passed"][:5] == [f"CK50{n}" for n in range(1, 6)]
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_model_that_sglang_cannot_load_is_a_finding(releases: Callable[[str], Path], tmp_path: Path) -> None:
+    release = releases("qwen2-tied")
+    path = written(tmp_path, "wide", release, models.tensors(release), vocab_size=640)
+    subject = Subject(path, against=frozenset({"sglang"}))
+    results, findings, _ = run_checks(subject, [one for one in all_checks() if one.code.startswith("CK5")])
+    assert [(finding.code, "exit code 1" in finding.actual) for finding in findings] == [("CK501", True)]
+    assert "AssertionError" in findings[0].actual or "RuntimeError" in findings[0].actual
+    assert {result.status for result in results[1:]} == {"skipped"}

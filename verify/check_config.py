@@ -1,0 +1,91 @@
+"""CK701 to CK703: Megatron's stored arguments, the source's config and the parallel sizes, held against the HF config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptkit.errors import CkptkitError
+from converters.dims import megatron_args
+from converters.planner import dims_of
+from verify.arguments import compared, mismatches
+from verify.check_values import needs_source
+from verify.checks import Skip, Tally, check
+from verify.expected import config_of
+from verify.parallel import indivisible
+from verify.report import Finding
+from verify.subject import Subject
+
+
+def _config(subject: Subject) -> Mapping[str, Any]:
+    """The usable config. Raises Skip where CK101 has said that there is none."""
+    try:
+        return config_of(subject)
+    except CkptkitError as error:
+        raise Skip(f"there is no usable config.json: {error.message}") from error
+
+
+def _source_config(subject: Subject) -> Mapping[str, Any]:
+    """The source's config, without a look at its weights. Raises CkptkitError when there is none."""
+    if subject.source_path is None:
+        raise Skip("no --source was given")
+    return config_of(Subject(subject.source_path, hf_path=subject.hf_path))
+
+
+@check(
+    "CK701",
+    "Megatron's stored arguments describe the model of config.json",
+    rationale="Training takes sizes from a launch script, generation from config.json. Where they differ, training runs on and gives another model.",
+    fix="Correct the launch script's model arguments (or config.json), then convert or train again.",
+    unless=lambda subject: None if subject.kind == "megatron" else "an HF directory stores no training arguments",
+)
+def arguments_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """`args` in common.pt against the HF config, field by field, with Megatron's defaults for absent ones."""
+    config = _config(subject)
+    try:
+        args = subject.megatron_files.args
+    except CkptkitError as error:
+        raise Skip(f"there is no readable common state: {error.message}") from error
+    if not args:
+        raise Skip("common.pt holds no training arguments, which Megatron accepts")
+    dims = dims_of(config)
+    for _ in range(compared(dims)):
+        tally.compared(0)
+    where = str(subject.megatron_files.weights / "common.pt")
+    for wrong in mismatches(dims, args):
+        hint = "this argument of the run that saved it belongs to another model: correct the launch script, or config.json"
+        yield Finding("CK701", f"{wrong.argument} = {wrong.expected}", f"{wrong.argument} = {wrong.actual}", hint, file=where)
+
+
+@check(
+    "CK702",
+    "config.json describes the same model as the source's",
+    rationale="A rope base or an epsilon that changed on the way changes every logit, and no weight shows it.",
+    fix="Take config.json from the source; only dtype and quantization_config may differ.",
+    unless=needs_source,
+)
+def configs_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Both configs, seen as the Megatron arguments that follow from them."""
+    here = megatron_args(dims_of(_config(subject)))
+    there = megatron_args(dims_of(_source_config(subject)))
+    for name in sorted(here.keys() | there.keys()):
+        tally.compared(0)
+        if here.get(name) != there.get(name):
+            hint = "take config.json from the source"
+            yield Finding("CK702", f"{name} = {there.get(name)}", f"{name} = {here.get(name)}", hint, file=str(subject.path))
+
+
+@check(
+    "CK703",
+    "the model divides over the parallel sizes",
+    rationale="Megatron stops with an assertion minutes after the GPUs were booked, or pads silently.",
+    fix="Choose sizes that divide the model, or the uneven pipeline arguments.",
+    unless=lambda subject: None if max(subject.tp, subject.pp, subject.ep) > 1 else "no --tp, --pp or --ep above 1 was given",
+)
+def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Heads, key-value heads, MLP sizes, layers and experts against tp, pp and ep."""
+    dims = dims_of(_config(subject))
+    tally.compared(0)
+    for wrong in indivisible(dims, subject.tp, subject.pp, subject.ep):
+        expected = f"{wrong.what} that divides by {wrong.parallel} = {wrong.ranks}"
+        yield Finding("CK703", expected, f"{wrong.what} = {wrong.size}", wrong.hint, file=str(subject.path))

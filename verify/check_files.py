@@ -1,0 +1,273 @@
+"""CK101 to CK107: what headers and JSON files alone can tell. No weight is read; every problem is listed, not only the first."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ckptkit.errors import CkptkitError
+from ckptkit.safetensors_io import INDEX
+from ckptkit.specs import TensorSpec, ranges
+from converters.planner import dims_of
+from verify.checks import Skip, Tally, check
+from verify.expected import PACKED, Expected, config_of, expected_of, usable_config
+from verify.folding import LAYER, by_pattern
+from verify.report import Finding
+from verify.subject import Subject
+
+
+def only_hf(subject: Subject) -> str | None:
+    """For checks of safetensors files."""
+    return None if subject.kind == "hf" else "a Megatron checkpoint has no safetensors files"
+
+
+def names_of(subject: Subject) -> Mapping[str, TensorSpec]:
+    """Every tensor that headers or `.metadata` name. Raises Skip where `.metadata` cannot be read, which CK111 reports."""
+    if subject.kind == "hf":
+        return subject.hf_files.specs
+    if not subject.megatron_files.readable:
+        raise Skip("not run because .metadata cannot be read (CK111)")
+    return subject.megatron_files.opened.specs
+
+
+@check(
+    "CK101",
+    "config.json describes a supported model",
+    rationale="Every expected name and shape follows from the config. A config of another model makes loaders skip or misread tensors.",
+    fix="Restore config.json from the release that the weights belong to.",
+)
+def config_usable(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """The config is there, is JSON, is of a supported family, and its sizes make sense."""
+    if subject.kind == "megatron" and not subject.megatron_files.readable:
+        raise Skip("not run because .metadata cannot be read (CK111)")
+    try:
+        config_of(subject)
+        tally.compared(0)
+    except CkptkitError as error:
+        path = subject.path if subject.kind == "hf" else subject.megatron_files.opened.hf_path
+        hint = error.hint or "compare it with the release"
+        yield Finding("CK101", "the config of a supported model", error.message, hint, file=str(path / "config.json"))
+
+
+@check(
+    "CK102",
+    "every shard is there and whole",
+    rationale="A truncated shard can be mapped beyond its end and then reads as zeros or garbage; some loaders skip an absent one silently.",
+    fix="Download or copy the named file again, or run the conversion again.",
+    unless=only_hf,
+)
+def shards_whole(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Every file of the index is there, and its size and offsets are what its own header says."""
+    files = subject.hf_files
+    for file in files.missing:
+        yield Finding("CK102", "the file, since the index names it", "it is not there", "copy or download it", file=str(subject.path / file))
+    for shard in files.shards.values():
+        for _ in shard.specs:
+            tally.compared(0)
+        for fault in shard.faults:
+            yield Finding("CK102", fault.expected, fault.actual, "copy or download this file again", fault.tensor, file=str(shard.path))
+
+
+@check(
+    "CK103",
+    "the index is sound",
+    rationale="Loaders find tensors through model.safetensors.index.json; an entry that points out of the directory reads a file of somebody else.",
+    fix="Restore model.safetensors.index.json from the release, or convert again.",
+    unless=only_hf,
+)
+def index_sound(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """The index is JSON with a weight_map, and every entry is a file of this directory."""
+    tally.compared(0)
+    for fault in subject.hf_files.index_faults:
+        yield Finding("CK103", fault.expected, fault.actual, "restore it from the release", fault.tensor, file=str(subject.path / INDEX))
+
+
+@check(
+    "CK104",
+    "index, shards and config name the same tensors",
+    rationale="A converter that loses a tensor usually writes an index that agrees with its own loss. Only the config tells what should be there.",
+    fix="Convert again from the release. If config.json belongs to another model, restore it.",
+)
+def same_names(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Three-way equality of index, headers and config; for Megatron, of `.metadata` and config. Also duplicates and orphan files."""
+    specs = names_of(subject)
+    config = usable_config(subject)
+    expected = expected_of(subject, config, specs) if config else None
+    for _ in specs:
+        tally.compared(0)
+    if subject.kind == "hf":
+        yield from _duplicates_and_orphans(subject)
+    yield from _three_way(subject, specs, expected)
+    tally.facts["tensors per layer"] = _layer_table(specs, dict(config) if config else None)
+    if expected is None:
+        yield from _uneven_layers(specs, str(subject.path))
+
+
+def _duplicates_and_orphans(subject: Subject) -> Iterator[Finding]:
+    files = subject.hf_files
+    homes: dict[str, list[str]] = defaultdict(list)
+    for file, shard in files.shards.items():
+        for name in shard.specs:
+            homes[name].append(file)
+    twice = {name: found for name, found in homes.items() if len(found) > 1}
+    for text, names in by_pattern(twice):
+        actual = f"it stands in {' and '.join(twice[names[0]])}"
+        yield Finding("CK104", "each tensor in one shard", actual, "remove the leftover of an earlier save", text, len(names), str(subject.path))
+    for file in files.orphans:
+        hint = "remove it if it is the leftover of an earlier save; some loaders read every *.safetensors file"
+        yield Finding("CK104", "only files that the index names", "the index names none of its tensors", hint, file=str(subject.path / file))
+
+
+def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expected | None) -> Iterator[Finding]:
+    files = subject.hf_files if subject.kind == "hf" else None
+    index = files.index if files else None
+    unknown = files.unknown if files else frozenset()
+    optional = expected.optional if expected else frozenset()
+    everything = dict.fromkeys([*specs, *(index or {}), *(expected.shapes if expected else ())])
+    reasons: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for name in everything:
+        stored, listed = name in specs or name in unknown, index is None or name in index
+        promised = expected is None or name in expected.shapes or (name in optional)
+        if stored and listed and promised:
+            if index is not None and name not in unknown and name not in files.shards[index[name]].specs:  # type: ignore[union-attr]
+                reasons["in the shard that the index names", "in another shard", "restore the index"].append(name)
+            continue
+        if name in optional and not stored and not listed:
+            continue
+        reasons[_verdict(subject, name, stored, listed, promised, index is not None)].append(name)
+    where = subject.path / INDEX if index is not None else subject.path
+    for (should, actual, hint), found in reasons.items():
+        for text, names in by_pattern(found):
+            yield Finding("CK104", should, actual, hint, text, len(names), str(where))
+
+
+def _verdict(subject: Subject, name: str, stored: bool, listed: bool, promised: bool, indexed: bool) -> tuple[str, str, str]:
+    """What should be, what is and the next move, for a name that is not everywhere that it should be."""
+    holder = "shard" if subject.kind == "hf" else ".metadata"
+    if not promised:
+        if PACKED in name or name.endswith((".weight_scale", ".weight_shape")):
+            return "no packed tensor, by config.json", "stored", "config.json has no quantization_config, or this weight is not packed as a whole"
+        if name == "lm_head.weight":
+            return "no output layer: tie_word_embeddings is true", "stored", "set tie_word_embeddings to false, or remove the tensor"
+        place = "stored" if stored else "in the index, but in no shard"
+        return "only tensors that config.json promises", place, "check num_hidden_layers, the number of experts and model_type in config.json"
+    if not stored:
+        place = f"in no {holder}, though the index lists it" if indexed and listed else f"in no {holder}" if subject.kind == "hf" else "not in .metadata"
+        return "stored, as config.json promises" if promised else "stored", place, "convert or download it again; loading leaves it random"
+    return "listed in the index", "in a shard, but not in the index", "restore the index: a loader that follows it leaves this tensor random"
+
+
+def _layer_table(specs: Mapping[str, TensorSpec], config: dict[str, object] | None) -> list[str]:
+    """`dense layers {0..1}: 14 tensors` for every set of layers of one kind and count."""
+    counts = Counter(int(match[1]) for name in specs if (match := LAYER.match(name)))
+    moe = set(dims_of(config).moe) if config else set()
+    groups: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for layer, count in counts.items():
+        groups["MoE layers" if layer in moe else "dense layers" if config else "layers", count].append(layer)
+    return [f"{kind} {ranges(layers)}: {count} tensors each" for (kind, count), layers in sorted(groups.items(), key=lambda item: item[1])]
+
+
+def _uneven_layers(specs: Mapping[str, TensorSpec], file: str) -> Iterator[Finding]:
+    """Without a usable config: layers of one kind (with or without experts) that lack what most of their kind have."""
+    parts: dict[int, set[str]] = defaultdict(set)
+    for name in specs:
+        if match := LAYER.match(name):
+            parts[int(match[1])].add(name[match.end() :])
+    for routed in (False, True):
+        kind = {layer: frozenset(names) for layer, names in parts.items() if any(".experts." in name for name in names) == routed}
+        if not kind:
+            continue
+        usual, _ = Counter(kind.values()).most_common(1)[0]
+        for layer, names in kind.items():
+            for text, group in by_pattern(f"layers.{layer}.{name}" for name in usual - names):
+                yield Finding("CK104", "there, as in the other layers of this kind", "missing", "convert or download it again", text, len(group), file)
+
+
+@check(
+    "CK105",
+    "shapes are those of the config",
+    rationale="A shape that differs means another model, a wrong merge of gate and up or q, k and v, or a vocabulary cut to the tokenizer's size.",
+    fix="Restore the config.json that belongs to these weights, or convert again.",
+)
+def same_shapes(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Every shape equals the config's; only Megatron's vocabulary may be padded with more rows."""
+    specs = names_of(subject)
+    config = usable_config(subject)
+    if config is None:
+        raise Skip("there is no usable config.json (CK101)")
+    expected = expected_of(subject, config, specs)
+    wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, shape in expected.shapes.items():
+        if name not in specs:
+            continue
+        tally.compared(0)
+        actual = specs[name].shape
+        padded = name in expected.vocab and shape is not None and actual[:1] > shape[:1] and actual[1:] == shape[1:]
+        if shape is not None and actual != shape and not padded:
+            wrong[f"shape {list(shape)}", f"shape {list(actual)}"].append(name)
+    for (want, found), group in wrong.items():
+        for text, names in by_pattern(group):
+            hint = "check this tensor and the sizes in config.json against the release"
+            yield Finding("CK105", want, found, hint, text, len(names), _home(subject, names[0]))
+
+
+def _home(subject: Subject, name: str) -> str:
+    if subject.kind == "megatron":
+        return str(subject.megatron_files.weights)
+    found: list[Path] = [shard.path for shard in subject.hf_files.shards.values() if name in shard.specs]
+    return str(found[0])
+
+
+@check(
+    "CK106",
+    "total_size is the sum of all tensors in bytes",
+    rationale="A total_size that is not the sum of the tensors shows an index that was not written with these shards, or counts rows instead of bytes.",
+    fix="Set metadata.total_size in model.safetensors.index.json to the number given, after the other CK1xx checks pass.",
+    unless=only_hf,
+)
+def total_size_true(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """The index's `metadata.total_size` against the headers."""
+    files = subject.hf_files
+    if files.index is None:
+        raise Skip("there is no index")
+    if files.unknown:
+        raise Skip("not run because some shards cannot be read (CK102)")
+    for _ in files.specs:
+        tally.compared(0)
+    if set(files.index) != set(files.specs):
+        raise Skip("not run because index and shards name different tensors (CK104)")
+    actual = sum(spec.nbytes for spec in files.specs.values())
+    if files.total_size != actual:
+        hint = "set metadata.total_size to the sum"
+        yield Finding("CK106", f"total_size {actual}", f"total_size {files.total_size}", hint, file=str(subject.path / INDEX))
+
+
+@check(
+    "CK107",
+    "dtypes are the same in every layer, and fp32 state is fp32",
+    rationale="bfloat16 keeps 8 significant bits: a router bias around 6.9 that spans 0.2 falls into 8 distinct values, and routing changes.",
+    fix="Convert again from the release with the dtype kept; router biases must stay fp32.",
+)
+def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """One dtype for each kind of tensor over all layers; a warning where fp32 state is stored smaller (CK203 compares with a source)."""
+    specs = names_of(subject)
+    config = usable_config(subject)
+    fp32 = expected_of(subject, config, specs).fp32 if config else frozenset()
+    for _, names in by_pattern(specs):
+        tally.compared(0)
+        dtypes = Counter(specs[name].dtype for name in names)
+        usual, _ = dtypes.most_common(1)[0]
+        odd = [name for name in names if specs[name].dtype != usual]
+        for text, group in by_pattern(odd):
+            actual = _short(specs[group[0]].dtype)
+            hint = "one shard comes from another conversion; convert again"
+            yield Finding("CK107", f"{_short(usual)}, as in the other layers", actual, hint, text, len(group), _home(subject, group[0]))
+        if names[0] in fp32 and usual.itemsize < 4:
+            text = next(by_pattern(names))[0]
+            hint = "compare with the release: `ckptkit verify --source RELEASE` counts the values that were lost"
+            yield Finding("CK107", "float32", _short(usual), hint, text, len(names), _home(subject, names[0]), severity="warning")
+
+
+def _short(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,170 @@
+"""CK501 to CK506: what real SGLang made of the checkpoint. One run of the witness serves them all."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+
+from converters.planner import dims_of
+from verify.checks import Skip, Tally, check
+from verify.expected import usable_config
+from verify.folding import by_pattern
+from verify.report import Finding, Severity
+from verify.sglang_job import SglangReport, Trouble
+from verify.subject import Subject
+
+KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
+_NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
+_PACKED = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
+
+
+def no_routers(subject: Subject) -> str | None:
+    """For checks of routers."""
+    config = usable_config(subject)
+    return "the model has no routed experts" if config is not None and not dims_of(config).experts else None
+
+
+def _report(subject: Subject) -> SglangReport:
+    report = subject.sglang_run.report
+    if report is None:
+        raise Skip("not run because SGLang did not load the checkpoint (CK501)")
+    return report
+
+
+def _count(tally: Tally, tensors: int, nbytes: int = 0) -> None:
+    tally.tensors += tensors
+    tally.bytes += nbytes
+
+
+def _findings(code: str, troubles: Iterable[Trouble], expected: str, hint: Callable[[str], str], severity: Severity = "error") -> Iterator[Finding]:
+    """Troubles of one kind whose names differ only in layer and expert numbers as one finding, described by the first of them."""
+    kinds: dict[str, dict[str, Trouble]] = defaultdict(dict)
+    for trouble in troubles:
+        kinds[_NUMBER.sub("#", trouble.what)][trouble.tensor] = trouble
+    for kind in kinds.values():
+        for text, names in by_pattern(kind):
+            trouble = kind[names[0]]
+            place = "" if trouble.param == trouble.tensor else f", at {trouble.param} in SGLang"
+            example = "" if len(names) == 1 else f" ({names[0]}, for one)"
+            yield Finding(code, expected, trouble.what + place + example, hint(names[0]), text, len(names), severity=severity)
+
+
+@check(
+    "CK501",
+    "SGLang loads the checkpoint",
+    rationale="What the reader of a format refuses is no checkpoint, whatever its files look like.",
+    fix="Read the exception: most often config.json describes another model than the weights, or a packed layer has the wrong group size.",
+)
+def loads(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """SGLang's own model class is built from the config and loaded by its own `load_weights`."""
+    run = subject.sglang_run
+    if run.report is None:
+        hint = "compare config.json with the release; run `python -m sglang.launch_server` on the directory to see the whole log"
+        yield Finding("CK501", "SGLang's model is built and loads the weights", run.crash or "it ended without a report", hint, file=str(subject.path))
+        return
+    report = run.report
+    _count(tally, report.fed)
+    facts = [f"SGLang {report.version}, {report.model}, {report.dtype}, tensor parallel size 1, on {report.device}"]
+    facts += [f"{report.fed} tensors into {report.parameters} parameters"]
+    facts += [f"left to the draft model: {text}" for text, _ in by_pattern(report.draft)]
+    facts += [f"it logged: {line}" for line in report.log[:5]]
+    facts += [_fusion(report)] if report.model.startswith("Glm4Moe") else []
+    tally.facts["SGLang"] = facts
+
+
+def _fusion(report: SglangReport) -> str:
+    if report.fused_shared:
+        return "the packed shared expert needs SGLang's fusion of shared experts: start the server without --disable-shared-experts-fusion"
+    return "loaded as with --disable-shared-experts-fusion, which the server needs too where routed experts are INT4 and the shared one is not"
+
+
+@check(
+    "CK502",
+    "SGLang leaves no parameter unwritten",
+    rationale="SGLang allocates parameters without filling them and never checks that all were loaded: an unwritten one serves garbage with HTTP 200.",
+    fix="Give the checkpoint the tensors that the finding names, under names that SGLang knows.",
+)
+def all_written(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Every element of every parameter, poisoned before loading, is looked at after it."""
+    report = _report(subject)
+    _count(tally, report.parameters)
+    hint = "the tensor is missing from the checkpoint, or CK503 says under which name it was dropped; convert or quantize again"
+    yield from _findings("CK502", report.unwritten, "every element written by load_weights", lambda name: hint)
+
+
+@check(
+    "CK503",
+    "SGLang drops no tensor",
+    rationale="Most of SGLang's loaders skip a name that they do not know, without a word: the parameter keeps what memory held.",
+    fix="Follow the hint: it depends on what kind of tensor SGLang has no place for.",
+)
+def none_dropped(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Every tensor of the checkpoint was written into the parameter that is its own, and nowhere else."""
+    report = _report(subject)
+    _count(tally, report.fed)
+    yield from _findings("CK503", report.dropped, "written into its own parameter", _why_dropped)
+
+
+def _why_dropped(name: str) -> str:
+    module = name.rpartition(".")[0]
+    if name.endswith(_PACKED) and module.endswith(".mlp.gate"):
+        return (
+            "SGLang builds the router unquantized and silently ignores packed tensors for it; "
+            f"add `{KEEP_ROUTER}` to quantization_config.ignore and leave the router in its own dtype"
+        )
+    if name.endswith(_PACKED):
+        return f"SGLang builds {module} unquantized: store it unpacked and keep it in quantization_config.ignore"
+    if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+        return "SGLang reads one tensor an expert: save with save_original_format=True, or convert to Megatron and back"
+    if name.endswith("_proj.weight"):
+        return f"SGLang builds {module} quantized: pack it, or ignore it by a regex that also matches the fused name (qkv_proj, gate_up_proj)"
+    return "this model has no parameter of that name in SGLang: compare model_type and num_hidden_layers with the release, or remove the tensor"
+
+
+@check(
+    "CK504",
+    "SGLang holds the checkpoint's values, bit for bit",
+    rationale="A name that is known can still be loaded into the wrong place: another expert, up where gate belongs, half of a fused matrix.",
+    fix="Where a Megatron checkpoint differs from its source, CK202 says which layer or expert. Otherwise report it: SGLang and ckptkit disagree.",
+)
+def same_values(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Before any repacking, every tensor against the place that ckptkit predicts for it, without asking SGLang's mapping."""
+    report = _report(subject)
+    _count(tally, report.tensors, report.bytes)
+    hint = "the values went into the wrong place, or the tensor was changed on the way: convert again, and compare with --source"
+    yield from _findings("CK504", report.differing, "the bits of the checkpoint", lambda name: hint)
+    expected = "a dtype that holds the value exactly"
+    harmless = "nothing is wrong with the files; convert with --dtype if the loss matters"
+    yield from _findings("CK504", report.rounded, expected, lambda name: harmless, "warning")
+
+
+@check(
+    "CK505",
+    "every router is alive in SGLang",
+    rationale="A router that is zero or was never written picks the same experts for every token: fluent garbage, and nothing is logged.",
+    fix=f"Leave routers out of quantization: add `{KEEP_ROUTER}` to quantization_config.ignore and quantize again.",
+    unless=no_routers,
+)
+def routers_alive(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """The router of every layer with experts, after loading: written, finite, neither zero nor constant."""
+    report = _report(subject)
+    _count(tally, report.routers_seen)
+    hint = f"if the router was packed, add `{KEEP_ROUTER}` to quantization_config.ignore and quantize again; else restore it from the source"
+    yield from _findings("CK505", report.routers, "a router that tells experts apart", lambda name: hint)
+
+
+@check(
+    "CK506",
+    "SGLang repacks the weights whole",
+    rationale="After loading, SGLang rewrites packed weights for its kernels; whatever is lost there shows in no file and in no log.",
+    fix="Check the sizes against the kernel's limits (out features % 64, in features % 128), or report it to SGLang.",
+)
+def repacked(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Marlin's layout computed here against what the quantization methods made, and all other parameters as before."""
+    report = _report(subject)
+    if report.repacked is None:
+        raise Skip("needs CUDA: SGLang's repacking kernels run on a GPU only")
+    _count(tally, report.repacked_seen)
+    hint = "the sizes may be outside the kernel's limits; try another group size, or load with an unquantized checkpoint to compare"
+    yield from _findings("CK506", report.repacked, "the loaded values in the kernel's order", lambda name: hint)

@@ -1,0 +1,115 @@
+"""What the config of a checkpoint promises: every tensor with its shape, in the layout that the checkpoint is in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckptkit.errors import CkptkitError
+from ckptkit.plan import Plan
+from ckptkit.specs import TensorSpec
+from converters.experts import fuse, is_fused
+from converters.planner import dims_of, expected_hf, rules_of
+from converters.registry import family_of
+from verify.checks import Skip
+from verify.subject import Subject
+
+Shape = tuple[int, ...]
+
+PACKED = ".weight_packed"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Names and shapes that must be there (None: packed, its shape is for CK303 to judge).
+
+    `vocab` names may have more rows, `fp32` names must not be rounded, `optional` names may be there and are not used.
+    """
+
+    shapes: Mapping[str, Shape | None]
+    vocab: frozenset[str] = frozenset()
+    fp32: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
+
+
+def config_of(subject: Subject) -> Mapping[str, Any]:
+    """The HF config of the checkpoint, known to be of a supported family.
+
+    Raises Skip where a Megatron checkpoint has none beside it, CkptkitError where it is broken or unsupported.
+    """
+    if subject.kind == "hf":
+        config = subject.hf_files.config
+    else:
+        path = subject.hf_path or subject.megatron_files.weights.parent / "hf"
+        if not (path / "config.json").exists():
+            raise Skip("no HF config.json is stored beside this Megatron checkpoint; name the HF directory with --hf")
+        config = subject.megatron_files.opened.config
+    try:
+        dims_of(config)
+    except (TypeError, ValueError) as error:
+        raise CkptkitError(f"config.json: a size is not a number: {error}", "compare it with the release") from error
+    return config
+
+
+def expected_of(subject: Subject, config: Mapping[str, Any], names: Iterable[str]) -> Expected:
+    """What must be in the checkpoint, spelled as `names` (what is in it) are: fused or per expert, packed or not."""
+    rules = list(rules_of(config))
+    if subject.kind == "megatron":
+        vocab = frozenset(rule.megatron for rule in rules if rule.mapping.vocab)
+        state = frozenset(rule.megatron for rule in rules if rule.mapping.fp32)
+        # One shape for all layers and experts of a mapping: running its op a hundred thousand times would take minutes.
+        shapes_of = {id(rule.mapping): rule.megatron_shape for rule in {id(rule.mapping): rule for rule in rules}.values()}
+        return Expected({rule.megatron: shapes_of[id(rule.mapping)] for rule in rules}, vocab, state)
+    names = set(names)
+    fp32 = frozenset(name for rule in rules for name in rule.hf if rule.mapping.fp32)
+    shapes: dict[str, Shape | None] = dict(expected_hf(config))
+    if is_fused(names):
+        specs = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in expected_hf(config).items()}
+        shapes = {name: spec.shape for name, spec in _outputs(fuse(specs, config, "config.json")).items()}
+    if "quantization_config" in config:
+        shapes = _packed(shapes, names, config)
+    return Expected(shapes, frozenset(), fp32, family_of(config).dropped(dims_of(config)))
+
+
+def _outputs(plan: Plan) -> dict[str, TensorSpec]:
+    return {spec.name: spec for step in plan.steps for spec in step.outputs}
+
+
+def weights_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `weights` part of the first group of a quantization_config; empty when there is none."""
+    quantization = config.get("quantization_config")
+    groups = quantization.get("config_groups") if isinstance(quantization, dict) else None
+    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    weights = first.get("weights") if isinstance(first, dict) else None
+    return weights if isinstance(weights, dict) else {}
+
+
+def packed_parts(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Suffixes of the tensors that one packed weight consists of. Source: compressed-tensors `pack_quantized/base.py`."""
+    weights = weights_of(config)
+    zero_point = ("weight_zero_point",) if weights.get("symmetric") is False else ()
+    order = ("weight_g_idx",) if weights.get("actorder") in ("group", "dynamic") else ()
+    return ("weight_packed", "weight_scale", "weight_shape", *zero_point, *order)
+
+
+def _packed(shapes: Mapping[str, Shape | None], names: Collection[str], config: Mapping[str, Any]) -> dict[str, Shape | None]:
+    """Every weight that is stored packed replaced by its parts."""
+    result: dict[str, Shape | None] = {}
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        if module + PACKED in names:
+            result |= {f"{module}.{part}": None for part in packed_parts(config)}
+        else:
+            result[name] = shape
+    return result
+
+
+def usable_config(subject: Subject) -> Mapping[str, Any] | None:
+    """As `config_of`, but None where the config is missing, broken or unsupported, which CK101 reports."""
+    try:
+        return config_of(subject)
+    except (CkptkitError, Skip):
+        return None

@@ -1,0 +1,148 @@
+"""What each side of a training job would really load, by the rules of Megatron and slime; no weight is read.
+
+Rules (slime `utils/arguments.py` and `backends/megatron_utils/checkpoint.py`, Megatron `training/checkpointing.py`):
+- `--load` counts as Megatron only with a tracker file in it, as HF only with a supported config.json; otherwise the
+  actor silently takes `--ref-load` instead.
+- Megatron reads the tracker: `release`, or a number N for `iter_N`. `--ckpt-step N` replaces the tracker's word; 0 means none.
+- Without a tracker Megatron prints a warning and trains from random weights. An iteration directory has no tracker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from ckptkit.errors import CkptkitError
+from ckptkit.formats import ITERATION, TRACKER, tracked
+from ckptkit.safetensors_io import read_json
+from converters.registry import family_of
+from verify.report import Severity
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The paths of a launch, as given."""
+
+    hf_checkpoint: Path | None = None
+    load: Path | None = None
+    ref_load: Path | None = None
+    ckpt_step: int | None = None
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something wrong with one of the paths."""
+
+    option: str
+    path: Path | None
+    expected: str
+    actual: str
+    hint: str
+    severity: Severity = "error"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of the job (actor, reference, rollout engine): the weights it would load, and why these."""
+
+    role: str
+    kind: Literal["hf", "megatron"] | None
+    path: Path | None
+    why: str
+    troubles: tuple[Trouble, ...] = field(default=())
+
+    def __str__(self) -> str:
+        what = f"loads {self.path} ({'HF' if self.kind == 'hf' else 'Megatron'})" if self.path else "starts from RANDOM weights"
+        return f"{self.role} {what}: {self.why}"
+
+
+def sides_of(launch: Launch) -> list[Side]:
+    """Every side that the launch says something about."""
+    sides = []
+    if launch.load or launch.ref_load:
+        sides.append(_actor(launch))
+    if launch.ref_load:
+        sides.append(_megatron("reference", "--ref-load", launch.ref_load, None))
+    if launch.hf_checkpoint:
+        sides.append(_rollout(launch.hf_checkpoint))
+    return sides
+
+
+def _actor(launch: Launch) -> Side:
+    if launch.load and (launch.load / TRACKER).exists():
+        return _megatron("actor", "--load", launch.load, launch.ckpt_step)
+    if launch.load and _supported_hf(launch.load):
+        return Side("actor", "hf", launch.load, "--load has no tracker but a supported config.json")
+    troubles = (_fall_through(launch.load, launch.ref_load),) if launch.load else ()
+    if launch.ref_load is None:
+        return Side("actor", None, None, f"--load {launch.load} holds no checkpoint and --ref-load is not given", troubles)
+    fallen = _megatron("actor", "--ref-load", launch.ref_load, launch.ckpt_step)
+    why = f"--load {launch.load} holds no checkpoint, so --ref-load is taken; {fallen.why}" if launch.load else f"--load is not given; {fallen.why}"
+    return Side("actor", fallen.kind, fallen.path, why, (*troubles, *fallen.troubles))
+
+
+def _supported_hf(path: Path) -> bool:
+    try:
+        family_of(read_json(path / "config.json"))
+    except CkptkitError:
+        return False
+    return True
+
+
+def _fall_through(load: Path, ref_load: Path | None) -> Trouble:
+    """A directory that is not there yet is how a first run starts; one that holds something is a mistake."""
+    inside = sorted(entry.name for entry in load.iterdir()) if load.is_dir() else []
+    expected = f"{TRACKER} or a supported config.json"
+    if ITERATION.fullmatch(load.name) or ".metadata" in inside:
+        step = f" --ckpt-step {int(load.name[5:])}" if ITERATION.fullmatch(load.name) else ""
+        return Trouble("--load", load, expected, "an iteration directory, which has no tracker", f"give its parent: --load {load.parent}{step}")
+    if iterations := [name for name in inside if ITERATION.fullmatch(name) or name == "release"]:
+        hint = f"write `release` or the number into {load / TRACKER}, if that save is whole"
+        return Trouble("--load", load, expected, f"{', '.join(iterations)} but no tracker: the last save did not finish", hint)
+    if inside:
+        return Trouble("--load", load, expected, f"neither, but {len(inside)} other entries", "give the directory of the checkpoint")
+    actual = "an empty directory" if load.is_dir() else "no such directory"
+    if ref_load is None:
+        return Trouble("--load", load, expected, actual, "check the path, or give --ref-load")
+    return Trouble("--load", load, expected, actual, "right for the first start of a run; check the path if it should resume", "warning")
+
+
+def _megatron(role: str, option: str, root: Path, step: int | None) -> Side:
+    """The iteration that Megatron would load from `root`; slime loads `root` as HF when it is one."""
+    if not (root / TRACKER).exists():
+        if ITERATION.fullmatch(root.name) or (root / ".metadata").exists():
+            hint = f"give its parent: {option} {root.parent}"
+            trouble = Trouble(option, root, f"a directory with {TRACKER}", "an iteration directory, which has no tracker", hint)
+            return Side(role, None, None, f"{option} {root} has no tracker", (trouble,))
+        if _supported_hf(root):
+            return Side(role, "hf", root, f"{option} has no tracker but a supported config.json")
+        actual = "no such directory" if not root.exists() else "no tracker in it"
+        trouble = Trouble(option, root, f"a directory with {TRACKER}", actual, "check the path")
+        return Side(role, None, None, f"{option} {root} has no tracker", (trouble,))
+    if step:
+        return _step(role, option, root, step)
+    try:
+        path = tracked(root)
+    except CkptkitError as error:
+        trouble = Trouble(option, root / TRACKER, "a tracker that names a directory", error.message, error.hint or "")
+        return Side(role, None, None, error.message, (trouble,))
+    return Side(role, "megatron", path, f"the tracker of {option} says {path.name}")
+
+
+def _step(role: str, option: str, root: Path, step: int) -> Side:
+    path = root / f"iter_{step:07d}"
+    if path.is_dir():
+        return Side(role, "megatron", path, f"--ckpt-step {step} of {option}")
+    there = sorted(entry.name for entry in root.iterdir() if ITERATION.fullmatch(entry.name) or entry.name == "release")
+    hint = "choose an iteration that is there, or leave --ckpt-step out"
+    trouble = Trouble("--ckpt-step", root, f"{path.name}/", f"only {', '.join(there) or 'nothing'}", hint)
+    return Side(role, None, None, f"{path} is not there", (trouble,))
+
+
+def _rollout(path: Path) -> Side:
+    if (path / "config.json").exists():
+        return Side("rollout engine", "hf", path, "--hf-checkpoint")
+    actual = "no such directory" if not path.exists() else "a Megatron checkpoint" if (path / TRACKER).exists() else "no config.json in it"
+    trouble = Trouble("--hf-checkpoint", path, "an HF directory with config.json", actual, "give the HF directory of the same model")
+    return Side("rollout engine", None, None, "it cannot start", (trouble,))

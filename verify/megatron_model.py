@@ -1,0 +1,150 @@
+"""Builds the real megatron-core GPTModel of a checkpoint, as one rank of a parallel layout holds it.
+
+Works with megatron-core 0.16 and 0.19, on a GPU (NCCL) and without one (gloo). Only the processes of the witness import it:
+it changes torch in ways that must not leak.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from converters.dims import ModelDims, megatron_args
+from verify.megatron_layout import ParallelSizes, padded_vocab
+
+# Megatron-LM arguments that its `core_transformer_config_from_args` hands to TransformerConfig under another name.
+_RENAMED = {"norm_epsilon": "layernorm_epsilon", "num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
+
+
+@dataclass(frozen=True)
+class Build:
+    """How to build: parallel sizes, the dtype of parameters, and which layer spec (Transformer Engine or Megatron's own)."""
+
+    sizes: ParallelSizes
+    dtype: torch.dtype
+    transformer_engine: bool = False
+
+
+def pretend_cuda() -> None:
+    """Lets megatron-core build and run on a machine without CUDA: what it takes for the current GPU is the CPU."""
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda device=None: None
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    tensor_parallel.random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    # megatron-core 0.16 leaves this name undefined where Transformer Engine is missing, and then reads it.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+def connect(sizes: ParallelSizes, rank: int, store: str) -> None:
+    """Joins the process group through the file `store` (no port to collide on) and lays out the parallel groups."""
+    if not torch.cuda.is_available():
+        pretend_cuda()
+    else:
+        torch.cuda.set_device(rank)
+    torch.distributed.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=sizes.world,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tp,
+        pipeline_model_parallel_size=sizes.pp,
+        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.etp,
+        create_gloo_process_groups=True,
+    )
+    if torch.cuda.is_available():
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+
+
+def transformer_config(args: Mapping[str, Any], build: Build) -> TransformerConfig:
+    """TransformerConfig from Megatron-LM arguments, as Megatron-LM itself makes it, with everything off that needs a GPU or randomness."""
+    known = {field.name for field in fields(TransformerConfig)}
+    values = {_RENAMED.get(key, key): value for key, value in args.items()}
+    return TransformerConfig(
+        **{key: value for key, value in values.items() if key in known},
+        activation_func=torch.nn.functional.silu,
+        params_dtype=build.dtype,
+        pipeline_dtype=build.dtype,
+        bf16=build.dtype == torch.bfloat16,
+        fp16=build.dtype == torch.float16,
+        tensor_model_parallel_size=build.sizes.tp,
+        pipeline_model_parallel_size=build.sizes.pp,
+        virtual_pipeline_model_parallel_size=build.sizes.vpp if build.sizes.vpp > 1 else None,
+        expert_model_parallel_size=build.sizes.ep,
+        expert_tensor_parallel_size=build.sizes.etp,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        moe_token_dispatcher_type="allgather",  # noqa: S106 - a token of text, not a secret
+        moe_router_load_balancing_type="none",
+    )
+
+
+def build_chunks(dims: ModelDims, build: Build) -> list[GPTModel]:
+    """This rank's model, one GPTModel a virtual pipeline stage, with parameters of `build.dtype` whose values mean nothing.
+
+    Router biases stay fp32, as Megatron keeps them in training.
+    """
+    args = megatron_args(dims) | {"moe_grouped_gemm": build.transformer_engine and bool(dims.experts)}
+    config = transformer_config(args, build)
+    vpp = build.sizes.vpp
+    chunks = [_build(dims, args, config, build, stage if vpp > 1 else None) for stage in range(vpp)]
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data = parameter.data.to(build.dtype)
+        chunk.eval()
+    return chunks
+
+
+def _build(dims: ModelDims, args: Mapping[str, Any], config: TransformerConfig, build: Build, stage: int | None) -> GPTModel:
+    with _default_device():
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_decoder_block_spec(config, build.transformer_engine, normalization="RMSNorm", vp_stage=stage),
+            vocab_size=padded_vocab(dims.vocab, build.sizes.tp),
+            max_sequence_length=args["max_position_embeddings"],
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+            parallel_output=False,
+            share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
+            position_embedding_type=args["position_embedding_type"],
+            rotary_percent=args["rotary_percent"],
+            rotary_base=args["rotary_base"],
+            vp_stage=stage,
+        )
+
+
+@contextlib.contextmanager
+def _default_device() -> Iterator[None]:
+    # Megatron's local norms are plain torch modules, which know nothing of the GPU that the other parameters are made on.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
+
+
+def logits(model: GPTModel, tokens: Tensor) -> Tensor:
+    """Logits [batch, sequence, padded vocabulary] of token ids [batch, sequence], on a model that is whole on one rank."""
+    length = tokens.shape[1]
+    positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+    hidden = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
+    with torch.no_grad():
+        result: Tensor = model(tokens, positions, hidden)
+    return result

@@ -1,0 +1,138 @@
+"""Starts the ranks of a Megatron witness, one process each, and gathers what they report."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ckptkit.sidefiles import main_dtype
+from converters.planner import dims_of, to_megatron
+from verify.checks import Skip
+from verify.expected import config_of
+from verify.megatron_job import RankJob, RankReport
+from verify.megatron_layout import ParallelSizes, check_sizes, default_etp
+
+if TYPE_CHECKING:
+    from verify.subject import Subject
+
+_START_SECONDS = 600  # imports, process groups, building the model
+_BYTES_A_SECOND = 20_000_000  # slower than any disk that still works
+_GRACE_SECONDS = 5.0  # between the first rank that failed and the end of those that wait for it
+
+
+@dataclass(frozen=True)
+class MegatronRun:
+    """The outcome of one launch. `failures`: why a rank gave no report, for the ranks that failed first."""
+
+    sizes: ParallelSizes
+    device: str
+    reports: Sequence[RankReport]
+    failures: Mapping[int, str]
+
+
+def sizes_of(subject: Subject) -> ParallelSizes:
+    """The parallel sizes asked for, known to be possible; costs nothing, so it can be called before anything is read.
+
+    Raises Skip where Megatron is not installed or the checkpoint is no Megatron one, CkptkitError where the model does not
+    divide into these sizes.
+    """
+    if subject.kind == "hf":
+        raise Skip("this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source")
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise Skip("megatron-core is not installed: pip install 'ckptkit[megatron]'")
+    dims = dims_of(config_of(subject))
+    etp = default_etp(subject.tp, subject.ep) if subject.etp is None else subject.etp
+    sizes = ParallelSizes(subject.tp, subject.pp, subject.ep, etp if dims.experts else 1, subject.vpp)
+    check_sizes(sizes, dims)
+    return sizes
+
+
+def run_megatron(subject: Subject) -> MegatronRun:
+    """Loads the checkpoint of `subject` into real Megatron, in as many processes as its parallel sizes need.
+
+    On GPUs (NCCL) where there are enough of them, else on the CPU (gloo). Raises as `sizes_of`, and CkptkitError where the
+    source does not fit its own config.
+    """
+    sizes = sizes_of(subject)
+    if subject.source is not None and subject.source_kind == "hf":
+        to_megatron(subject.source, str(subject.source_path))
+    gpu = torch.cuda.device_count() >= sizes.world
+    with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
+        jobs = [_job(subject, sizes, rank, Path(scratch), gpu) for rank in range(sizes.world)]
+        nbytes = sum(spec.nbytes for spec in subject.checkpoint.specs.values())
+        failures = run_ranks(jobs, Path(scratch), gpu, _START_SECONDS + nbytes / _BYTES_A_SECOND)
+        reports = [] if failures else [RankReport.load(Path(job.report)) for job in jobs]
+    spec = "Transformer Engine spec" if jobs[0].transformer_engine else "local spec"
+    return MegatronRun(sizes, f"{'NCCL on GPUs' if gpu else 'gloo on the CPU'}, {spec}", reports, failures)
+
+
+def _job(subject: Subject, sizes: ParallelSizes, rank: int, scratch: Path, gpu: bool) -> RankJob:
+    return RankJob(
+        checkpoint=str(subject.location.path.absolute()),
+        hf=str(subject.hf_path.absolute()) if subject.hf_path else None,
+        source=str(subject.source_path.absolute()) if subject.source_path else None,
+        sizes=sizes,
+        rank=rank,
+        store=str(scratch / "store"),
+        report=str(scratch / f"report-{rank}.json"),
+        dtype=main_dtype(subject.checkpoint.specs) or "bfloat16",
+        transformer_engine=gpu and find_spec("transformer_engine") is not None,
+    )
+
+
+def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float) -> dict[int, str]:
+    """Runs one process a job to the end and says why the first ones to fail failed; empty when all reported."""
+    processes = {job.rank: _start(job, scratch, gpu) for job in jobs}
+    try:
+        failed = _wait(processes, time.monotonic() + seconds)
+    finally:
+        for process in processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    return {rank: f"no answer within {seconds:.0f} s" if code is None else _last_words(scratch / f"stderr-{rank}", code) for rank, code in failed.items()}
+
+
+def _start(job: RankJob, scratch: Path, gpu: bool) -> subprocess.Popen[bytes]:
+    path = scratch / f"job-{job.rank}.json"
+    job.save(path)
+    here = str(Path(__file__).resolve().parent.parent)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])), "OMP_NUM_THREADS": "1"}
+    # A rank decides by what it sees: without GPUs for all ranks, none may find one.
+    environment |= {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", "-m", "verify.witness_megatron", str(path)]
+    with (scratch / f"stderr-{job.rank}").open("wb") as errors:
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
+
+
+def _wait(processes: Mapping[int, subprocess.Popen[bytes]], deadline: float) -> dict[int, int | None]:
+    """Exit codes of the ranks that failed first, None for those still running at the deadline; empty when all went well."""
+    while True:
+        codes = {rank: process.poll() for rank, process in processes.items()}
+        failed: dict[int, int | None] = {rank: code for rank, code in codes.items() if code}
+        if failed:
+            time.sleep(_GRACE_SECONDS)
+            return failed
+        if all(code == 0 for code in codes.values()):
+            return {}
+        if time.monotonic() > deadline:
+            return {rank: None for rank, code in codes.items() if code is None}
+        time.sleep(0.1)
+
+
+def _last_words(path: Path, code: int) -> str:
+    """The exception that ended a rank: the last lines of its stderr that say something."""
+    lines = [line.removeprefix(f"[rank{path.name.partition('-')[2]}]:").strip() for line in path.read_text(errors="replace").splitlines()]
+    said = [line for line in lines if line and set(line) - set("^~ ")]
+    end = f"exit code {code}" if code > 0 else f"killed by signal {-code}"
+    return f"{' | '.join(said[-2:])[-1000:]} ({end})" if said else end

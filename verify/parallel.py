@@ -1,0 +1,41 @@
+"""Whether a model divides over the parallel sizes it is to be loaded with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from converters.dims import ModelDims
+
+
+@dataclass(frozen=True)
+class Indivisible:
+    """A size of the model that a parallel size does not divide, and the next move."""
+
+    what: str
+    size: int
+    parallel: str
+    ranks: int
+    hint: str
+
+
+def indivisible(dims: ModelDims, tp: int, pp: int, ep: int) -> Iterator[Indivisible]:
+    """Everything that does not divide. Source: the checks of megatron-core's `TransformerConfig` and its parallel linears."""
+    fewer_tp = "choose a --tp that divides it"
+    if dims.heads % tp:
+        yield Indivisible("num_attention_heads", dims.heads, "tp", tp, fewer_tp)
+    if dims.groups % tp and tp % dims.groups:
+        yield Indivisible("num_key_value_heads", dims.groups, "tp", tp, fewer_tp)
+    if len(dims.dense) and dims.ffn % tp:
+        yield Indivisible("intermediate_size", dims.ffn, "tp", tp, fewer_tp)
+    if dims.experts and dims.expert_ffn % tp:
+        yield Indivisible("moe_intermediate_size", dims.expert_ffn, "tp", tp, "choose a --tp that divides it, or expert tensor parallelism of 1")
+    if dims.experts and dims.shared_ffn % tp:
+        yield Indivisible("the shared experts' size", dims.shared_ffn, "tp", tp, fewer_tp)
+    if dims.layers % pp:
+        hint = "give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers in the launch, or choose another --pp"
+        yield Indivisible("num_hidden_layers", dims.layers, "pp", pp, hint)
+    if dims.experts and dims.experts % ep:
+        yield Indivisible("the number of experts", dims.experts, "ep", ep, "choose an --ep that divides it")
+    if not dims.experts and ep > 1:
+        yield Indivisible("the number of experts", 0, "ep", ep, "a dense model has no experts: leave --ep out")

@@ -1,0 +1,151 @@
+"""`preflight`: before GPUs are booked, which weights each side of a job would load, and whether they belong together.
+
+Headers and JSON files only: it takes seconds, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+from ckptkit.errors import CkptkitError
+from verify.checks import Check, Skip, Tally, all_checks, check, run_checks
+from verify.launch import Launch, Side, Trouble, sides_of
+from verify.report import CheckResult, Finding, Report
+from verify.run import LAUNCH, choose
+from verify.subject import Subject
+
+_HEADERS_ONLY = ("CK1", "CK701", "CK702", "CK703")
+
+
+def _no_launch(subject: Subject) -> str | None:
+    return None if subject.launch else "only preflight looks at a launch"
+
+
+def _troubles(subject: Subject, tally: Tally, code: str, options: Sequence[str]) -> Iterator[Finding]:
+    if subject.launch is None:
+        raise Skip("only preflight looks at a launch")
+    said: dict[Trouble, None] = {}
+    for side in sides_of(subject.launch):
+        tally.compared(0)
+        said |= dict.fromkeys(trouble for trouble in side.troubles if trouble.option in options)
+    for trouble in said:
+        expected, actual = f"{trouble.option}: {trouble.expected}", trouble.actual
+        yield Finding(code, expected, actual, trouble.hint, file=str(trouble.path), severity=trouble.severity)
+
+
+@check(
+    "CK711",
+    "--load is what the actor loads",
+    rationale="Where --load has no tracker file, the actor takes --ref-load without a word: a resumed run starts again, or from the wrong weights.",
+    fix="Give the directory that holds latest_checkpointed_iteration.txt, not one of its iterations.",
+    unless=_no_launch,
+)
+def load_found(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """`--load` has a tracker that resolves, or is a supported HF directory; a first start, with an empty one, is a warning."""
+    yield from _troubles(subject, tally, "CK711", ["--load"])
+
+
+@check(
+    "CK712",
+    "--ref-load is what the reference loads",
+    rationale="Without a tracker Megatron prints a warning and goes on with random weights: the KL term then pulls towards noise.",
+    fix="Give the directory that `ckptkit convert` wrote, the one with latest_checkpointed_iteration.txt.",
+    unless=_no_launch,
+)
+def reference_found(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """`--ref-load` has a tracker that resolves, or is a supported HF directory."""
+    yield from _troubles(subject, tally, "CK712", ["--ref-load"])
+
+
+@check(
+    "CK713",
+    "--ckpt-step is an iteration that is there",
+    rationale="--ckpt-step replaces what the tracker says; an iteration that was deleted since is found missing only after the job started.",
+    fix="Choose an iteration that is there, or leave --ckpt-step out.",
+    unless=_no_launch,
+)
+def step_found(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """The directory `iter_N` of `--ckpt-step N`."""
+    yield from _troubles(subject, tally, "CK713", ["--ckpt-step"])
+
+
+@check(
+    "CK714",
+    "--hf-checkpoint is an HF directory",
+    rationale="The rollout engine and the tokenizer come from it; engine and trainer must hold the same model.",
+    fix="Give the HF directory of the model that --load or --ref-load was converted from.",
+    unless=_no_launch,
+)
+def rollout_found(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """`--hf-checkpoint` has a config.json."""
+    yield from _troubles(subject, tally, "CK714", ["--hf-checkpoint"])
+
+
+def preflight(
+    hf_checkpoint: str | Path | None = None,
+    load: str | Path | None = None,
+    ref_load: str | Path | None = None,
+    ckpt_step: int | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+) -> Report:
+    """What a launch with these arguments would load, and every trouble that headers and JSON files can tell; reads no weight.
+
+    Raises CkptkitError when no path is given.
+    """
+    if hf_checkpoint is None and load is None and ref_load is None:
+        raise CkptkitError("nothing to look at", "give at least one of --hf-checkpoint, --load and --ref-load")
+    hf, actor, reference = (Path(path) if path else None for path in (hf_checkpoint, load, ref_load))
+    launch = Launch(hf, actor, reference, ckpt_step)
+    checks = all_checks()
+    sides = sides_of(launch)
+    runs = [run_checks(Subject(hf or actor or reference or Path(), launch=launch), [one for one in checks if one.code.startswith(LAUNCH)])]
+    for subject in _subjects(sides, hf, tp, pp, ep):
+        wanted = [one for one in checks if one.code.startswith(_HEADERS_ONLY) and not one.code.startswith(LAUNCH)]
+        runs.append(run_checks(subject, choose(subject, wanted)[0]))
+    return Report(
+        version=version("ckptkit"),
+        command=("ckptkit", "preflight"),
+        checkpoint=", ".join(dict.fromkeys(str(side.path) for side in sides if side.path)),
+        source=None,
+        checks=_merged(checks, [result for run in runs for result in run[0]]),
+        findings=list(dict.fromkeys(finding for run in runs for finding in run[1])),
+        facts={"what would be loaded": [str(side) for side in sides]},
+    )
+
+
+def _subjects(sides: Sequence[Side], hf: Path | None, tp: int, pp: int, ep: int) -> Iterator[Subject]:
+    """Each directory once. The rollout's config judges the trainer's weights: the two must hold the same model."""
+    seen: set[Path] = set()
+    usable = hf if hf and (hf / "config.json").exists() else None
+    for side in sides:
+        if side.path is None or side.path in seen:
+            continue
+        seen.add(side.path)
+        if side.kind == "megatron":
+            yield Subject(side.path, hf_path=usable, tp=tp, pp=pp, ep=ep)
+        else:
+            yield Subject(side.path, source_path=usable if side.path != usable else None, tp=tp, pp=pp, ep=ep)
+
+
+def _merged(checks: Sequence[Check], results: Sequence[CheckResult]) -> list[CheckResult]:
+    """One result a check: the worst status over all directories, counts and seconds added up."""
+    merged: dict[str, CheckResult] = {}
+    rank = {"passed": 0, "skipped": 1, "failed": 2}
+    for result in results:
+        before = merged.get(result.code)
+        if before is None:
+            merged[result.code] = result
+            continue
+        worst = max(before, result, key=lambda one: rank[one.status])
+        merged[result.code] = replace(
+            worst,
+            tensors_compared=before.tensors_compared + result.tensors_compared,
+            bytes_compared=before.bytes_compared + result.bytes_compared,
+            seconds=round(before.seconds + result.seconds, 3),
+        )
+    return [merged[one.code] for one in checks if one.code in merged]

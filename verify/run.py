@@ -1,0 +1,82 @@
+"""`verify`: which checks apply to a checkpoint, all of them run, and one report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from ckptkit.formats import TRACKER, locate
+from verify.checks import Check, all_checks, run_checks
+from verify.report import Report
+from verify.subject import Subject
+
+# Checks of a launch, which only preflight knows.
+LAUNCH = "CK71"
+
+# Witnesses run only when they are asked for.
+_WITNESS = {"CK4": "megatron", "CK5": "sglang"}
+
+
+def verify(
+    path: str | Path,
+    source: str | Path | None = None,
+    hf: str | Path | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    against: frozenset[str] = frozenset(),
+    command: Sequence[str] = (),
+) -> Report:
+    """Verifies the checkpoint at `path`, HF or Megatron, and returns the report; nothing is written.
+
+    `source` is what it was made from; then every value is compared. `hf` gives the config of a Megatron checkpoint that has
+    none beside it. `against` holds "megatron" and "sglang". A broken checkpoint gives findings; CkptkitError means that
+    there is no checkpoint at `path` or `source` at all, or that something this needs is missing.
+    """
+    subject = Subject(Path(path), Path(source) if source else None, _config_home(Path(path), source, hf), tp, pp, ep, against)
+    if subject.source_path:
+        locate(subject.source_path)
+    chosen, left_out = choose(subject, [one for one in all_checks() if not one.code.startswith(LAUNCH)])
+    results, findings, facts = run_checks(subject, chosen)
+    return Report(
+        version=version("ckptkit"),
+        command=tuple(command),
+        checkpoint=str(path),
+        source=str(source) if source else None,
+        checks=results,
+        findings=findings,
+        facts=facts | ({"not applicable": left_out} if left_out else {}),
+    )
+
+
+def _config_home(path: Path, source: str | Path | None, hf: str | Path | None) -> Path | None:
+    """Where the HF config of a Megatron side comes from: `hf`, or the other side when that is HF and this one has none."""
+    if hf is not None:
+        return Path(hf)
+    here = Subject(path)
+    if source is None:
+        here.kind  # noqa: B018 - raises where there is no checkpoint
+        return None
+    there = locate(source)
+    if here.kind == "hf":
+        return path if there.kind == "megatron" and not (there.root / "hf" / "config.json").exists() else None
+    root = path if (path / TRACKER).exists() else path.parent
+    return None if (root / "hf" / "config.json").exists() or there.kind == "megatron" else Path(source)
+
+
+def choose(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], list[str]]:
+    """The checks that apply, and a line for each reason why others do not. A check left out is not a skipped one.
+
+    Of the CK1xx checks, which always are for one format or the other, nothing is said.
+    """
+    chosen: list[Check] = []
+    reasons: dict[str, list[str]] = {}
+    for one in checks:
+        witness = _WITNESS.get(one.code[:3])
+        reason = f"--against-{witness} was not given" if witness and witness not in subject.against else one.unless(subject)
+        if reason is None:
+            chosen.append(one)
+        elif not one.code.startswith("CK1"):
+            reasons.setdefault(reason, []).append(one.code)
+    return chosen, [f"{', '.join(codes)}: {reason}" for reason, codes in reasons.items()]

@@ -1,0 +1,90 @@
+"""Starts the SGLang witness in a process of its own, and turns whatever becomes of it into data."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ckptkit.safetensors_io import read_json
+from verify.checks import Skip
+from verify.expected import config_of
+from verify.sglang_job import SglangJob, SglangReport
+from verify.subject import Subject
+
+_START_S = 900  # importing SGLang and building its kernels on a cold machine
+_BYTES_A_SECOND = 20e6  # slower than any disk worth waiting for
+_LAST_LINES = 8
+
+
+@dataclass(frozen=True)
+class SglangRun:
+    """The witness's report, or how it ended without one."""
+
+    report: SglangReport | None
+    crash: str | None = None
+
+
+def run_sglang(subject: Subject) -> SglangRun:
+    """Loads the subject into real SGLang, in a subprocess whose output goes nowhere but into a crash's description.
+
+    Raises Skip where SGLang is not installed, CkptkitError where the config is of no supported family.
+    """
+    if find_spec("sglang") is None:
+        raise Skip("SGLang is not installed here: pip install 'ckptkit[sglang]'")
+    config_of(subject)
+    with TemporaryDirectory(prefix="ckptkit-sglang-") as scratch:
+        root = Path(scratch)
+        (root / "scratch").mkdir()
+        job = SglangJob(
+            checkpoint=str(subject.path.absolute()),
+            hf=str(subject.hf_path.absolute()) if subject.hf_path else None,
+            source=_source(subject),
+            scratch=str(root / "scratch"),
+            report=str(root / "report.json"),
+        )
+        job.save(root / "job.json")
+        size = sum(spec.nbytes for spec in subject.checkpoint.specs.values())
+        crash = start(root / "job.json", root / "log", _START_S + size / _BYTES_A_SECOND)
+        return SglangRun(None, crash) if crash else SglangRun(SglangReport.load(root / "report.json"))
+
+
+def _source(subject: Subject) -> str | None:
+    """What a Megatron checkpoint's values are held against, where it is unquantized HF; an HF one's are held against its own files."""
+    path = subject.source_path
+    if subject.kind == "hf" or path is None or subject.source_kind != "hf":
+        return None
+    return None if "quantization_config" in read_json(path / "config.json") else str(path.absolute())
+
+
+def start(job: Path, log: Path, limit_s: float) -> str | None:
+    """Runs the witness. None when it ended well, else how it ended, with the end of what it printed."""
+    environment = {key: value for key, value in os.environ.items() if key != "SGLANG_USE_CPU_ENGINE"}
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", "verify.witness_sglang", str(job)]
+        try:
+            code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, timeout=limit_s, check=False).returncode
+        except subprocess.TimeoutExpired:
+            return f"it did not end within {limit_s:.0f} s; {last_words(log)}"
+    if code == 0:
+        return None
+    ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"{ended}; {last_words(log)}"
+
+
+def last_words(log: Path) -> str:
+    """The last exception in a log with the place it came from, or the last lines where there is none."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    if not starts:
+        return "it last printed:\n" + "\n".join(lines[-_LAST_LINES:]) if lines else "it printed nothing"
+    frames = [line.strip() for line in lines[starts[-1] :] if line.startswith("  File ")]
+    message = [line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")]
+    return "\n".join([*message[:_LAST_LINES], *(f"  at {frame}" for frame in frames[-1:])])

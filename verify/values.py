@@ -1,0 +1,222 @@
+"""One pass over all the bytes of a checkpoint, and of its source: digests, extremes and differences, a few tensors in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import CkptkitError
+from ckptkit.plan import View
+from ckptkit.progress import progress
+from ckptkit.specs import TensorSpec
+from converters.experts import is_fused, unfuse
+from converters.planner import to_hf
+from verify.subject import Subject
+
+_PIECE = 1 << 24  # elements of a tensor that are compared at a time
+_MEMORY = 8 << 30  # bytes of tensors in memory over all threads; a single group may need more
+_COUNTED = 1 << 16  # elements up to which distinct values are counted: router biases, not matrices
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """What one tensor holds: digest of its bytes, whether all is finite, smallest and largest value, rows of nothing but zeros."""
+
+    digest: bytes
+    nbytes: int
+    finite: bool
+    low: float
+    high: float
+    zero_rows: int
+    rows: int
+
+    @property
+    def constant(self) -> bool:
+        """Whether every element is the same number."""
+        return self.finite and self.low == self.high
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a tensor differs from its source: dtypes, the count of unequal elements after casting, the largest gap, distinct values."""
+
+    source: TensorSpec
+    actual: TensorSpec
+    unequal: int
+    largest: float
+    distinct_source: int
+    distinct_actual: int
+
+
+@dataclass
+class Values:
+    """The outcome of the pass. Names are HF names with one tensor an expert where there was a source, else those on disk."""
+
+    stats: dict[str, Extremes] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    differences: dict[str, Difference] = field(default_factory=dict)
+    compared: dict[str, int] = field(default_factory=dict)
+    only_source: list[str] = field(default_factory=list)
+    only_here: list[str] = field(default_factory=list)
+    source_names: dict[bytes, str] = field(default_factory=dict)
+
+    def add(self, part: Values) -> None:
+        """Takes in what was found of other tensors."""
+        self.stats |= part.stats
+        self.unreadable |= part.unreadable
+        self.differences |= part.differences
+        self.compared |= part.compared
+        self.source_names |= part.source_names
+
+
+def in_hf_space(checkpoint: Checkpoint, where: str, kind: str) -> Checkpoint:
+    """The checkpoint with HF names, one tensor an expert. Raises CkptkitError where its config does not fit it."""
+    if kind == "megatron":
+        return to_hf(checkpoint, where)
+    return View(checkpoint, unfuse(checkpoint.specs, checkpoint.config, where)) if is_fused(checkpoint.specs) else checkpoint
+
+
+def read_values(subject: Subject) -> Values:
+    """Reads everything once, group by group. With a source, both sides are seen as HF and compared as they come by."""
+    values = Values()
+    if subject.source is None:
+        checkpoint = subject.checkpoint
+        if subject.kind == "hf":
+            checkpoint = in_hf_space(checkpoint, str(subject.path), "hf")
+        _pass(checkpoint, None, values)
+        return values
+    checkpoint = in_hf_space(subject.checkpoint, str(subject.path), subject.kind)
+    _pass(checkpoint, in_hf_space(subject.source, str(subject.source_path), subject.source_kind), values)
+    return values
+
+
+def common_groups(left: Checkpoint, right: Checkpoint | None) -> Iterator[tuple[str, ...]]:
+    """Groups of `left`, joined where `right` must be read together, in the order of `left`."""
+    if right is None:
+        yield from left.groups
+        return
+    group_of = {name: index for index, names in enumerate(right.groups) for name in names}
+    joined: dict[int, int] = {}
+    merged: list[list[str]] = []
+    for names in left.groups:
+        touched = {group_of[name] for name in names if name in group_of}
+        homes = sorted({joined[index] for index in touched if index in joined})
+        home = homes[0] if homes else len(merged)
+        if not homes:
+            merged.append([])
+        for other in homes[1:]:
+            merged[home] += merged[other]
+            merged[other] = []
+            joined = {index: home if place == other else place for index, place in joined.items()}
+        merged[home] += names
+        joined.update(dict.fromkeys(touched, home))
+    yield from (tuple(names) for names in merged if names)
+
+
+def _pass(checkpoint: Checkpoint, source: Checkpoint | None, values: Values) -> None:
+    specs = checkpoint.specs
+    groups = list(common_groups(checkpoint, source))
+    largest = max((sum(specs[name].nbytes for name in names) for names in groups), default=0)
+    if source is not None:
+        values.only_source = [name for name in source.specs if name not in specs]
+        values.only_here = [name for name in specs if name not in source.specs]
+    with progress("reading values", sum(spec.nbytes for spec in specs.values())) as advance, ThreadPoolExecutor(_workers(largest)) as pool:
+        for part in pool.map(partial(_look, checkpoint, source), groups):
+            values.add(part)
+            advance(sum(stats.nbytes for stats in part.stats.values()))
+
+
+def _workers(largest: int) -> int:
+    """Threads to read and digest with (both let other threads run): as many as there are cores, memory permitting."""
+    # Both sides and what is computed from them are in memory at a time, for every thread.
+    return max(1, min(os.cpu_count() or 1, _MEMORY // (3 * largest or 1)))
+
+
+def _look(checkpoint: Checkpoint, source: Checkpoint | None, names: Sequence[str]) -> Values:
+    values = Values()
+    found = _read(checkpoint, names, values)
+    origin = source.read([name for name in found if name in source.specs]) if source is not None else {}
+    for name, tensor in found.items():
+        values.stats[name] = extremes(tensor)
+        if name in origin:
+            _compare(name, tensor, origin[name], values)
+    return values
+
+
+def _read(checkpoint: Checkpoint, names: Sequence[str], values: Values) -> Mapping[str, Tensor]:
+    try:
+        return checkpoint.read(names)
+    except CkptkitError as error:
+        if len(names) > 1:
+            return {key: tensor for name in names for key, tensor in _read(checkpoint, [name], values).items()}
+        values.unreadable[names[0]] = error.message
+        return {}
+
+
+def _compare(name: str, tensor: Tensor, origin: Tensor, values: Values) -> None:
+    stats = values.stats[name]
+    values.compared[name] = stats.nbytes
+    if tensor.dtype == origin.dtype and tensor.shape == origin.shape and torch.equal(as_bytes(tensor), as_bytes(origin)):
+        values.source_names[stats.digest] = name
+        return
+    digest = digest_of(origin)
+    values.source_names[digest] = name
+    values.differences[name] = difference(name, tensor, origin)
+
+
+def difference(name: str, tensor: Tensor, origin: Tensor) -> Difference:
+    """How `tensor` differs from `origin`: the source is cast to the dtype found first, so that rounding alone is no difference."""
+    source, actual = (TensorSpec(name, tuple(one.shape), one.dtype) for one in (origin, tensor))
+    if source.shape != actual.shape:
+        return Difference(source, actual, tensor.numel(), float("nan"), 0, 0)
+    unequal, largest = 0, 0.0
+    for found, true in zip(_pieces(tensor), _pieces(origin), strict=True):
+        unequal += int((as_integers(true.to(found.dtype)) != as_integers(found)).sum())
+        largest = max(largest, float((found.double() - true.double()).abs().max()))
+    few = origin.numel() <= _COUNTED
+    distinct = [len(set(one.reshape(-1).tolist())) if few else 0 for one in (origin, tensor)]
+    return Difference(source, actual, unequal, largest, distinct[0], distinct[1])
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Flat pieces, small enough that float64 copies of them do not matter."""
+    flat = tensor.contiguous().reshape(-1)
+    return [flat[start : start + _PIECE] for start in range(0, flat.numel(), _PIECE)]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, flat: NaN equals NaN there, and 0.0 differs from -0.0."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """The bits of every element as an integer, in the tensor's shape."""
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(widths[tensor.dtype.itemsize])
+
+
+def digest_of(tensor: Tensor) -> bytes:
+    """BLAKE2b of dtype, shape and bytes: equal digests mean equal tensors."""
+    digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
+    digest.update(memoryview(as_bytes(tensor).numpy()))  # type: ignore[arg-type]
+    return digest.digest()
+
+
+def extremes(tensor: Tensor) -> Extremes:
+    """Digest and extremes. Rows are those of the first axis; a tensor of one axis is one row."""
+    if not tensor.numel():
+        return Extremes(digest_of(tensor), 0, True, 0.0, 0.0, 0, 0)
+    rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
+    rows = rows.float() if rows.dtype.itemsize == 1 and rows.is_floating_point() else rows
+    low, high = rows.amin(dim=1), rows.amax(dim=1)
+    finite = not rows.is_floating_point() or bool(torch.isfinite(low).all() and torch.isfinite(high).all())
+    zeros = int(((low == 0) & (high == 0)).sum())
+    return Extremes(digest_of(tensor), tensor.nbytes, finite, float(low.min()), float(high.max()), zeros, rows.shape[0])

@@ -1,0 +1,123 @@
+"""One rank of a real Megatron that loads a checkpoint: `python -m verify.witness_megatron JOB.json`.
+
+Builds the model, poisons every parameter, loads strictly with Megatron's own `dist_checkpointing`, and compares what it
+then holds with the slices predicted from the reference. An exception ends the process: the parent reports its last line.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.models.gpt import GPTModel
+from megatron.core.package_info import __version__
+from torch import Tensor
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.formats import locate
+from ckptkit.safetensors_io import HfCheckpoint
+from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from converters.planner import dims_of, rules_of, to_megatron
+from verify.megatron_job import RankJob, RankReport, TensorSeen
+from verify.megatron_model import Build, build_chunks, connect
+from verify.megatron_slices import Position, compare_all, global_name, poison
+
+
+def reference_of(source: str, hf: str | None) -> Checkpoint:
+    """The global Megatron tensors to compare with: an HF directory seen through the rules, or a torch_dist directory."""
+    location = locate(source)
+    return to_megatron(HfCheckpoint(location.path), source) if location.kind == "hf" else TorchDistCheckpoint(location.path, hf=hf)
+
+
+def held_by(chunk: GPTModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, sharing memory with the model."""
+    state = chunk.state_dict()
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor) and not name.endswith("_extra_state")}
+
+
+def layers_of(chunk: GPTModel) -> tuple[int, ...]:
+    """Global numbers of a chunk's layers, from 0, by Megatron's own count (its `layer_number` starts at 1)."""
+    return tuple(int(layer.layer_number) - 1 for layer in chunk.decoder.layers)
+
+
+def load(chunks: list[GPTModel], checkpoint: str) -> tuple[int, set[str], set[str], list[str]]:
+    """Megatron's load: keys requested, keys on disk that no rank requested, keys requested that the disk lacks, names refused.
+
+    `return_all` finds what `raise_all` finds, on all ranks, but goes on, so that the values can be looked at too.
+    """
+    common = dist_checkpointing.load_common_state_dict(checkpoint)
+    metadata: dict[str, Any] = dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {})
+    metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    wanted = {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
+    requested = sum(1 for _ in nested_values(wanted))
+    loaded, missing, unexpected = dist_checkpointing.load(wanted, checkpoint, strict="return_all")
+    refused: list[str] = []
+    for index, chunk in enumerate(chunks):
+        outcome = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
+        refused += [*outcome.missing_keys, *outcome.unexpected_keys]
+    return requested, missing, unexpected, refused
+
+
+def position(experts: int, ep: int) -> Position:
+    """Where this process stands, as Megatron says."""
+    count = experts // ep
+    first = parallel_state.get_expert_model_parallel_rank() * count
+    return Position(
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+        range(first, first + count),
+    )
+
+
+def _seen(chunks: list[GPTModel], config: Any, reference: Checkpoint, at: Position) -> Iterator[TensorSeen]:
+    rules = {rule.megatron: rule for rule in rules_of(config)}
+    for chunk in chunks:
+        name_of = partial(global_name, layers=layers_of(chunk), experts=at.experts, rules=rules)
+        yield from compare_all(held_by(chunk), name_of, rules, reference, at)
+
+
+def witness(job: RankJob) -> RankReport:
+    """Runs one rank to its report. Raises whatever Megatron raises."""
+    checkpoint = TorchDistCheckpoint(job.checkpoint, hf=job.hf)
+    dims = dims_of(checkpoint.config)
+    reference: Checkpoint = reference_of(job.source, job.hf) if job.source else checkpoint
+    connect(job.sizes, job.rank, job.store)
+    chunks = build_chunks(dims, Build(job.sizes, getattr(torch, job.dtype), job.transformer_engine))
+    for chunk in chunks:
+        for tensor in held_by(chunk).values():
+            poison(tensor)
+    requested, missing, unexpected, refused = load(chunks, job.checkpoint)
+    at = position(dims.experts, job.sizes.ep)
+    return RankReport(
+        rank=job.rank,
+        version=__version__,
+        tp=at.tp_rank,
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        ep=parallel_state.get_expert_model_parallel_rank(),
+        layers=tuple(layers_of(chunk) for chunk in chunks),
+        requested=requested,
+        missing=tuple(sorted(missing)),
+        unexpected=tuple(sorted(unexpected)),
+        refused=tuple(refused),
+        tensors=tuple(_seen(chunks, checkpoint.config, reference, at)),
+    )
+
+
+def main() -> None:
+    """Entry point of a rank."""
+    job = RankJob.load(Path(sys.argv[1]))
+    report = witness(job)
+    report.save(Path(job.report))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
