@@ -156,6 +156,8 @@ def _short(value: Any) -> str:
 @click.option("--against-megatron", is_flag=True, help="Load it into real Megatron, one process a rank, and compare every parameter.")
 @click.option("--against-sglang", is_flag=True, help="Load it into the real SGLang model class and compare every parameter.")
 @_parallel
+@click.option("--etp", type=click.IntRange(1), help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]")
+@click.option("--vpp", default=1, show_default=True, type=click.IntRange(1), help="Virtual pipeline stages a rank.")
 @click.option("--report", "reports", multiple=True, type=click.Path(path_type=Path), help="Also write the report to this .json file. Repeatable.")
 @click.option("--strict", is_flag=True, help="Exit 1 when a check was skipped.")
 @_json
@@ -168,6 +170,8 @@ def verify(
     tp: int,
     pp: int,
     ep: int,
+    etp: int | None,
+    vpp: int,
     reports: tuple[Path, ...],
     strict: bool,
     as_json: bool,
@@ -179,7 +183,7 @@ def verify(
         if path.suffix != ".json":
             raise click.BadParameter(f"{path}: reports are written as .json", param_hint="--report")
     against = frozenset(name for name, wanted in (("megatron", against_megatron), ("sglang", against_sglang)) if wanted)
-    report = run(checkpoint, source=source, hf=hf, tp=tp, pp=pp, ep=ep, against=against, command=sys.argv)
+    report = run(checkpoint, source=source, hf=hf, tp=tp, pp=pp, ep=ep, etp=etp, vpp=vpp, against=against, command=sys.argv)
     for path in reports:
         path.write_text(json.dumps(report.to_json(), indent=2) + "\n")
     _print_report(report, as_json, strict)

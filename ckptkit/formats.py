@@ -40,7 +40,7 @@ def locate(path: str | Path) -> Location:
 
 def tracked(root: Path) -> Path:
     """The directory that the tracker file of a Megatron root names. Raises CkptkitError when it names none that exists."""
-    text = (root / TRACKER).read_text().strip()
+    text = (root / TRACKER).read_text(errors="replace").strip()
     if text != "release" and not text.isdecimal():
         raise CkptkitError(f"{root / TRACKER} says {text!r}", "it must say `release` or an iteration number")
     path = root / ("release" if text == "release" else f"iter_{int(text):07d}")

@@ -1,11 +1,12 @@
 """Reads Megatron's torch_dist format as global tensors, without megatron and without running anything in the file.
 
-Understands what this project and megatron-core write: one key a layer or all layers stacked, experts on an axis, any
-grid of chunks, `common.pt` (megatron-core up to 0.18) or a `common_state` object (from 0.19).
+Understands what this project and megatron-core write: one key a layer or all layers stacked, experts on an axis or one key
+each, gate and up together or apart, any grid of chunks, `common.pt` (megatron-core up to 0.18) or a `common_state` object (from 0.19).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import re
@@ -31,6 +32,8 @@ Shape = tuple[int, ...]
 # What a trainer saves beside the weights.
 _NOT_WEIGHTS = re.compile(r"optimizer\..*|.*\._extra_state(/.*)?|rng_state.*|rerun_state_machine.*|common_state.*|opt_param_scheduler.*")
 _STACKED = re.compile(r"(decoder\.layers)\.(?!\d+\.)(.+)")
+# megatron-core's `singleton_local_shards` stores gate and up of a SwiGLU apart (`transformer/mlp.py`).
+_HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
 _EXPERTS = re.compile(r"(.*\.experts\.experts)\.(?!\d+\.)(.+)")
 
 
@@ -121,19 +124,27 @@ def tiling_problem(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> str | 
 
 
 @dataclass(frozen=True)
-class _Logical:
-    """A global tensor: the stored one, and the indices of its leading axes that select it."""
+class _Part:
+    """A stored tensor, the indices of its leading axes that select a global one, and the chunks that hold this."""
 
     stored: StoredTensor
     index: Shape
+    chunks: tuple[Chunk, ...]
 
     @property
-    def chunks(self) -> Iterator[Chunk]:
+    def shape(self) -> Shape:
+        return self.stored.shape[len(self.index) :]
+
+    def read(self) -> Tensor:
         depth = len(self.index)
-        for chunk in self.stored.chunks:
-            inside = zip(self.index, chunk.offsets[:depth], chunk.sizes[:depth], strict=True)
-            if all(start <= at < start + size for at, start, size in inside):
-                yield chunk
+        result = torch.empty(self.shape, dtype=self.stored.dtype)
+        for chunk in self.chunks:
+            inner = tuple(at - start for at, start in zip(self.index, chunk.offsets[:depth], strict=True))
+            part = chunk.blob.tensor(self.stored.dtype, chunk.sizes)[inner]
+            if tuple(part.shape) == self.shape:
+                return part
+            result[tuple(slice(start, start + size) for start, size in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True))] = part
+        return result
 
 
 class TorchDistCheckpoint:
@@ -147,11 +158,24 @@ class TorchDistCheckpoint:
         self.hf_path = Path(hf) if hf else self.path.parent / "hf"
         self.metadata = read_metadata(self.path)
         self._logical = dict(self._name_all())
-        for stored in {id(logical.stored): logical.stored for logical in self._logical.values()}.values():
+        for stored in {id(part.stored): part.stored for parts in self._logical.values() for part in parts}.values():
             if problem := tiling_problem(stored.shape, [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]):
                 raise CkptkitError(f"{self.path}: {stored.key}: {problem}", "the save is incomplete; loading it would leave garbage there")
 
-    def _name_all(self) -> Iterator[tuple[str, _Logical]]:
+    def _name_all(self) -> Iterator[tuple[str, tuple[_Part, ...]]]:
+        """Every global tensor with its parts: one, or the two halves of a linear_fc1 that was saved as gate and up."""
+        halves: dict[str, dict[str, _Part]] = {}
+        for name, part in self._name_parts():
+            if match := _HALF.fullmatch(name):
+                halves.setdefault(match[1], {})[match[2]] = part
+            else:
+                yield name, (part,)
+        for name, both in halves.items():
+            if len(both) != 2:
+                raise CkptkitError(f"{self.path}: {name} has only its half _{next(iter(both))}", "the save is incomplete: save again")
+            yield name, (both["w"], both["v"])
+
+    def _name_parts(self) -> Iterator[tuple[str, _Part]]:
         weights = {key: stored for key, stored in self.metadata.tensors.items() if not _NOT_WEIGHTS.fullmatch(key)}
         for key, stored in weights.items():
             alias = norm_alias(key, weights)
@@ -177,12 +201,15 @@ class TorchDistCheckpoint:
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
-        specs = {name: TensorSpec(name, logical.stored.shape[len(logical.index) :], logical.stored.dtype) for name, logical in self._logical.items()}
+        specs = {
+            name: TensorSpec(name, (sum(part.shape[0] for part in parts), *parts[0].shape[1:]) if len(parts) > 1 else parts[0].shape, parts[0].stored.dtype)
+            for name, parts in self._logical.items()
+        }
         return {name: specs[name] for name in sorted(specs, key=self._place)}
 
     def _place(self, name: str) -> tuple[str, int]:
-        first = next(self._logical[name].chunks, None)
-        return (first.blob.path.name, first.blob.offset) if first else ("", 0)
+        chunks = self._logical[name][0].chunks
+        return (chunks[0].blob.path.name, chunks[0].blob.offset) if chunks else ("", 0)
 
     @property
     def groups(self) -> Sequence[tuple[str, ...]]:
@@ -205,20 +232,10 @@ class TorchDistCheckpoint:
         return dict(vars(self.common["args"])) if "args" in self.common else {}
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: self._read(self._logical[name], self.specs[name]) for name in names}
+        return {name: self._read(self._logical[name]) for name in names}
 
-    def _read(self, logical: _Logical, spec: TensorSpec) -> Tensor:
-        chunks = list(logical.chunks)
-        depth = len(logical.index)
-        result: Tensor | None = None
-        for chunk in chunks:
-            inner = tuple(at - start for at, start in zip(logical.index, chunk.offsets[:depth], strict=True))
-            part = chunk.blob.tensor(spec.dtype, chunk.sizes)[inner] if depth else chunk.blob.tensor(spec.dtype, chunk.sizes)
-            if tuple(part.shape) == spec.shape:
-                return part
-            result = torch.empty(spec.shape, dtype=spec.dtype) if result is None else result
-            result[tuple(slice(start, start + size) for start, size in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True))] = part
-        return torch.empty(spec.shape, dtype=spec.dtype) if result is None else result
+    def _read(self, parts: Sequence[_Part]) -> Tensor:
+        return parts[0].read() if len(parts) == 1 else torch.cat([part.read() for part in parts])
 
 
 def _mapping(blob: Blob) -> Mapping[str, Any]:
@@ -229,15 +246,17 @@ def _mapping(blob: Blob) -> Mapping[str, Any]:
     return content
 
 
-def _unstack(key: str, stored: StoredTensor) -> Iterator[tuple[str, _Logical]]:
+def _unstack(key: str, stored: StoredTensor) -> Iterator[tuple[str, _Part]]:
     """Every global tensor that a key holds: one a layer where layers are stacked, one an expert where experts are."""
-    layers = stored.shape[0] if _STACKED.fullmatch(key) else None
-    for layer in range(layers) if layers is not None else [None]:
-        name = key if layer is None else _STACKED.sub(rf"\1.{layer}.\2", key)
-        index = () if layer is None else (layer,)
-        experts = stored.shape[len(index)] if _EXPERTS.fullmatch(key) else None
-        for expert in range(experts) if experts is not None else [None]:
-            if expert is None:
-                yield name, _Logical(stored, index)
-            else:
-                yield _EXPERTS.sub(rf"\1.{expert}.\2", name), _Logical(stored, (*index, expert))
+    stacked, routed = _STACKED.fullmatch(key) is not None, _EXPERTS.fullmatch(key) is not None
+    depth = stacked + routed
+    chunks: dict[Shape, list[Chunk]] = {index: [] for index in itertools.product(*map(range, stored.shape[:depth]))}
+    for chunk in stored.chunks:
+        box = [range(start, start + size) for start, size in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True)]
+        for index in itertools.product(*box):
+            if index in chunks:
+                chunks[index].append(chunk)
+    for index in chunks:
+        name = _STACKED.sub(rf"\1.{index[0]}.\2", key) if stacked else key
+        name = _EXPERTS.sub(rf"\1.{index[-1]}.\2", name) if routed else name
+        yield name, _Part(stored, index, tuple(chunks[index]))

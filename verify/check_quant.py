@@ -218,6 +218,9 @@ def near_source(subject: Subject, tally: Tally) -> Iterator[Finding]:
     for group in source.groups:
         names = [name for name in group if name.removesuffix(".weight") in modules]
         for name, original in source.read(names).items() if names else ():
+            # A source of another size is another model, which CK702 says.
+            if tuple(original.shape) != shapes[name]:
+                continue
             module = name.removesuffix(".weight")
             parts = subject.checkpoint.read([f"{module}.{part}" for part in packed_parts(config)])
             tally.compared(sum(tensor.nbytes for tensor in parts.values()))

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
+from ckptkit.specs import summarize
 from converters.planner import dims_of, rules_of
 from converters.registry import family_of
 from verify.checks import Tally, check
 from verify.expected import usable_config
 from verify.folding import LAYER, by_pattern
+from verify.layers import layers_of, moved_layers, repeated_layers
 from verify.report import Finding
 from verify.subject import Subject
 from verify.values import Difference, Extremes
@@ -77,6 +79,10 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Finding]:
         yield Finding("CK202", "only tensors of the source", "the source has none of this name", "check --source", text, len(names), str(subject.path))
     wrong = {name: difference for name, difference in values.differences.items() if difference.unequal}
     whose = {name: _whose(subject, name) for name in wrong}
+    for text, names in moved_layers(whose):
+        hint = "the layers of a pipeline stage were numbered from another one: save or convert again with global layer IDs"
+        yield Finding("CK202", "each layer's own values", text, hint, summarize(names), len(names), str(subject.path))
+        wrong = {name: difference for name, difference in wrong.items() if name not in set(names)}
     for group in _grouped(wrong, whose):
         for text, names in by_pattern(group):
             worst = max(names, key=lambda name: wrong[name].largest)
@@ -203,9 +209,13 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Finding]:
     for name, stats in subject.values.stats.items():
         if LAYER.match(name) and stats.rows > 1 and not stats.constant and not name.endswith(_PARTS):
             groups[_kind(name), stats.digest].append(name)
-    for found in groups.values():
-        if len(found) > 1:
-            hint = "compare with the release: which expert or layer belongs there?"
+    equal = [found for found in groups.values() if len(found) > 1]
+    for text, names in repeated_layers(equal):
+        hint = "a pipeline stage may have numbered its layers from 0: compare with the release"
+        yield Finding("CK206", "bytes of its own for each layer", text, hint, summarize(names), len(names), str(subject.path))
+    for found in equal:
+        if len(layers_of(found)) < len(found):
+            hint = "compare with the release: which expert belongs there?"
             text = next(by_pattern(found))[0]
             yield Finding("CK206", "bytes of its own for each", "the same bytes", hint, text, len(found), str(subject.path))
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 from ckptkit.formats import TRACKER, locate
-from verify.checks import Check, all_checks, run_checks
+from verify.checks import Check, Skip, all_checks, run_checks
+from verify.expected import usable_config
+from verify.megatron_run import sizes_of
 from verify.report import Report
 from verify.subject import Subject
 
@@ -25,6 +28,8 @@ def verify(
     tp: int = 1,
     pp: int = 1,
     ep: int = 1,
+    etp: int | None = None,
+    vpp: int = 1,
     against: frozenset[str] = frozenset(),
     command: Sequence[str] = (),
 ) -> Report:
@@ -32,11 +37,14 @@ def verify(
 
     `source` is what it was made from; then every value is compared. `hf` gives the config of a Megatron checkpoint that has
     none beside it. `against` holds "megatron" and "sglang". A broken checkpoint gives findings; CkptkitError means that
-    there is no checkpoint at `path` or `source` at all, or that something this needs is missing.
+    there is no checkpoint at `path` or `source` at all, that something this needs is missing, or that the model cannot be
+    cut into these parallel sizes.
     """
-    subject = Subject(Path(path), Path(source) if source else None, _config_home(Path(path), source, hf), tp, pp, ep, against)
+    subject = Subject(Path(path), Path(source) if source else None, _config_home(Path(path), source, hf), tp, pp, ep, against, etp=etp, vpp=vpp)
     if subject.source_path:
         locate(subject.source_path)
+    if "megatron" in against:
+        _check_sizes_early(subject)
     chosen, left_out = choose(subject, [one for one in all_checks() if not one.code.startswith(LAUNCH)])
     results, findings, facts = run_checks(subject, chosen)
     return Report(
@@ -48,6 +56,13 @@ def verify(
         findings=findings,
         facts=facts | ({"not applicable": left_out} if left_out else {}),
     )
+
+
+def _check_sizes_early(subject: Subject) -> None:
+    """Impossible parallel sizes are refused before every byte has been read; whatever else is wrong is for the checks to say."""
+    with suppress(Skip):
+        if usable_config(subject) is not None:
+            sizes_of(subject)
 
 
 def _config_home(path: Path, source: str | Path | None, hf: str | Path | None) -> Path | None:

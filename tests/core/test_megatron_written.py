@@ -14,7 +14,6 @@ import torch
 from megatron_runs import Save, save_with_megatron
 
 from ckptkit.api import convert
-from ckptkit.errors import CkptkitError
 from ckptkit.safetensors_io import HfCheckpoint
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
 from verify.check_megatron import all_layers, right_slices, strict_load
@@ -46,10 +45,7 @@ def saved(releases: Callable[[str], Path], converted: Callable[[str], Path], tmp
     return root
 
 
-UNREAD = pytest.mark.xfail(raises=CkptkitError, strict=True, reason="keys that end in _w and _v are not read yet")
-
-
-@pytest.mark.parametrize("label", [pytest.param(label, marks=UNREAD if label == "one key an expert" else ()) for label in SAVES])
+@pytest.mark.parametrize("label", SAVES)
 def test_it_comes_back_bit_for_bit(saved: Path, releases: Callable[[str], Path], tmp_path: Path, label: str) -> None:
     release = releases(SAVES[label][0])
     convert(saved / label, tmp_path / "back", hf=release)

@@ -14,6 +14,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from ckptkit.api import convert, quantize
 from quant.scheme import QuantScheme
@@ -252,6 +253,26 @@ def test_a_weight_that_is_not_the_sources(
     finding = only(verify(path, source=releases("glm4_moe") if source == "hf" else converted("glm4_moe")))
     assert (finding.code, finding.tensor) == ("CK305", f"{EXPERT}.weight")
     assert "steps" in finding.actual
+
+
+def test_a_source_of_another_size_is_said_and_no_crash(int4: Path, releases: Make, tmp_path: Path) -> None:
+    config = models.configs()["glm4_moe"]
+    config.intermediate_size, config.num_hidden_layers = 224, 10
+    torch.manual_seed(0)
+    other = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    other.save_pretrained(tmp_path / "other", save_original_format=True)
+    found = {finding.code for finding in verify(int4, source=tmp_path / "other").findings}
+    assert {"CK202", "CK702"} <= found
+    assert "CK305" in found
+
+
+def test_a_broken_header_and_a_packed_router_are_both_said(int4: Path, copy_of: Copy) -> None:
+    path = copy_of(int4)
+    pack_weight(path, "model.layers.2.mlp.gate")
+    index = json.loads((path / INDEX).read_text())
+    index["metadata"]["total_size"] = 5
+    (path / INDEX).write_text(json.dumps(index))
+    assert [finding.code for finding in verify(path).findings] == ["CK106", "CK301"]
 
 
 def test_two_int4_checkpoints_are_compared_bit_for_bit(int4: Path, copy_of: Copy) -> None:
