@@ -9,6 +9,7 @@ from typing import Any
 from ckptkit.errors import CkptkitError
 from ckptkit.specs import TensorSpec
 from converters.planner import expected_hf, rules_of
+from quant.portable import spell
 from verify.checks import Skip, Tally, check
 from verify.expected import PACKED, packed_parts, usable_config
 from verify.folding import by_pattern
@@ -81,7 +82,7 @@ def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Finding]:
             wrong[what].append(module)
     for what, found in wrong.items():
         for text, names in by_pattern(found):
-            hint = f"quantize again with {names[0].rpartition('.')[2]} in ignore"
+            hint = f"quantize again with '{spell(names[0])}' in ignore, which every reader takes alike"
             yield Finding("CK301", f"{what} unquantized", "packed as INT4", hint, text + PACKED, len(names), str(subject.path))
 
 
@@ -95,7 +96,7 @@ def _targeted(module: str, config: Mapping[str, Any]) -> bool:
     "CK302",
     "exactly the modules that a reader expects are packed",
     rationale="A module that the reader builds quantized but finds unpacked keeps whatever was in memory, and so does the reverse.",
-    fix="Run `ckptkit lint` on the directory; quantize again from the release with the list it gives.",
+    fix="Quantize again from the release with `ckptkit quantize`, which writes an ignore list that every reader takes alike.",
     unless=not_quantized,
 )
 def expected_packed(subject: Subject, tally: Tally) -> Iterator[Finding]:
