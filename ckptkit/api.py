@@ -17,7 +17,7 @@ from ckptkit.errors import CkptkitError
 from ckptkit.formats import Location, locate
 from ckptkit.open import open_checkpoint
 from ckptkit.safetensors_io import HfCheckpoint, SafetensorsWriter, cut_shards
-from ckptkit.sidefiles import copy_side_files, layout_for, main_dtype, reference_layout, write_config, write_manifest
+from ckptkit.sidefiles import copy_side_files, is_quantized, layout_for, main_dtype, reference_layout, write_config, write_manifest
 from ckptkit.specs import fold
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
 from ckptkit.torch_dist_writer import TorchDistWriter
@@ -62,10 +62,12 @@ def convert(
     """
     location = locate(src)
     destination = Path(dst)
-    check_destination(destination, overwrite)
+    check_destination(destination, overwrite, [location.path, location.root / "hf", Path(hf) if hf else None])
     if dtype not in DTYPES:
         raise CkptkitError(f"unknown dtype {dtype!r}", f"choose one of {', '.join(DTYPES)}")
     if location.kind == "hf":
+        if hf:
+            raise CkptkitError("--hf is for the way back, from Megatron to HF", "leave it out: the source brings its own config")
         if quantize:
             raise CkptkitError("Megatron holds no INT4 weights", "`ckptkit quantize` makes an INT4 HF checkpoint from an HF one")
         return _hf_to_megatron(location, destination, DTYPES[dtype], overwrite, dry_run)
@@ -76,11 +78,11 @@ def quantize(src: str | Path, dst: str | Path, scheme: QuantScheme, *, overwrite
     """HF directory -> INT4 W4A16 HF directory (compressed-tensors pack-quantized), one tensor an expert. Errors as `convert`."""
     location = locate(src)
     destination = Path(dst)
-    check_destination(destination, overwrite)
+    check_destination(destination, overwrite, [location.path])
     if location.kind != "hf":
         raise CkptkitError(f"{src} is a Megatron checkpoint", "`ckptkit convert SRC DST --quantize w4a16` exports and quantizes in one pass")
     source = HfCheckpoint(location.path)
-    if "quantization_config" in source.config:
+    if is_quantized(source.config):
         raise CkptkitError(f"{src} is quantized already (config.json has quantization_config)", "start from the unquantized release")
     view: Checkpoint = source
     layout: Mapping[str, list[str]] = source.layout
@@ -99,6 +101,11 @@ def _viewed(source: HfCheckpoint, where: str) -> Checkpoint:
 def _hf_to_megatron(location: Location, destination: Path, dtype: torch.dtype | None, overwrite: bool, dry_run: bool) -> Written:
     source = HfCheckpoint(location.path)
     view = to_megatron(source, str(location.path), dtype)
+    if scaling := dims_of(source.config).rope_scaling:
+        raise CkptkitError(
+            f"{location.path}: rope scaling {scaling['rope_type']!r} is not supported yet",
+            "the arguments stored for Megatron could not say it, and training would run another model",
+        )
     if not dry_run:
         with new_directory(destination, overwrite) as partial:
             (partial / "hf").mkdir()

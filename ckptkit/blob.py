@@ -9,6 +9,7 @@ import io
 import os
 import pickle
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,10 @@ class Blob:
             if kind != _STORAGE_OF_DTYPE.get(dtype) or tuple(size) != shape:
                 raise CkptkitError(f"{self}: holds {list(size)} {kind}, the metadata says {list(shape)} {dtype}", "the checkpoint is damaged")
             flat = torch.empty(storage[4] * dtype.itemsize, dtype=torch.uint8)
-            start = self._data_start(archive, f"data/{storage[2]}", flat.numel())
-        with self.path.open("rb") as file:
-            file.seek(start)
-            if flat.numel() and file.readinto(memoryview(flat.numpy())) != flat.numel():  # type: ignore[arg-type]
-                raise CkptkitError(f"{self}: ends too early", "the file is truncated; copy it again")
+            info = self._entry(archive, f"data/{storage[2]}")
+        if info.file_size != flat.numel():
+            raise CkptkitError(f"{self}: storage of {info.file_size} bytes instead of {flat.numel()}", "the file is damaged; copy it again")
+        self._read_into(info, memoryview(flat.numpy()))  # type: ignore[arg-type]
         return torch.as_strided(flat.view(dtype), shape, tuple(stride), offset).contiguous()
 
     def _tensor_arguments(self, archive: zipfile.ZipFile) -> tuple[Any, int, Any, Any]:
@@ -83,24 +83,30 @@ class Blob:
         raise CkptkitError(f"{self}: has no entry {name}", "this file was not written by torch.save")
 
     def _pickled(self, archive: zipfile.ZipFile) -> Any:
-        info = self._entry(archive, "data.pkl")
-        order = [entry for entry in archive.infolist() if entry.filename.endswith("/byteorder")]
-        if order and archive.read(order[0]) != b"little":
+        if any(entry.filename.endswith("/byteorder") for entry in archive.infolist()) and self._bytes(archive, "byteorder") != b"little":
             raise CkptkitError(f"{self}: is big-endian", "save it on a little-endian machine")
         try:
-            return unpickle.loads(archive.read(info))
-        except (pickle.UnpicklingError, zipfile.BadZipFile) as error:
+            return unpickle.loads(self._bytes(archive, "data.pkl"))
+        except pickle.UnpicklingError as error:
             raise CkptkitError(f"{self}: cannot be unpickled: {error}", "the file is damaged; copy it again") from error
 
-    def _data_start(self, archive: zipfile.ZipFile, name: str, nbytes: int) -> int:
+    def _bytes(self, archive: zipfile.ZipFile, name: str) -> bytes:
         info = self._entry(archive, name)
-        if info.file_size != nbytes:
-            raise CkptkitError(f"{self}: storage of {info.file_size} bytes instead of {nbytes}", "the file is damaged; copy it again")
-        local = self.offset + info.header_offset
+        content = bytearray(info.file_size)
+        self._read_into(info, memoryview(content))
+        return bytes(content)
+
+    def _read_into(self, info: zipfile.ZipInfo, buffer: memoryview) -> None:
+        """Fills `buffer` with the bytes of an entry, which lie uncompressed behind its local header, and checks their checksum."""
         with self.path.open("rb") as file:
-            file.seek(local + 26)  # lengths of name and extra field in a zip local header
+            file.seek(self.offset + info.header_offset + 26)  # lengths of name and extra field in a zip local header
             name_length, extra_length = (int.from_bytes(file.read(2), "little") for _ in range(2))
-        return local + 30 + name_length + extra_length
+            file.seek(name_length + extra_length, os.SEEK_CUR)
+            if buffer.nbytes and file.readinto(buffer) != buffer.nbytes:
+                raise CkptkitError(f"{self}: ends too early", "the file is truncated; copy it again")
+        # torch can be told to leave the checksum out, which it then writes as zero.
+        if info.CRC and zlib.crc32(buffer) != info.CRC:
+            raise CkptkitError(f"{self}: its bytes do not match their checksum", "the file was damaged after it was written; copy it again")
 
 
 class _Slice(io.RawIOBase):

@@ -179,8 +179,8 @@ def verify(
     from verify.run import verify as run
 
     for path in reports:
-        if path.suffix != ".json":
-            raise click.BadParameter(f"{path}: reports are written as .json", param_hint="--report")
+        if path.suffix != ".json" or path.is_dir() or not path.absolute().parent.is_dir():
+            raise click.BadParameter(f"{path}: must be a .json file in a directory that is there", param_hint="--report")
     against = frozenset(name for name, wanted in (("megatron", against_megatron), ("sglang", against_sglang)) if wanted)
     report = run(checkpoint, source=source, hf=hf, tp=tp, pp=pp, ep=ep, etp=etp, vpp=vpp, against=against, command=sys.argv)
     for path in reports:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ckptkit.checkpoint import Checkpoint, CheckpointWriter
 from ckptkit.errors import CkptkitError
+from ckptkit.formats import TRACKER
 from ckptkit.progress import progress
 
 
@@ -28,34 +30,54 @@ def copy(source: Checkpoint, writer: CheckpointWriter, label: str) -> None:
         raise
 
 
-def check_destination(path: Path, overwrite: bool) -> None:
-    """Raises CkptkitError when `path` may not be written: it exists, or a dead run left its `.partial`, and not `overwrite`."""
-    for taken in (path, _partial(path)):
-        if (taken.exists() or taken.is_symlink()) and not overwrite:
-            raise CkptkitError(f"{taken} exists already", "choose another destination, or replace it with --overwrite")
-    if path.exists() and not path.is_dir():
-        raise CkptkitError(f"{path} is a file", "choose another destination")
-    if not path.absolute().parent.is_dir():
+def check_destination(path: Path, overwrite: bool, sources: Iterable[Path | None] = ()) -> None:
+    """Raises CkptkitError when `path` may not be written: something is there (or a dead run's `.partial`) and not `overwrite`.
+
+    Even with `overwrite` only a checkpoint or an empty directory is replaced, and never one of `sources`, or anything
+    around or inside them.
+    """
+    target = path.resolve()
+    if not target.name or path.name in ("", "..") or path.is_symlink():
+        raise CkptkitError(f"{path} cannot be a destination", "name a new directory, not a link, `.` or `..`")
+    if not target.parent.is_dir():
         raise CkptkitError(f"{path.parent} does not exist", "create it first")
+    for source in filter(None, sources):
+        for taken in (target, _partial(target)):
+            if taken == source.resolve() or taken in source.resolve().parents or source.resolve() in taken.parents:
+                raise CkptkitError(f"{path} overlaps {source}, which is read", "choose a destination beside it")
+    for taken in (target, _partial(target)):
+        if taken.exists() and not overwrite:
+            raise CkptkitError(f"{taken} exists already", "choose another destination, or replace it with --overwrite")
+        if taken.exists() and not _replaceable(taken):
+            raise CkptkitError(f"{taken} is no checkpoint, so it is not replaced", "remove it yourself, or choose another destination")
+
+
+def _replaceable(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    marks = (TRACKER, ".metadata", "config.json", "ckptkit.json")
+    return path.name.endswith(".partial") or not any(path.iterdir()) or any((path / mark).exists() for mark in marks)
 
 
 @contextmanager
 def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
     """A `.partial` directory that becomes `path` when the block ends well, and is removed when it does not."""
     check_destination(path, overwrite)
+    path = path.resolve()
     partial = _partial(path)
-    shutil.rmtree(partial, ignore_errors=True)
     try:
+        if partial.exists():
+            shutil.rmtree(partial)
         partial.mkdir()
         yield partial
-        _replace(partial, path)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        hint = "free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the path and its permissions"
-        raise CkptkitError(f"writing {path}: {error.strerror}", f"{hint}; nothing was left behind") from error
+        hint = "free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the paths and their permissions"
+        raise CkptkitError(f"writing {path}: {error}", f"{hint}; nothing was left behind") from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    _replace(partial, path)
 
 
 def _partial(path: Path) -> Path:
@@ -63,9 +85,11 @@ def _partial(path: Path) -> Path:
 
 
 def _replace(partial: Path, path: Path) -> None:
-    old = path.with_name(path.name + ".old")
-    if path.exists():
-        os.rename(path, old)
+    """Puts `partial` in the place of `path`; what was there is removed only when that is done."""
+    if not path.exists():
+        os.rename(partial, path)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f"{path.name}.old.", dir=path.parent))
+    os.rename(path, old / path.name)
     os.rename(partial, path)
-    if old.exists():
-        shutil.rmtree(old)
+    shutil.rmtree(old)

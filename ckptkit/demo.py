@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from ckptkit.copy import new_directory
 from ckptkit.safetensors_io import INDEX, HfCheckpoint, SafetensorsWriter, cut_shards
 from ckptkit.specs import TensorSpec
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
@@ -66,7 +65,9 @@ DENSE = {
 def make_release(model_type: str, sizes: Mapping[str, object], path: Path, shard_size: str) -> None:
     """An HF directory as a release would look, with seeded random bf16 weights, made by transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(20)
     config = AutoConfig.for_model(model_type, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -184,8 +185,7 @@ class Demo:
 
 def main(out: Path) -> None:
     """The whole demo, below `out`, which is replaced."""
-    with new_directory(out, overwrite=True):
-        pass
+    _fresh(out)
     demo = Demo(out.resolve())
     moe, dense = demo.out / "moe", demo.out / "dense"
     demo.say("Two models with random weights: a GLM-4.5-style mixture of experts, and the sizes of Qwen2.5-0.5B")
@@ -201,6 +201,17 @@ def main(out: Path) -> None:
     bad(demo, moe)
     demo.say("Summary")
     demo.summary()
+
+
+def _fresh(out: Path) -> None:
+    """An empty directory for the demo; only one that an earlier demo made is replaced."""
+    mark = out / ".ckptkit-demo"
+    if mark.exists():
+        shutil.rmtree(out)
+    if out.exists() and any(out.iterdir()):
+        raise SystemExit(f"{out} is not empty and not from an earlier demo: name another directory")
+    out.mkdir(parents=True, exist_ok=True)
+    mark.touch()
 
 
 def good(demo: Demo, moe: Path) -> None:

@@ -24,18 +24,19 @@ class Location:
 
 def locate(path: str | Path) -> Location:
     """What kind of checkpoint lies at `path`. Raises CkptkitError when there is none or it is ambiguous."""
-    root = Path(path)
+    given, root = Path(path), Path(path).absolute()
     if not root.exists():
-        raise CkptkitError(f"{root} does not exist", "check the path")
+        raise CkptkitError(f"{given} does not exist", "check the path")
     if not root.is_dir():
-        raise CkptkitError(f"{root} is a file, not a checkpoint directory", "give the directory that holds config.json or .metadata")
+        raise CkptkitError(f"{given} is a file, not a checkpoint directory", "give the directory that holds config.json or .metadata")
     if (root / TRACKER).exists():
         return Location("megatron", tracked(root), root)
-    if (root / ".metadata").exists() or (root / "metadata.json").exists():
+    is_hf = (root / "config.json").exists()
+    if (root / ".metadata").exists() or ((root / "metadata.json").exists() and not is_hf):
         return Location("megatron", root, root.parent)
-    if (root / "config.json").exists() or any(root.glob("*.safetensors")) or (root / "model.safetensors.index.json").exists():
+    if is_hf or any(root.glob("*.safetensors")) or (root / "model.safetensors.index.json").exists():
         return Location("hf", root, root)
-    raise CkptkitError(f"{root} holds no checkpoint", _why_not(root))
+    raise CkptkitError(f"{given} holds no checkpoint", _why_not(root))
 
 
 def tracked(root: Path) -> Path:

@@ -23,7 +23,7 @@ from ckptkit.specs import CODE_OF_DTYPE, DTYPE_OF_CODE, TensorSpec, summarize
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_MAX_HEADER = 100_000_000  # the limit of the safetensors library
+MAX_HEADER = 100_000_000  # the limit of the safetensors library
 
 
 @dataclass(frozen=True)
@@ -55,37 +55,60 @@ def read_shard(path: Path) -> Shard:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER):
+            if size < 8 or length > min(size - 8, MAX_HEADER):
                 raise _broken(path, f"{size} bytes cannot hold a header of {length}")
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_unique)
     except OSError as error:
         raise CkptkitError(f"{path}: {error.strerror}", "the index names it; is a shard missing?") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _broken(path, f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise _broken(path, "its header is not a JSON object")
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _broken(path, "its __metadata__ holds something else than strings")
     start = 8 + length
-    entries = sorted((_entry(path, name, entry) for name, entry in header.items()), key=lambda pair: pair[1])
+    try:
+        entries = sorted((parse_entry(name, entry) for name, entry in header.items()), key=lambda entry: entry[1])
+    except ValueError as error:
+        raise _broken(path, str(error)) from error
     end = 0
-    for spec, begin in entries:
+    for spec, begin, stop in entries:
         if begin != end:
             raise _broken(path, f"{spec.name} starts at byte {begin} of the data, but the tensor before it ends at {end}")
-        end = begin + spec.nbytes
+        if stop - begin != spec.nbytes:
+            raise _broken(path, f"{spec} takes {spec.nbytes} bytes, but its entry spans {stop - begin}")
+        end = stop
     if start + end != size:
         raise _broken(path, f"the header promises {start + end} bytes, the file has {size}")
-    return Shard(path, {spec.name: spec for spec, _ in entries}, {spec.name: start + begin for spec, begin in entries}, metadata)
+    return Shard(path, {spec.name: spec for spec, _, _ in entries}, {spec.name: start + begin for spec, begin, _ in entries}, metadata)
 
 
-def _entry(path: Path, name: str, entry: Any) -> tuple[TensorSpec, int]:
-    try:
-        spec = TensorSpec(name, tuple(int(size) for size in entry["shape"]), DTYPE_OF_CODE[entry["dtype"]])
-        begin, end = (int(offset) for offset in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise _broken(path, f"its header entry for {name} is not valid: {entry}") from error
-    if end - begin != spec.nbytes or min(begin, *spec.shape, 0) < 0:
-        raise _broken(path, f"{spec} takes {spec.nbytes} bytes, but its entry spans {end - begin}")
-    return spec, begin
+def parse_entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
+    """A header entry: spec, first byte and end in the data. Raises ValueError, saying why, for what safetensors does not allow."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"its header entry for {name} is not valid: {entry}")
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPE_OF_CODE:
+        raise ValueError(f"{name} has dtype {entry['dtype']}, which ckptkit does not know")
+    numbers = [*_integers(name, entry["shape"]), *_integers(name, entry["data_offsets"])]
+    if len(entry["data_offsets"]) != 2 or min(numbers) < 0:
+        raise ValueError(f"its header entry for {name} is not valid: {entry}")
+    *shape, begin, end = numbers
+    return TensorSpec(name, tuple(shape), DTYPE_OF_CODE[entry["dtype"]]), begin, end
+
+
+def _integers(name: str, values: Any) -> list[int]:
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise ValueError(f"its header entry for {name} has {values} where whole numbers must be")
+    return values
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError when a key is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
 
 
 def _broken(path: Path, what: str) -> CkptkitError:
@@ -98,7 +121,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except OSError as error:
         raise CkptkitError(f"{path}: {error.strerror}", "an HF checkpoint directory needs it") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CkptkitError(f"{path} is not valid JSON: {error}", "restore it from the release") from error
     if not isinstance(content, dict):
         raise CkptkitError(f"{path} does not hold a JSON object", "restore it from the release")

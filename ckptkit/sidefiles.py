@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -14,26 +14,40 @@ import torch
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError
 from ckptkit.safetensors_io import INDEX, SINGLE, HfCheckpoint, read_json
-from ckptkit.specs import TensorSpec
+from ckptkit.specs import TensorSpec, summarize
 
 MANIFEST = "ckptkit.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp")
 
 
 def side_files(root: Path) -> Iterator[Path]:
-    """Every file of an HF directory that is no weight, relative to it; hidden files and folders are left out."""
+    """Every file of an HF directory that is no weight, relative to it; hidden files and folders are left out.
+
+    Raises CkptkitError for a link to nothing: a tokenizer that was not downloaded would be lost without a word.
+    """
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root)
         hidden = any(part.startswith(".") for part in relative.parts)
-        if path.is_file() and not hidden and not path.name.endswith(_WEIGHTS) and path.name != MANIFEST:
+        if not hidden and path.is_symlink() and not path.exists():
+            raise CkptkitError(f"{path} is a link to nothing", "download or copy it again, or remove the link")
+        if path.is_file() and not hidden and not path.name.endswith(_WEIGHTS) and relative != Path(MANIFEST):
             yield relative
 
 
 def copy_side_files(root: Path, target: Path) -> None:
-    """Copies them byte for byte."""
+    """Copies them byte for byte. Raises CkptkitError when one cannot be read."""
     for relative in side_files(root):
         (target / relative).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(root / relative, target / relative)
+        try:
+            content = (root / relative).read_bytes()
+        except OSError as error:
+            raise CkptkitError(f"{root / relative}: {error.strerror}", "it belongs to the checkpoint; make it readable") from error
+        (target / relative).write_bytes(content)
+
+
+def is_quantized(config: Mapping[str, Any]) -> bool:
+    """Whether an HF config says that the weights are quantized; null says that they are not."""
+    return config.get("quantization_config") is not None
 
 
 def write_config(target: Path, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
@@ -43,7 +57,7 @@ def write_config(target: Path, config: Mapping[str, Any], specs: Mapping[str, Te
     """
     before = read_json(target / "config.json")
     after = {key: value for key, value in before.items() if key != "quantization_config"}
-    if "quantization_config" in config:
+    if is_quantized(config):
         after["quantization_config"] = config["quantization_config"]
     if dtype := main_dtype(specs):
         for key in [key for key in ("dtype", "torch_dtype") if key in before] or ["dtype"]:
@@ -70,18 +84,24 @@ def write_manifest(target: Path, command: list[str], source: Path, layout: Mappi
 def reference_layout(hf: Path, manifest: Path) -> dict[str, list[str]] | None:
     """How the release cut its shards: from the shards in `hf` when it has any, else from the manifest; None when neither tells."""
     if (hf / INDEX).exists() or (hf / SINGLE).exists():
-        return HfCheckpoint(hf).layout
+        # The shards of a quantized release hold other tensors than the model in bf16.
+        return None if is_quantized(read_json(hf / "config.json")) else HfCheckpoint(hf).layout
     if not manifest.exists():
         return None
     layout = read_json(manifest).get("hf_layout")
-    if not isinstance(layout, dict):
-        raise CkptkitError(f"{manifest} has no hf_layout", "name the HF directory with --hf")
-    return {str(file): [str(name) for name in names] for file, names in layout.items()}
+    if not isinstance(layout, dict) or not all(isinstance(names, list) for names in layout.values()):
+        raise CkptkitError(f"{manifest} has no hf_layout of files and tensors", "name the HF directory with --hf")
+    for file in layout:
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise CkptkitError(f"{manifest} puts tensors into {file!r}, which is no safetensors file of one directory", "name the HF directory with --hf")
+    return {file: [str(name) for name in names] for file, names in layout.items()}
 
 
 def layout_for(checkpoint: Checkpoint, layout: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """`layout` if it names exactly the tensors of `checkpoint`. Raises CkptkitError otherwise."""
     names = [name for file in layout.values() for name in file]
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise CkptkitError(f"the shard layout names tensors twice: {summarize(twice)}", "name the HF directory with --hf")
     if differ := sorted(set(names) ^ set(checkpoint.specs)):
-        raise CkptkitError(f"the shards of the reference hold other tensors than this model: {differ[:5]}", "name the right HF directory with --hf")
+        raise CkptkitError(f"the shards of the reference hold other tensors than this model: {summarize(differ)}", "name the right HF directory with --hf")
     return dict(layout)

@@ -29,8 +29,8 @@ from ckptkit.torch_dist_names import norm_alias
 
 Shape = tuple[int, ...]
 
-# What a trainer saves beside the weights.
-_NOT_WEIGHTS = re.compile(r"optimizer\..*|.*\._extra_state(/.*)?|rng_state.*|rerun_state_machine.*|common_state.*|opt_param_scheduler.*")
+# What a trainer saves beside the weights. megatron-core prefixes the state of chained optimizers (MoE) with their number.
+NOT_WEIGHTS = re.compile(r"(?:chained_\d+\.)?optimizer\..*|.*\._extra_state(/.*)?|rng_state.*|rerun_state_machine.*|common_state.*|opt_param_scheduler.*")
 _STACKED = re.compile(r"(decoder\.layers)\.(?!\d+\.)(.+)")
 # megatron-core's `singleton_local_shards` stores gate and up of a SwiGLU apart (`transformer/mlp.py`).
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
@@ -154,13 +154,25 @@ class TorchDistCheckpoint:
     """
 
     def __init__(self, path: str | Path, hf: str | Path | None = None) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()
         self.hf_path = Path(hf) if hf else self.path.parent / "hf"
+        if hf and not (self.hf_path / "config.json").exists():
+            raise CkptkitError(f"{hf} has no config.json", "name the HF directory of this model with --hf")
         self.metadata = read_metadata(self.path)
-        self._logical = dict(self._name_all())
+        self._logical = self._name_once()
         for stored in {id(part.stored): part.stored for parts in self._logical.values() for part in parts}.values():
             if problem := tiling_problem(stored.shape, [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]):
                 raise CkptkitError(f"{self.path}: {stored.key}: {problem}", "the save is incomplete; loading it would leave garbage there")
+
+    def _name_once(self) -> dict[str, tuple[_Part, ...]]:
+        """Every global tensor by name. Raises CkptkitError when two keys hold the same one, as stacked and per-layer keys may."""
+        named: dict[str, tuple[_Part, ...]] = {}
+        for name, parts in self._name_all():
+            if name in named:
+                keys = f"{named[name][0].stored.key} and {parts[0].stored.key}"
+                raise CkptkitError(f"{self.path}: {keys} both hold {name}", "two saves were mixed: save again into an empty directory")
+            named[name] = parts
+        return named
 
     def _name_all(self) -> Iterator[tuple[str, tuple[_Part, ...]]]:
         """Every global tensor with its parts: one, or the two halves of a linear_fc1 that was saved as gate and up."""
@@ -176,7 +188,7 @@ class TorchDistCheckpoint:
             yield name, (both["w"], both["v"])
 
     def _name_parts(self) -> Iterator[tuple[str, _Part]]:
-        weights = {key: stored for key, stored in self.metadata.tensors.items() if not _NOT_WEIGHTS.fullmatch(key)}
+        weights = {key: stored for key, stored in self.metadata.tensors.items() if not NOT_WEIGHTS.fullmatch(key)}
         for key, stored in weights.items():
             alias = norm_alias(key, weights)
             if alias and key.endswith("mlp.linear_fc1.layer_norm_weight"):
@@ -197,7 +209,8 @@ class TorchDistCheckpoint:
     def config(self) -> Mapping[str, Any]:
         if not (self.hf_path / "config.json").exists():
             raise CkptkitError(f"{self.path}: the HF config of this model is not stored beside it", "name its HF directory with --hf")
-        return read_json(self.hf_path / "config.json")
+        # Megatron's weights are not quantized, even when the directory named is the INT4 release of the model.
+        return {key: value for key, value in read_json(self.hf_path / "config.json").items() if key != "quantization_config"}
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -228,8 +241,11 @@ class TorchDistCheckpoint:
 
     @property
     def args(self) -> Mapping[str, Any]:
-        """The training arguments stored with the weights; empty when there are none."""
-        return dict(vars(self.common["args"])) if "args" in self.common else {}
+        """The training arguments stored with the weights; empty when there are none. Raises CkptkitError when they are no namespace."""
+        stored = self.common.get("args")
+        if stored is not None and not hasattr(stored, "__dict__"):
+            raise CkptkitError(f"{self.path}: the stored training arguments are {type(stored).__name__}, no namespace", "the checkpoint is damaged")
+        return dict(vars(stored)) if stored is not None else {}
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._read(self._logical[name]) for name in names}

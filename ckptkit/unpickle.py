@@ -66,7 +66,7 @@ def load(file: IO[bytes]) -> Any:
     """The object pickled in `file`, with Records for all that is not plain data. Raises pickle.UnpicklingError when damaged."""
     try:
         return Unpickler(file).load()
-    except (EOFError, IndexError, KeyError, TypeError, ValueError, AttributeError, UnicodeDecodeError) as error:
+    except (EOFError, LookupError, TypeError, ValueError, AttributeError, OverflowError, MemoryError, RecursionError) as error:
         raise pickle.UnpicklingError(str(error)) from error
 
 

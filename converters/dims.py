@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.errors import CkptkitError
+
+_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,15 @@ class ModelDims:
     router_groups: int | None = None
     router_top_groups: int | None = None
     router_normalize: bool = True
-    mtp_layers: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "groups", "head_dim", "vocab"):
+        for name in ("layers", "hidden", "heads", "groups", "head_dim", "ffn", "vocab", "norm_eps"):
             if getattr(self, name) <= 0:
-                raise CkptkitError(f"config.json: {name} must be positive, not {getattr(self, name)}")
+                raise CkptkitError(f"config.json: {name} must be positive, not {getattr(self, name)}", "compare it with the release")
+        if self.layers > _MOST_LAYERS:
+            raise CkptkitError(f"config.json: {self.layers} layers cannot be right", "compare num_hidden_layers with the release")
+        if self.experts and not 0 < self.top_k <= self.experts:
+            raise CkptkitError(f"config.json: {self.top_k} experts a token out of {self.experts}", "compare num_experts_per_tok with the release")
         if self.heads % self.groups:
             raise CkptkitError(f"config.json: {self.heads} attention heads do not divide into {self.groups} key-value heads")
         if not 0 <= self.dense_layers <= self.layers:
@@ -62,12 +68,42 @@ class ModelDims:
         return range(len(self.dense), self.layers)
 
 
-def need(config: Mapping[str, Any], key: str) -> Any:
-    """A config value that has no safe default. Raises CkptkitError naming the key."""
-    value = config.get(key)
-    if value is None:
-        raise CkptkitError(f"config.json has no {key!r}", f"a {config.get('model_type')} config must state it; compare with the release")
+_REQUIRED: Any = object()
+
+
+def integer(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> int:
+    """A whole number of the config; absent and null mean `default`. Raises CkptkitError naming the key."""
+    value = _value(config, key, default)
+    if type(value) is not int:
+        raise _wrong(key, value, "a whole number")
     return value
+
+
+def number(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> float:
+    """A finite number of the config; absent and null mean `default`. Raises CkptkitError naming the key."""
+    value = _value(config, key, default)
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise _wrong(key, value, "a finite number")
+    return float(value)
+
+
+def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """A switch of the config; absent and null mean `default`. Raises CkptkitError naming the key."""
+    value = _value(config, key, default)
+    if type(value) is not bool:
+        raise _wrong(key, value, "true or false")
+    return value
+
+
+def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    value = config.get(key)
+    if value is None and default is _REQUIRED:
+        raise CkptkitError(f"config.json has no {key!r}", f"a {config.get('model_type')} config must state it; compare with the release")
+    return default if value is None else value
+
+
+def _wrong(key: str, value: Any, what: str) -> CkptkitError:
+    return CkptkitError(f"config.json: {key} is {value!r}, not {what}", "compare it with the release")
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,41 +111,44 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises CkptkitError when both are there and disagree on theta: readers of v4 and v5 would then run different models.
     """
-    v5 = dict(config.get("rope_parameters") or {})
-    v4 = dict(config.get("rope_scaling") or {})
+    v5, v4 = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    for key, value in (("rope_parameters", v5), ("rope_scaling", v4)):
+        if not isinstance(value, dict):
+            raise _wrong(key, value, "an object")
     theta4, theta5 = config.get("rope_theta"), v5.get("rope_theta")
-    if theta4 is not None and theta5 is not None and float(theta4) != float(theta5):
+    if theta4 is not None and theta5 is not None and number(config, "rope_theta") != number(v5, "rope_theta"):
         raise CkptkitError(
             f"config.json: rope_theta is {theta4} but rope_parameters says {theta5}",
             "transformers v4 reads the first and v5 the second; make them equal",
         )
     rope = {**v4, **v5}
-    rope["rope_theta"] = float(theta5 if theta5 is not None else theta4 if theta4 is not None else 10000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    rope["rope_type"] = kind
+    rope["rope_theta"] = number(v5, "rope_theta", number(config, "rope_theta", 10000.0))
+    rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     return rope
 
 
 def base_dims(config: Mapping[str, Any], *, qkv_bias: bool, qk_norm: bool, **more: Any) -> ModelDims:
     """The part of ModelDims that every decoder-only family spells the same way."""
-    hidden, heads = int(need(config, "hidden_size")), int(need(config, "num_attention_heads"))
+    if config.get("hidden_act", "silu") != "silu":
+        raise CkptkitError(f"config.json: hidden_act {config['hidden_act']!r} is not supported", "these families are trained with silu")
+    hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     rope = rope_of(config)
     scaled = rope["rope_type"] != "default"
     return ModelDims(
-        layers=int(need(config, "num_hidden_layers")),
+        layers=integer(config, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
-        groups=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
-        ffn=int(need(config, "intermediate_size")),
-        vocab=int(need(config, "vocab_size")),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        norm_eps=float(need(config, "rms_norm_eps")),
+        groups=integer(config, "num_key_value_heads", heads),
+        head_dim=integer(config, "head_dim", hidden // max(heads, 1)),
+        ffn=integer(config, "intermediate_size"),
+        vocab=integer(config, "vocab_size"),
+        tied=flag(config, "tie_word_embeddings", False),
+        norm_eps=number(config, "rms_norm_eps"),
         rope_theta=rope["rope_theta"],
-        rotary_fraction=float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)),
+        rotary_fraction=number(rope, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0)),
         rope_scaling=rope if scaled else None,
-        max_positions=int(config.get("max_position_embeddings") or 4096),
-        initializer_range=float(config.get("initializer_range") or 0.02),
+        max_positions=integer(config, "max_position_embeddings", 4096),
+        initializer_range=number(config, "initializer_range", 0.02),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         **more,
@@ -119,7 +158,7 @@ def base_dims(config: Mapping[str, Any], *, qkv_bias: bool, qk_norm: bool, **mor
 def megatron_args(dims: ModelDims) -> dict[str, Any]:
     """Megatron-LM arguments (argparse names) of this model, as a training run of it would have stored them.
 
-    Only plain values, so that the restricted loaders of every Megatron version accept them.
+    Only plain values, so that the restricted loaders of every Megatron version accept them. Rope scaling is not among them.
     """
     args: dict[str, Any] = {
         "num_layers": dims.layers,
@@ -148,7 +187,6 @@ def megatron_args(dims: ModelDims) -> dict[str, Any]:
         "padded_vocab_size": dims.vocab,
         "init_method_std": dims.initializer_range,
         "tokenizer_type": "HuggingFaceTokenizer",
-        "mtp_num_layers": dims.mtp_layers or None,
         "num_experts": dims.experts or None,
     }
     return args | (_moe_args(dims) if dims.experts else {})

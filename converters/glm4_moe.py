@@ -7,29 +7,32 @@ from typing import Any
 
 from ckptkit.errors import CkptkitError
 from converters.blocks import attention, dense_mlp, embeddings, moe_mlp
-from converters.dims import ModelDims, base_dims, need
+from converters.dims import ModelDims, base_dims, flag, integer, number
 from converters.rules import ModelFamily, ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a glm4_moe config. Source: transformers `Glm4MoeConfig`."""
-    if not config.get("norm_topk_prob", True):
+    if not flag(config, "norm_topk_prob", True):
         raise CkptkitError("config.json: glm4_moe with norm_topk_prob false is not supported", "Megatron's sigmoid router always normalizes")
-    expert_ffn = int(need(config, "moe_intermediate_size"))
+    shared = integer(config, "n_shared_experts", 1)
+    if shared < 1:
+        raise CkptkitError("config.json: glm4_moe without shared experts is not supported", "no released model is without one")
+    expert_ffn = integer(config, "moe_intermediate_size")
     return base_dims(
         {"partial_rotary_factor": 0.5, **config},
-        qkv_bias=bool(config.get("attention_bias", False)),
-        qk_norm=bool(config.get("use_qk_norm", False)),
-        experts=int(need(config, "n_routed_experts")),
-        top_k=int(need(config, "num_experts_per_tok")),
+        qkv_bias=flag(config, "attention_bias", False),
+        qk_norm=flag(config, "use_qk_norm", False),
+        experts=integer(config, "n_routed_experts"),
+        top_k=integer(config, "num_experts_per_tok"),
         expert_ffn=expert_ffn,
-        shared_ffn=expert_ffn * int(config.get("n_shared_experts", 1)),
-        dense_layers=int(config.get("first_k_dense_replace", 1)),
+        shared_ffn=expert_ffn * shared,
+        dense_layers=integer(config, "first_k_dense_replace", 1),
         router_sigmoid=True,
         router_bias=True,
-        router_scale=float(config.get("routed_scaling_factor", 1.0)),
-        router_groups=int(config.get("n_group", 1)),
-        router_top_groups=int(config.get("topk_group", 1)),
+        router_scale=number(config, "routed_scaling_factor", 1.0),
+        router_groups=integer(config, "n_group", 1),
+        router_top_groups=integer(config, "topk_group", 1),
     )
 
 

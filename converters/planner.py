@@ -60,7 +60,7 @@ def to_megatron(source: Checkpoint, where: str, dtype: torch.dtype | None = None
     `dtype` casts floating tensors except fp32 state. Raises CkptkitError naming every tensor that is missing, left over
     or of the wrong shape, before anything is read.
     """
-    if "quantization_config" in source.config:
+    if source.config.get("quantization_config") is not None:
         raise CkptkitError(f"{where} is quantized (config.json has quantization_config)", "convert the unquantized release instead")
     if is_fused(source.specs):
         source = View(source, unfuse(source.specs, source.config, where))
@@ -83,8 +83,22 @@ def to_hf(source: Checkpoint, where: str, *, fused: bool = False, dtype: torch.d
     return View(view, fuse(view.specs, source.config, where)) if fused else view
 
 
-def _cast(spec: TensorSpec, rule: Rule, dtype: torch.dtype | None) -> torch.dtype:
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _target(spec: TensorSpec, rule: Rule, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype to write. Raises CkptkitError for one that no model is trained in: such bytes are something else than weights."""
+    if spec.dtype not in _DTYPES:
+        raise CkptkitError(f"{spec}: a weight must be bfloat16, float16 or float32", "a quantized source must say so in config.json; start from the release")
     return spec.dtype if dtype is None or rule.mapping.fp32 else dtype
+
+
+def _cast(name: str, tensor: Tensor, target: torch.dtype) -> Tensor:
+    """The tensor in another dtype. Raises CkptkitError when a finite value does not fit it."""
+    result = tensor.to(target)
+    if target == torch.float16 and tensor.dtype != target and bool((result.isinf() & tensor.isfinite()).any()):
+        raise CkptkitError(f"{name} holds values beyond float16 (largest {float(tensor.abs().max()):.3g})", "convert with --dtype bfloat16 or float32")
+    return result
 
 
 def _check_shape(spec: TensorSpec, expected: Shape, *, may_pad: bool = False) -> None:
@@ -99,10 +113,10 @@ def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: torch.dtype 
         _check_shape(spec, rule.hf[spec.name])
     if len({spec.dtype for spec in inputs}) > 1:
         raise CkptkitError(f"one Megatron tensor, two dtypes: {'; '.join(map(str, inputs))}", "give --dtype or cast the source first")
-    target = _cast(inputs[0], rule, dtype)
+    target = _target(inputs[0], rule, dtype)
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [rule.mapping.op.merge(tensors).to(target)]
+        return [_cast(rule.megatron, rule.mapping.op.merge(tensors), target)]
 
     output = TensorSpec(rule.megatron, rule.megatron_shape, target)
     return Step(tuple(rule.hf), (output,), run, type(rule.mapping.op).__name__)
@@ -111,10 +125,10 @@ def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: torch.dtype 
 def _split_step(rule: Rule, spec: TensorSpec, dtype: torch.dtype | None) -> Step:
     expected = rule.megatron_shape
     _check_shape(spec, expected, may_pad=rule.mapping.vocab)
-    target = _cast(spec, rule, dtype)
+    target = _target(spec, rule, dtype)
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [part.to(target) for part in rule.mapping.op.split(tensors[0][: expected[0]])]
+        return [_cast(rule.megatron, part, target) for part in rule.mapping.op.split(tensors[0][: expected[0]])]
 
     outputs = tuple(TensorSpec(name, shape, target) for name, shape in rule.hf.items())
     return Step((rule.megatron,), outputs, run, type(rule.mapping.op).__name__)

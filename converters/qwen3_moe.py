@@ -7,24 +7,24 @@ from typing import Any
 
 from ckptkit.errors import CkptkitError
 from converters.blocks import attention, embeddings, moe_mlp
-from converters.dims import ModelDims, base_dims, need
+from converters.dims import ModelDims, base_dims, flag, integer
 from converters.rules import ModelFamily, ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a qwen3_moe config. Source: transformers `Qwen3MoeConfig`."""
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+    if config.get("mlp_only_layers") or integer(config, "decoder_sparse_step", 1) != 1:
         raise CkptkitError("config.json: qwen3_moe with mlp_only_layers or decoder_sparse_step != 1 is not supported", "no released model uses them")
-    if config.get("attention_bias"):
+    if flag(config, "attention_bias", False):
         raise CkptkitError("config.json: qwen3_moe with attention_bias is not supported", "no released model uses it")
     return base_dims(
         config,
         qkv_bias=False,
         qk_norm=True,
-        experts=int(config.get("num_experts") or need(config, "num_local_experts")),
-        top_k=int(need(config, "num_experts_per_tok")),
-        expert_ffn=int(need(config, "moe_intermediate_size")),
-        router_normalize=bool(config.get("norm_topk_prob", False)),
+        experts=integer(config, "num_experts" if config.get("num_experts") is not None else "num_local_experts"),
+        top_k=integer(config, "num_experts_per_tok"),
+        expert_ffn=integer(config, "moe_intermediate_size"),
+        router_normalize=flag(config, "norm_topk_prob", False),
     )
 
 

@@ -15,6 +15,6 @@ FAMILIES: dict[str, ModelFamily] = {model_type: family for family in (qwen2.FAMI
 def family_of(config: Mapping[str, Any]) -> ModelFamily:
     """The family of a config. Raises CkptkitError for an unknown `model_type`, naming the known ones."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CkptkitError(f"config.json: model_type {model_type!r} is not supported", f"supported: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[model_type]

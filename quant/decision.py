@@ -49,7 +49,7 @@ def check_ignore(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], ign
     if expands is None:
         known = ", ".join(sorted(EXPANDS_FUSED))
         raise CkptkitError(f"model_type {config.get('model_type')!r}: how SGLang fuses its layers is not known", f"INT4 is supported for {known}")
-    check_portable(_matrices(specs, class_tree(config)), ignore, expands)
+    check_portable(matrices_of(specs, class_tree(config)), ignore, expands)
 
 
 def default_ignore(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ def _draft_entry(layer: int) -> str:
     return rf"re:model\.(layers\.{layer}|decoder)\..*"
 
 
-def _matrices(specs: Mapping[str, TensorSpec], tree: ClassTree) -> list[Matrix]:
+def matrices_of(specs: Mapping[str, TensorSpec], tree: ClassTree) -> list[Matrix]:
     """What a reader without classes may take for a Linear: every `….weight` with two or more axes."""
     weights = [name.removesuffix("_packed") for name, spec in specs.items() if name.endswith((".weight", ".weight_packed")) and len(spec.shape) >= 2]
     return [_matrix(name.removesuffix(".weight"), tree) for name in weights]

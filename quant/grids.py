@@ -34,7 +34,7 @@ def quantize(weight: Tensor, group_size: int, grid: Grid, name: str = "the weigh
     groups = weight.reshape(rows, -1, group_size)
     codes = torch.empty(groups.shape, dtype=torch.int8, device=weight.device)
     scale = torch.empty(groups.shape[:2], dtype=weight.dtype, device=weight.device)
-    step = max(1, _BLOCK // columns)
+    step = max(1, _BLOCK // max(columns, 1))
     to_grid = _qmax7 if grid == "qmax7" else _minmax
     for start in range(0, rows, step):
         block = slice(start, start + step)

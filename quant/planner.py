@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import CkptkitError
 from ckptkit.plan import Plan, Step, View, identity, require
 from ckptkit.specs import TensorSpec
 from quant.class_tree import class_tree
@@ -26,14 +27,26 @@ def quantized(source: Checkpoint, where: str, scheme: QuantScheme) -> View:
     """Each `N.weight` to quantize becomes N.weight_packed, N.weight_scale and N.weight_shape; everything else passes through.
 
     `source` has one tensor an expert. `scheme.ignore` is added to the model's own list (`default_ignore`); the view's config
-    says what was done. Raises CkptkitError, before anything is read, as `decide` does and when a Linear of the model is missing.
+    says what was done. Raises CkptkitError, before anything is read, as `decide` does, when a Linear of the model is missing, and when
+    an entry of `scheme.ignore` covers nothing.
     """
+    _check_used(scheme.ignore, source.specs, where)
     whole = replace(scheme, ignore=tuple(dict.fromkeys([*default_ignore(source.config), *scheme.ignore])))
     decisions = decide(source.specs, source.config, whole)
     require(where, [f"{module}.weight" for module in sorted(class_tree(source.config).packable)], source.specs)
     steps = [_quantize_step(spec, whole) if decisions[name].quantize else identity(spec) for name, spec in source.specs.items()]
     config = dict(source.config) | {"quantization_config": quantization_config(whole)}
     return View(source, Plan(tuple(steps), source.specs, where=where, config=config))
+
+
+def _check_used(ignore: Sequence[str], names: Collection[str], where: str) -> None:
+    """Raises CkptkitError for an entry that covers nothing: whoever wrote it believes that something is spared."""
+    modules = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    for pattern in ignore:
+        if not any(compressed_tensors(module, pattern) for module in modules):
+            raise CkptkitError(
+                f"ignore entry {pattern!r} covers no module of {where}", "entries are whole module names, or `re:` and a regex; leave it out or correct it"
+            )
 
 
 def _quantize_step(spec: TensorSpec, scheme: QuantScheme) -> Step:

@@ -86,7 +86,7 @@ def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
     _require("format", content.get("format"), FORMAT)
     try:
         parsed = QuantizationConfig.model_validate(dict(content))
-    except (ValueError, KeyError, NotImplementedError) as error:  # pydantic's ValidationError is a ValueError
+    except (ValueError, TypeError, KeyError, NotImplementedError) as error:  # pydantic's ValidationError is a ValueError
         raise CkptkitError(f"compressed-tensors refuses this quantization_config: {error}", "repair config.json") from error
     _require("kv_cache_scheme", parsed.kv_cache_scheme, None)
     _require("number of config_groups", len(parsed.config_groups), 1)

@@ -13,20 +13,21 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, PretrainedConfig, 
 
 from ckptkit.specs import TensorSpec
 
-# hidden != intermediate, heads != kv heads != head_dim, 12 layers and 12 experts (not a power of two, two digits).
+# 12 layers and 12 experts (not a power of two, two digits). Matrices of different kinds differ in shape, also with gate
+# above up, with q, k and v in one and with the vocabulary padded for 1 or 2 ranks: a swap of two kinds never fits.
 _SIZES: dict[str, Any] = {
-    "vocab_size": 320,
+    "vocab_size": 352,
     "hidden_size": 128,
     "num_hidden_layers": 12,
-    "num_attention_heads": 6,
+    "num_attention_heads": 10,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "intermediate_size": 192,
+    "intermediate_size": 288,
     "max_position_embeddings": 256,
     "eos_token_id": 3,
     "pad_token_id": 0,
 }
-_MOE: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_tok": 3}
+_MOE: dict[str, Any] = {"moe_intermediate_size": 96, "num_experts_per_tok": 3}
 
 
 def configs() -> dict[str, PretrainedConfig]:

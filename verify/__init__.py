@@ -7,6 +7,7 @@ def load_checks() -> None:
     """Imports every module that registers checks."""
     from verify import (  # noqa: F401
         check_config,
+        check_dtypes,
         check_files,
         check_megatron,
         check_quant,

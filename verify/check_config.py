@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptkit.errors import CkptkitError
-from converters.dims import megatron_args
+from converters.dims import megatron_args, rope_of
 from converters.planner import dims_of
 from verify.arguments import compared, mismatches
 from verify.check_values import needs_source
@@ -15,6 +15,10 @@ from verify.expected import config_of
 from verify.parallel import indivisible
 from verify.report import Finding
 from verify.subject import Subject
+
+# Keys that say how a checkpoint is stored or run, and the rotary settings, which have two spellings.
+_STORAGE = ("dtype", "torch_dtype", "quantization_config", "transformers_version", "use_cache", "architectures", "auto_map", "_name_or_path")
+_MAY_DIFFER = frozenset({*_STORAGE, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"})
 
 
 def _config(subject: Subject) -> Mapping[str, Any]:
@@ -65,14 +69,46 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
     unless=needs_source,
 )
 def configs_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Both configs, seen as the Megatron arguments that follow from them."""
-    here = megatron_args(dims_of(_config(subject)))
-    there = megatron_args(dims_of(_source_config(subject)))
+    """Both configs, seen as the Megatron arguments that follow from them, as rotary settings, and key by key where neither shows it.
+
+    A key that only one of them has is a warning: a newer transformers writes out what used to be a default.
+    """
+    here, there = _config(subject), _source_config(subject)
+    hint, where = "take config.json from the source", str(subject.path / "config.json" if subject.kind == "hf" else subject.path)
+    for name, expected, actual in _differing(megatron_args(dims_of(here)), megatron_args(dims_of(there)), tally):
+        yield Finding("CK702", f"{name} = {expected}", f"{name} = {actual}", hint, file=where)
+    for name, expected, actual in _differing(_scaling(here), _scaling(there), tally):
+        yield Finding("CK702", f"rotary {name} = {expected}", f"rotary {name} = {actual}", hint, file=where)
+    for name, expected, actual in _differing(_unstored(here), _unstored(there), tally):
+        if not _seen_in_arguments(here, name, there):
+            both = name in here and name in there
+            yield Finding("CK702", f"{name} = {expected}", f"{name} = {actual}", hint, file=where, severity="error" if both else "warning")
+
+
+def _differing(here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally) -> Iterator[tuple[str, Any, Any]]:
+    """Name, the source's value and this one's, for every key that differs; an absent one is None."""
     for name in sorted(here.keys() | there.keys()):
         tally.compared(0)
         if here.get(name) != there.get(name):
-            hint = "take config.json from the source"
-            yield Finding("CK702", f"{name} = {there.get(name)}", f"{name} = {here.get(name)}", hint, file=str(subject.path))
+            yield name, there.get(name), here.get(name)
+
+
+def _unstored(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys that describe the model, less the rotary ones."""
+    return {key: value for key, value in config.items() if key not in _MAY_DIFFER}
+
+
+def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Rotary settings in the spelling of transformers v5, less those that are Megatron arguments of their own."""
+    return {key: value for key, value in rope_of(config).items() if key not in ("type", "rope_theta", "partial_rotary_factor")}
+
+
+def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, Any]) -> bool:
+    """Whether a Megatron argument follows from this key, so that the difference is said already."""
+    try:
+        return megatron_args(dims_of({**here, key: there.get(key)})) != megatron_args(dims_of(here))
+    except (CkptkitError, TypeError, ValueError):
+        return True  # a size that does not go with the others, which are then all said
 
 
 @check(

@@ -1,4 +1,4 @@
-"""CK101 to CK107: what headers and JSON files alone can tell. No weight is read; every problem is listed, not only the first."""
+"""CK101 to CK106: what headers and JSON files alone can tell. No weight is read; every problem is listed, not only the first."""
 
 from __future__ import annotations
 
@@ -209,10 +209,11 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Finding]:
     for (want, found), group in wrong.items():
         for text, names in by_pattern(group):
             hint = "check this tensor and the sizes in config.json against the release"
-            yield Finding("CK105", want, found, hint, text, len(names), _home(subject, names[0]))
+            yield Finding("CK105", want, found, hint, text, len(names), home_of(subject, names[0]))
 
 
-def _home(subject: Subject, name: str) -> str:
+def home_of(subject: Subject, name: str) -> str:
+    """The file or directory that holds a tensor."""
     if subject.kind == "megatron":
         return str(subject.megatron_files.weights)
     found: list[Path] = [shard.path for shard in subject.hf_files.shards.values() if name in shard.specs]
@@ -239,35 +240,6 @@ def total_size_true(subject: Subject, tally: Tally) -> Iterator[Finding]:
         raise Skip("not run because index and shards name different tensors (CK104)")
     actual = sum(spec.nbytes for spec in files.specs.values())
     if files.total_size != actual:
-        hint = "set metadata.total_size to the sum"
-        yield Finding("CK106", f"total_size {actual}", f"total_size {files.total_size}", hint, file=str(subject.path / INDEX))
-
-
-@check(
-    "CK107",
-    "dtypes are the same in every layer, and fp32 state is fp32",
-    rationale="bfloat16 keeps 8 significant bits: a router bias around 6.9 that spans 0.2 falls into 8 distinct values, and routing changes.",
-    fix="Convert again from the release with the dtype kept; router biases must stay fp32.",
-)
-def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """One dtype for each kind of tensor over all layers; a warning where fp32 state is stored smaller (CK203 compares with a source)."""
-    specs = names_of(subject)
-    config = usable_config(subject)
-    fp32 = expected_of(subject, config, specs).fp32 if config else frozenset()
-    for _, names in by_pattern(specs):
-        tally.compared(0)
-        dtypes = Counter(specs[name].dtype for name in names)
-        usual, _ = dtypes.most_common(1)[0]
-        odd = [name for name in names if specs[name].dtype != usual]
-        for text, group in by_pattern(odd):
-            actual = _short(specs[group[0]].dtype)
-            hint = "one shard comes from another conversion; convert again"
-            yield Finding("CK107", f"{_short(usual)}, as in the other layers", actual, hint, text, len(group), _home(subject, group[0]))
-        if names[0] in fp32 and usual.itemsize < 4:
-            text = next(by_pattern(names))[0]
-            hint = "compare with the release: `ckptkit verify --source RELEASE` counts the values that were lost"
-            yield Finding("CK107", "float32", _short(usual), hint, text, len(names), _home(subject, names[0]), severity="warning")
-
-
-def _short(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
+        hint, absent = "set metadata.total_size to the sum", files.total_size is None
+        said = "no total_size" if absent else f"total_size {files.total_size}"
+        yield Finding("CK106", f"total_size {actual}", said, hint, file=str(subject.path / INDEX), severity="warning" if absent else "error")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptkit.specs import ranges
 from ckptkit.torch_dist_names import norm_alias
+from ckptkit.torch_dist_reader import NOT_WEIGHTS
 from converters.planner import dims_of, rules_of
 from verify.checks import Skip, Tally, check
 from verify.expected import config_of
@@ -15,9 +16,6 @@ from verify.megatron_job import RankReport, TensorSeen
 from verify.megatron_run import MegatronRun
 from verify.report import Finding
 from verify.subject import Subject
-
-# What a training run saves beside the weights, and a load of the weights alone does not ask for.
-_NOT_WEIGHTS = ("optimizer.", "rng_state", "rerun_state_machine", "opt_param_scheduler", "common_state")
 
 
 def _ranks(ranks: Iterable[int]) -> str:
@@ -68,7 +66,7 @@ def _unexpected(reports: Sequence[RankReport]) -> Iterator[Finding]:
 
 def _never_asked_for(reports: Sequence[RankReport]) -> Iterator[Finding]:
     missing = set(reports[0].missing) if reports else set()
-    left = [key for key in sorted(missing) if not key.startswith(_NOT_WEIGHTS) and not key.endswith("._extra_state") and not _is_alias(key, missing)]
+    left = [key for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key) and not _is_alias(key, missing)]
     for text, names in by_pattern(left):
         hint = "the checkpoint holds more than the model that config.json describes: check num_hidden_layers and the number of experts"
         yield Finding("CK401", "loaded by some rank", "no rank asks for it", hint, text, len(names))

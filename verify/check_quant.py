@@ -11,9 +11,10 @@ from ckptkit.specs import TensorSpec
 from converters.planner import expected_hf, rules_of
 from quant.portable import spell
 from verify.checks import Skip, Tally, check
-from verify.expected import PACKED, packed_parts, usable_config
+from verify.expected import PACKED, is_quantized, packed_parts, usable_config
 from verify.folding import by_pattern
 from verify.packed import Format, bound_in_steps, format_of, packed_names, worst_steps
+from verify.quantization import config_fault, ignore_fault
 from verify.report import Finding
 from verify.subject import Subject
 from verify.values import in_hf_space
@@ -31,7 +32,7 @@ def not_quantized(subject: Subject) -> str | None:
     if subject.kind == "megatron":
         return "Megatron holds no INT4 weights"
     config = usable_config(subject)
-    return None if config is None or "quantization_config" in config else "config.json has no quantization_config"
+    return None if config is None or is_quantized(config) else "config.json has no quantization_config"
 
 
 def _quantized(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Format]:
@@ -88,8 +89,8 @@ def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Finding]:
 
 def _targeted(module: str, config: Mapping[str, Any]) -> bool:
     """Whether a config group names the output layer itself, which is the one way to ask for it packed."""
-    groups = config["quantization_config"].get("config_groups", {}).values()
-    return module == "lm_head" and any(module in group.get("targets", []) for group in groups)
+    groups = config["quantization_config"]["config_groups"].values()
+    return module == "lm_head" and any(module in (group.get("targets") or []) for group in groups if isinstance(group, dict))
 
 
 @check(
@@ -101,19 +102,30 @@ def _targeted(module: str, config: Mapping[str, Any]) -> bool:
 )
 def expected_packed(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """The packed set on disk against the decision for every tensor; what CK301 names is not said twice."""
-    config, specs, _ = _quantized(subject)
+    if (reason := not_quantized(subject)) is not None:
+        raise Skip(reason)
+    config, specs, where = subject.checkpoint.config, subject.checkpoint.specs, str(subject.path)
+    packed = set(packed_names(specs))
+    for _ in packed:
+        tally.compared(0)
+    if (fault := config_fault(config)) is not None:
+        if not packed:
+            raise Skip(f"nothing is packed, and what quantization_config says is not checked here: {fault.actual}")
+        yield Finding("CK302", fault.expected, fault.actual, fault.hint, file=str(subject.path / "config.json"))
+        return
     # Imported here because it brings transformers with it, which takes seconds that checks of plain checkpoints do not need.
     from quant.planner import packed_modules
 
-    packed = set(packed_names(specs))
     try:
         wanted = set(packed_modules(specs, config))
+        fault = ignore_fault(specs, config)
     except CkptkitError as error:
         raise Skip(f"no decision for this quantization_config: {error.message}") from error
-    for _ in packed | wanted:
+    for _ in wanted - packed:
         tally.compared(0)
+    if fault is not None:
+        yield Finding("CK302", fault.expected, fault.actual, fault.hint, file=str(subject.path / "config.json"), severity=fault.severity)
     said = {module for module in never_packed(config) if not _targeted(module, config)}
-    where = str(subject.path)
     for text, names in by_pattern(sorted(packed - wanted - said)):
         hint = "take it out of ignore, or quantize again"
         yield Finding("CK302", "unquantized, by config.json", "packed as INT4", hint, text + PACKED, len(names), where)
@@ -210,7 +222,7 @@ def near_source(subject: Subject, tally: Tally) -> Iterator[Finding]:
     config, specs, form = _packed(subject)
     if subject.source is None:
         raise Skip("no --source was given")
-    if "quantization_config" in subject.source.config:
+    if is_quantized(subject.source.config):
         raise Skip("the source is quantized itself; CK202 compares the two bit for bit")
     source = in_hf_space(subject.source, str(subject.source_path), subject.source_kind)
     shapes = expected_hf(config)

@@ -9,21 +9,26 @@ Rows of zeros inside a matrix are a warning (a hole in a file, or a dead neuron)
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 
 from ckptkit.specs import summarize
 from converters.planner import dims_of, rules_of
 from converters.registry import family_of
-from verify.checks import Tally, check
-from verify.expected import usable_config
+from verify.checks import Skip, Tally, check
+from verify.expected import PACKED, is_quantized, usable_config
 from verify.folding import LAYER, by_pattern
 from verify.layers import layers_of, moved_layers, repeated_layers
+from verify.packed import format_of, packed_names
 from verify.report import Finding
 from verify.subject import Subject
 from verify.values import Difference, Extremes
 
+# Where in its file a tensor lies, in the message that says why it cannot be read.
+_AT_BYTE = re.compile(r" at byte \d+(?=: )")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "word_embeddings.weight", "output_layer.weight")
+_UNREAD = "not run because no tensor can be read (CK201)"
 _PARTS = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")  # what stands beside weight_packed
 
 
@@ -32,10 +37,11 @@ def needs_source(subject: Subject) -> str | None:
     return None if subject.source_path else "no --source was given"
 
 
-def _count(tally: Tally, names: Collection[str]) -> None:
-    """Counts tensors whose bytes CK201 or CK202 has counted already."""
-    for _ in names:
-        tally.compared(0)
+def _count(tally: Tally, names: Sized, none: str) -> None:
+    """Counts tensors whose bytes CK201 or CK202 has counted already. Raises Skip with the reason `none` where there are none."""
+    if not len(names):
+        raise Skip(none)
+    tally.tensors += len(names)
 
 
 @check(
@@ -49,12 +55,12 @@ def readable(subject: Subject, tally: Tally) -> Iterator[Finding]:
     unreadable = subject.values.unreadable
     for stats in subject.values.stats.values():
         tally.compared(stats.nbytes)
-    reasons: dict[str, list[str]] = defaultdict(list)
+    files: dict[str, list[str]] = defaultdict(list)
     for name, reason in unreadable.items():
-        reasons[reason].append(name)
-    for reason, found in reasons.items():
-        for text, names in by_pattern(found):
-            yield Finding("CK201", "bytes that can be read", reason, "copy the file again, or convert again", text, len(names), str(subject.path))
+        files[_AT_BYTE.split(reason)[0]].append(name)
+    for names in files.values():
+        actual = _AT_BYTE.sub("", unreadable[names[0]])
+        yield Finding("CK201", "bytes that can be read", actual, "copy the file again, or convert again", summarize(names), len(names), str(subject.path))
 
 
 @check(
@@ -67,10 +73,12 @@ def readable(subject: Subject, tally: Tally) -> Iterator[Finding]:
 def same_values(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """HF <-> Megatron <-> HF in any combination, both seen as HF; the source is cast where the dtype differs (CK203 names that)."""
     values = subject.values
+    if not values.stats:
+        raise Skip(_UNREAD)
     for nbytes in values.compared.values():
         tally.compared(nbytes)
-    quantized = {name.removesuffix("_packed") for name in values.only_here if name.endswith(".weight_packed")}
-    extra = [name for name in values.only_here if not name.endswith((".weight_packed", *("." + part for part in _PARTS)))]
+    quantized = _judged_by_steps(subject)
+    extra = [name for name in values.only_here if not (name.endswith((PACKED, *_PARTS)) and f"{name.rpartition('.')[0]}.weight" in quantized)]
     dropped = _dropped(subject)
     lost = [name for name in values.only_source if name not in quantized and name not in dropped]
     for text, names in by_pattern(lost):
@@ -88,6 +96,14 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Finding]:
             worst = max(names, key=lambda name: wrong[name].largest)
             hint = "convert again from the source; if that does not help, name the right --source"
             yield Finding("CK202", "the bits of the source", _described(wrong[worst], worst, whose[worst]), hint, text, len(names), str(subject.path))
+
+
+def _judged_by_steps(subject: Subject) -> frozenset[str]:
+    """Weights of the source that are packed here in a format whose rounding CK305 can judge, so that they are neither lost nor extra."""
+    if subject.kind == "megatron" or subject.source is None or is_quantized(subject.source.config) or format_of(subject.checkpoint.config) is None:
+        return frozenset()
+    values = subject.values
+    return frozenset(f"{module}.weight" for module in packed_names(subject.checkpoint.specs)) & frozenset(values.only_source)
 
 
 def _dropped(subject: Subject) -> frozenset[str]:
@@ -128,7 +144,7 @@ def _described(difference: Difference, name: str, whose: str | None) -> str:
 def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """Each change of dtype: an error for fp32 state that was rounded, a warning for other tensors."""
     values = subject.values
-    _count(tally, values.compared)
+    _count(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
     config = usable_config(subject)
     fp32 = _fp32_names(config) if config else frozenset()
     changed = {name: diff for name, diff in values.differences.items() if diff.source.dtype != diff.actual.dtype}
@@ -154,7 +170,7 @@ def _fp32_names(config: Mapping[str, object]) -> frozenset[str]:
 )
 def finite(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """No NaN and no infinity anywhere."""
-    _count(tally, subject.values.stats)
+    _count(tally, subject.values.stats, _UNREAD)
     for text, names in by_pattern(name for name, stats in subject.values.stats.items() if not stats.finite):
         hint = "look at the source: if it is finite there, convert again"
         yield Finding("CK204", "finite values", "NaN or infinity", hint, text, len(names), str(subject.path))
@@ -168,7 +184,7 @@ def finite(subject: Subject, tally: Tally) -> Iterator[Finding]:
 )
 def not_constant(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """Constants that no training makes; the module's first lines say which may be."""
-    _count(tally, subject.values.stats)
+    _count(tally, subject.values.stats, _UNREAD)
     verdicts: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, stats in subject.values.stats.items():
         if (verdict := _constant(name, stats)) is not None:
@@ -204,7 +220,7 @@ def _constant(name: str, stats: Extremes) -> tuple[str, str] | None:
 )
 def distinct(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """By digest: no two experts of a layer and no two layers hold the same matrix."""
-    _count(tally, subject.values.stats)
+    _count(tally, subject.values.stats, _UNREAD)
     groups: dict[tuple[str, bytes], list[str]] = defaultdict(list)
     for name, stats in subject.values.stats.items():
         if LAYER.match(name) and stats.rows > 1 and not stats.constant and not name.endswith(_PARTS):

@@ -69,13 +69,18 @@ def expected_of(subject: Subject, config: Mapping[str, Any], names: Iterable[str
     if is_fused(names):
         specs = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in expected_hf(config).items()}
         shapes = {name: spec.shape for name, spec in _outputs(fuse(specs, config, "config.json")).items()}
-    if "quantization_config" in config:
+    if is_quantized(config):
         shapes = _packed(shapes, names, config)
     return Expected(shapes, frozenset(), fp32, family_of(config).dropped(dims_of(config)))
 
 
 def _outputs(plan: Plan) -> dict[str, TensorSpec]:
     return {spec.name: spec for step in plan.steps for spec in step.outputs}
+
+
+def is_quantized(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that weights are quantized; a null says no, as an absent key does."""
+    return config.get("quantization_config") is not None
 
 
 def weights_of(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptkitError
-from ckptkit.safetensors_io import INDEX, SINGLE, read_json
-from ckptkit.specs import DTYPE_OF_CODE, TensorSpec
-
-_MAX_HEADER = 100_000_000  # the limit of the safetensors library
+from ckptkit.safetensors_io import INDEX, MAX_HEADER, SINGLE, parse_entry, read_json
+from ckptkit.specs import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -49,17 +47,18 @@ def scan_shard(path: Path) -> ShardScan:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER):
+            if size < 8 or length > min(size - 8, MAX_HEADER):
                 return _unreadable(path, f"{size} bytes, too few for a header of {length}")
             pairs = json.loads(file.read(length), object_pairs_hook=_Object)
     except OSError as error:
         return _unreadable(path, str(error.strerror))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return _unreadable(path, f"a header that is not JSON ({error})")
     if not isinstance(pairs, _Object):
         return _unreadable(path, "a header that is not a JSON object")
     entries = [(name, entry) for name, entry in pairs if name != "__metadata__"]
-    faults = [Fault("each name once in a header", "it is there twice", name) for name in _repeated([name for name, _ in entries])]
+    faults = [Fault("each name once in a header", "it is there twice", name) for name in _repeated([name for name, _ in pairs])]
+    faults += [Fault("a __metadata__ of strings", f"{about!r:.80}") for name, about in pairs if name == "__metadata__" and not _is_metadata(about)]
     spans: list[tuple[int, TensorSpec]] = []
     for name, entry in dict(entries).items():
         span, fault = _entry(name, entry)
@@ -78,17 +77,27 @@ def _repeated(names: list[str]) -> list[str]:
     return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
 
 
+def _is_metadata(content: Any) -> bool:
+    return content is None or (isinstance(content, _Object) and all(isinstance(text, str) for _, text in content))
+
+
 def _entry(name: str, entry: Any) -> tuple[tuple[int, TensorSpec] | None, Fault | None]:
     try:
-        values = dict(entry)
-        spec = TensorSpec(name, tuple(int(size) for size in values["shape"]), DTYPE_OF_CODE[values["dtype"]])
-        begin, end = (int(offset) for offset in values["data_offsets"])
-    except (KeyError, TypeError, ValueError):
-        return None, Fault("a header entry with dtype, shape and data_offsets", f"{entry}", name)
-    if min(begin, *spec.shape, 0) < 0:
-        return None, Fault("a header entry with no negative number", f"shape {list(spec.shape)} at byte {begin}", name)
+        spec, begin, end = parse_entry(name, _plain(entry))
+    except (TypeError, ValueError) as error:
+        actual = str(error) if isinstance(error, ValueError) else f"its header entry for {name} is not valid: {entry}"
+        return None, Fault("a header entry with a known dtype, whole numbers as shape and two data_offsets", actual, name)
     fault = Fault(f"{spec.nbytes} bytes for {spec}", f"its entry spans {end - begin}", name) if end - begin != spec.nbytes else None
     return (begin, spec), fault
+
+
+def _plain(value: Any) -> Any:
+    """Objects as dicts again. Raises ValueError for a key that is there twice."""
+    if not isinstance(value, _Object):
+        return value
+    if repeated := _repeated([key for key, _ in value]):
+        raise ValueError(f"its entry has {', '.join(repeated)} twice")
+    return dict(value)
 
 
 def _layout_faults(spans: list[tuple[int, TensorSpec]], start: int, size: int) -> list[Fault]:

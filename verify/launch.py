@@ -19,6 +19,8 @@ from ckptkit.safetensors_io import read_json
 from converters.registry import family_of
 from verify.report import Severity
 
+_ROLLOUT = "rollout engine"
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -53,7 +55,9 @@ class Side:
     troubles: tuple[Trouble, ...] = field(default=())
 
     def __str__(self) -> str:
-        what = f"loads {self.path} ({'HF' if self.kind == 'hf' else 'Megatron'})" if self.path else "starts from RANDOM weights"
+        # Megatron goes on without a checkpoint; an engine does not.
+        without = "cannot start" if self.role == _ROLLOUT else "starts from RANDOM weights"
+        what = f"loads {self.path} ({'HF' if self.kind == 'hf' else 'Megatron'})" if self.path else without
         return f"{self.role} {what}: {self.why}"
 
 
@@ -142,7 +146,8 @@ def _step(role: str, option: str, root: Path, step: int) -> Side:
 
 def _rollout(path: Path) -> Side:
     if (path / "config.json").exists():
-        return Side("rollout engine", "hf", path, "--hf-checkpoint")
-    actual = "no such directory" if not path.exists() else "a Megatron checkpoint" if (path / TRACKER).exists() else "no config.json in it"
+        return Side(_ROLLOUT, "hf", path, "--hf-checkpoint")
+    megatron = (path / TRACKER).exists() or (path / ".metadata").exists()
+    actual = "no such directory" if not path.exists() else "a Megatron checkpoint" if megatron else "no config.json in it"
     trouble = Trouble("--hf-checkpoint", path, "an HF directory with config.json", actual, "give the HF directory of the same model")
-    return Side("rollout engine", None, None, "it cannot start", (trouble,))
+    return Side(_ROLLOUT, None, None, f"--hf-checkpoint {path} is no HF directory: {actual}", (trouble,))

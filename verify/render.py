@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -15,11 +14,6 @@ from rich.text import Text
 from verify.report import Finding, Report
 
 _COLOR = {"passed": "green", "failed": "red", "skipped": "yellow", "error": "red", "warning": "yellow"}
-
-
-def report_json(report: Report) -> str:
-    """The report in the `ckptkit-report/1` format."""
-    return json.dumps(report.to_json(), indent=2)
 
 
 def render(report: Report, console: Console | None = None) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
+from ckptkit.errors import CkptkitError
 from ckptkit.formats import TRACKER, locate
 from verify.checks import Check, Skip, all_checks, run_checks
 from verify.expected import usable_config
@@ -40,7 +42,10 @@ def verify(
     there is no checkpoint at `path` or `source` at all, that something this needs is missing, or that the model cannot be
     cut into these parallel sizes.
     """
-    subject = Subject(Path(path), Path(source) if source else None, _config_home(Path(path), source, hf), tp, pp, ep, against, etp=etp, vpp=vpp)
+    if hf is not None and not (Path(hf) / "config.json").exists():
+        raise CkptkitError(f"{hf} has no config.json", "--hf names the HF directory of the model; leave it out to take the config stored beside the weights")
+    subject = Subject(Path(path), Path(source) if source else None, None, tp, pp, ep, against, etp=etp, vpp=vpp)
+    subject.hf_path = Path(os.path.abspath(hf)) if hf is not None else _config_home(subject)
     if subject.source_path:
         locate(subject.source_path)
     if "megatron" in against:
@@ -65,11 +70,9 @@ def _check_sizes_early(subject: Subject) -> None:
             sizes_of(subject)
 
 
-def _config_home(path: Path, source: str | Path | None, hf: str | Path | None) -> Path | None:
-    """Where the HF config of a Megatron side comes from: `hf`, or the other side when that is HF and this one has none."""
-    if hf is not None:
-        return Path(hf)
-    here = Subject(path)
+def _config_home(here: Subject) -> Path | None:
+    """Where the HF config of a Megatron side comes from where --hf does not say: the other side when that is HF and this one has none."""
+    path, source = here.path, here.source_path
     if source is None:
         here.kind  # noqa: B018 - raises where there is no checkpoint
         return None
@@ -77,7 +80,7 @@ def _config_home(path: Path, source: str | Path | None, hf: str | Path | None) -
     if here.kind == "hf":
         return path if there.kind == "megatron" and not (there.root / "hf" / "config.json").exists() else None
     root = path if (path / TRACKER).exists() else path.parent
-    return None if (root / "hf" / "config.json").exists() or there.kind == "megatron" else Path(source)
+    return None if (root / "hf" / "config.json").exists() or there.kind == "megatron" else source
 
 
 def choose(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], list[str]]:

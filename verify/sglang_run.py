@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from ckptkit.safetensors_io import read_json
 from verify.checks import Skip
-from verify.expected import config_of
+from verify.expected import config_of, is_quantized
 from verify.sglang_job import SglangJob, SglangReport
 from verify.subject import Subject
 
@@ -59,7 +59,7 @@ def _source(subject: Subject) -> str | None:
     path = subject.source_path
     if subject.kind == "hf" or path is None or subject.source_kind != "hf":
         return None
-    return None if "quantization_config" in read_json(path / "config.json") else str(path.absolute())
+    return None if is_quantized(read_json(path / "config.json")) else str(path.absolute())
 
 
 def start(job: Path, log: Path, limit_s: float) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from converters.dims import ModelDims
 from converters.planner import expected_hf
+from verify.expected import weights_of
 
 _SHARED = re.compile(r"(.+\.mlp)\.shared_experts\.((?:gate|up|down)_proj\.\w+)")
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(\w+)")
@@ -104,8 +105,7 @@ def promised_names(config: Mapping[str, Any]) -> Iterator[str]:
 
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:
     """Whether SGLang allocates this parameter without wanting anything from the checkpoint in it."""
-    groups = (config.get("quantization_config") or {}).get("config_groups") or {}
-    ordered = any((group.get("weights") or {}).get("actorder") in ("group", "dynamic") for group in groups.values())
+    ordered = weights_of(config).get("actorder") in ("group", "dynamic")
     return _G_IDX.fullmatch(param) is not None and (not ordered or param.endswith("_sort_indices"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,11 +41,21 @@ class Subject:
     etp: int | None = None
     vpp: int = 1
 
+    def __post_init__(self) -> None:
+        """Makes paths absolute and free of `..`: the directory above an iteration is looked at by its name."""
+        self.path = Path(os.path.abspath(self.path))
+        self.source_path = self.source_path and Path(os.path.abspath(self.source_path))
+        self.hf_path = self.hf_path and Path(os.path.abspath(self.hf_path))
+
     @cached_property
     def kind(self) -> Literal["hf", "megatron"]:
         """What lies at `path`, told by any file that is still there. Raises CkptkitError when it holds no checkpoint at all."""
-        marks = (TRACKER, ".metadata", "metadata.json", "common.pt")
-        if any((self.path / mark).exists() for mark in marks) or any(self.path.glob("*.distcp")):
+        if any((self.path / mark).exists() for mark in (TRACKER, ".metadata")) or any(self.path.glob("*.distcp")):
+            return "megatron"
+        if (self.path / "config.json").exists():
+            return "hf"
+        # An HF directory may hold files of these names too.
+        if any((self.path / mark).exists() for mark in ("metadata.json", "common.pt")):
             return "megatron"
         return locate(self.path).kind
 

@@ -23,7 +23,7 @@ from ckptkit.checkpoint import Checkpoint
 from ckptkit.formats import locate
 from ckptkit.plan import View
 from ckptkit.safetensors_io import HfCheckpoint, read_json
-from ckptkit.sidefiles import copy_side_files
+from ckptkit.sidefiles import copy_side_files, write_config
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
 from converters.experts import is_fused, unfuse
 from converters.planner import to_hf
@@ -44,6 +44,7 @@ def run(job: SglangJob, alter: Callable[[Weights], Weights] = lambda weights: we
     checkpoint = TorchDistCheckpoint(location.path, hf=job.hf)
     view = to_hf(checkpoint, job.checkpoint)
     copy_side_files(checkpoint.hf_path, scratch / "model")
+    write_config(scratch / "model", checkpoint.config, view.specs)
     source = source_of(Path(job.source)) if job.source else view
     examination = Examination(checkpoint.config, False, lambda: stream(source), alter)
     return examination.report(load(scratch / "model", scratch, False, stream(view), examination))

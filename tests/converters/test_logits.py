@@ -91,7 +91,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tokens() -> Tensor:
-    return torch.randint(0, 320, (2, 16), generator=torch.Generator().manual_seed(0))
+    return torch.randint(0, 352, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
 def far(found: Tensor, expected: Tensor) -> float:

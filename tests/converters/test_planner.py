@@ -61,7 +61,7 @@ def two_dtypes(checkpoint: Headers) -> None:
 
 
 def swapped_sizes(checkpoint: Headers) -> None:
-    checkpoint.config["moe_intermediate_size"] = 128
+    checkpoint.config["moe_intermediate_size"] = 160
 
 
 def more_layers(checkpoint: Headers) -> None:
@@ -91,7 +91,7 @@ def quantized(checkpoint: Headers) -> None:
         (wrong_shape, r"model.layers.5.mlp.gate.weight \[11, 128\] bfloat16: the config promises shape \[12, 128\]"),
         (extra, r"holds 1 tensor\(s\) that no rule of this model family knows: model.layers.12.eh_proj.weight"),
         (two_dtypes, "one Megatron tensor, two dtypes"),
-        (swapped_sizes, r"the config promises shape \[128, 128\]"),
+        (swapped_sizes, r"the config promises shape \[160, 128\]"),
         (more_layers, r"model.layers.12.input_layernorm.weight"),
         (no_heads, "config.json has no 'num_attention_heads'"),
         (unknown, "model_type 'qwen2_audio' is not supported"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,14 +40,10 @@ def test_same_files_byte_for_byte(releases: Paths, tmp_path: Path, name: str, fu
 
 
 def test_the_iteration_itself_and_an_hf_directory_for_the_way_back(releases: Paths, converted: Paths, tmp_path: Path) -> None:
-    moved = tmp_path / "iter_0000007"
-    (converted("qwen3_moe") / "release").rename(moved)
-    try:
-        with pytest.raises(CkptkitError, match="HF config of this model is not stored beside it"):
-            convert(moved, tmp_path / "back")
-        convert(moved, tmp_path / "back", hf=releases("qwen3_moe"))
-    finally:
-        moved.rename(converted("qwen3_moe") / "release")
+    moved = Path(shutil.copytree(converted("qwen3_moe") / "release", tmp_path / "run" / "iter_0000007"))
+    with pytest.raises(CkptkitError, match="HF config of this model is not stored beside it"):
+        convert(moved, tmp_path / "back")
+    convert(moved, tmp_path / "back", hf=releases("qwen3_moe"))
     before, after = models.tensors(releases("qwen3_moe")), models.tensors(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
@@ -78,11 +75,21 @@ def test_padded_vocabulary_is_cut_to_the_config(releases: Paths, converted: Path
     source = TorchDistCheckpoint(converted("qwen2-untied") / "release")
     tensors = source.read(list(source.specs))
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        tensors[name] = torch.cat([tensors[name], torch.zeros(64, 128, dtype=torch.bfloat16)])
+        tensors[name] = torch.cat([tensors[name], torch.zeros(32, 128, dtype=torch.bfloat16)])
     view = to_hf(models.InMemory(source.config, tensors), "padded")
     expected = models.tensors(releases("qwen2-untied"))
     found = view.read(["model.embed_tokens.weight", "lm_head.weight"])
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_transposed_fused_experts_are_refused(releases: Paths, copy_of: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Stored as [experts, in, out], as some releases do; only the shape can tell."""
+    source = copy_of(releases("qwen3_moe", fused=True))
+    name = "model.layers.5.mlp.experts.gate_up_proj"
+    models.edit(source, name, models.tensors(source)[name].transpose(1, 2).contiguous())
+    with pytest.raises(CkptkitError, match=r"layers\.5\.mlp\.experts\.0\.gate_proj\.weight \[64, 192\] bfloat16: the config promises shape \[96, 128\]"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_every_tensor_of_a_view_can_be_read_alone_and_in_groups(converted: Paths, releases: Paths) -> None:

@@ -98,6 +98,11 @@ def test_existing_destination_is_kept(releases: Paths, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "out exists already" in done.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
+    refused = ckptkit("convert", releases("qwen2-tied"), tmp_path / "out", "--overwrite")
+    assert refused.returncode == 2
+    assert "is no checkpoint, so it is not replaced" in refused.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
+    (tmp_path / "out/config.json").write_text("{}")
     assert ckptkit("convert", releases("qwen2-tied"), tmp_path / "out", "--overwrite").returncode == 0
     assert (tmp_path / "out/release/.metadata").exists()
 

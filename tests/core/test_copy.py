@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.copy import new_directory
+from ckptkit.copy import check_destination, new_directory
 from ckptkit.errors import CkptkitError
 
 
@@ -28,12 +28,12 @@ def test_nothing_is_left_after_a_failure(tmp_path: Path, error: type[BaseExcepti
 
 def test_overwrite_replaces_only_when_the_new_one_is_whole(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/old").write_text("old")
+    (tmp_path / "out/config.json").write_text("old")
     with pytest.raises(CkptkitError, match="out exists already"), new_directory(tmp_path / "out"):
         pass
     with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "out", overwrite=True):
         raise ZeroDivisionError
-    assert (tmp_path / "out/old").read_text() == "old"
+    assert (tmp_path / "out/config.json").read_text() == "old"
     with new_directory(tmp_path / "out", overwrite=True) as partial:
         (partial / "new").write_text("new")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
@@ -52,3 +52,41 @@ def test_a_partial_of_a_dead_run_is_not_touched_without_overwrite(tmp_path: Path
 def test_missing_parent_is_named(tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match="absent does not exist"), new_directory(tmp_path / "absent/out"):
         pass
+
+
+@pytest.mark.parametrize("destination", ["source", "source/inside", ".", "source.partial/..", "link", "dangling", "/"])
+def test_destinations_that_would_lose_something(tmp_path: Path, destination: str) -> None:
+    for name in ("source", "source.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "source")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CkptkitError, match=r"overlaps|cannot be a destination"):
+        check_destination(tmp_path / destination, True, [tmp_path / "source", None])
+    assert (tmp_path / "source/config.json").read_text() == "x"
+
+
+def test_a_source_that_is_the_partial_of_the_destination(tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    with pytest.raises(CkptkitError, match="overlaps"):
+        check_destination(tmp_path / "out", True, [tmp_path / "out.partial"])
+
+
+def test_overwrite_replaces_checkpoints_and_empty_directories_only(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    check_destination(tmp_path / "home", True)
+    (tmp_path / "home/thesis.txt").write_text("x")
+    with pytest.raises(CkptkitError, match="is no checkpoint, so it is not replaced"):
+        check_destination(tmp_path / "home", True)
+    (tmp_path / "home/latest_checkpointed_iteration.txt").write_text("release")
+    check_destination(tmp_path / "home", True)
+
+
+def test_a_neighbour_with_a_similar_name_is_left_alone(tmp_path: Path) -> None:
+    for name in ("out", "out.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+    with new_directory(tmp_path / "out", overwrite=True):
+        pass
+    assert (tmp_path / "out.old/config.json").read_text() == "out.old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.old"]

@@ -60,13 +60,13 @@ def test_the_saves_are_of_the_kinds_that_they_claim_to_be(saved: Path) -> None:
     """Otherwise the test above would read the same layout five times."""
     stored = {label: TorchDistCheckpoint(saved / label / "iter_0000010").metadata for label in SAVES}
     dense = stored["dense, layers stacked"].tensors
-    assert dense["decoder.layers.mlp.linear_fc1.weight"].shape == (12, 384, 128)
+    assert dense["decoder.layers.mlp.linear_fc1.weight"].shape == (12, 576, 128)
     # gate and up of two ranks in twelve layers
     assert len(dense["decoder.layers.mlp.linear_fc1.weight"].chunks) == 12 * 2 * 2
     assert dense["output_layer.weight"].shape == (512, 128)
     assert "output_layer.weight" not in stored["tied, layers stacked"].tensors
-    assert stored["one key a layer"].tensors["decoder.layers.7.mlp.experts.experts.linear_fc1.weight"].shape == (12, 128, 128)
-    assert stored["layers and experts stacked"].tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"].shape == (12, 12, 128, 128)
+    assert stored["one key a layer"].tensors["decoder.layers.7.mlp.experts.experts.linear_fc1.weight"].shape == (12, 192, 128)
+    assert stored["layers and experts stacked"].tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"].shape == (12, 12, 192, 128)
     assert all("optimizer.state.exp_avg.decoder.weight" in metadata.tensors for metadata in stored.values())
     assert all("rng_state/shard_0.1_1.2" in metadata.objects for metadata in stored.values())
 

@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import models
@@ -34,30 +35,30 @@ def test_torch_reads_the_tensors_that_megatron_will_ask_for(releases: Callable[[
     found = load_with_torch(
         converted("glm4_moe") / "release",
         {
-            "decoder.layers.11.mlp.experts.experts.linear_fc1.weight": (12, 128, 128),
-            "decoder.layers.11.mlp.experts.experts.linear_fc2.weight": (12, 128, 64),
+            "decoder.layers.11.mlp.experts.experts.linear_fc1.weight": (12, 192, 128),
+            "decoder.layers.11.mlp.experts.experts.linear_fc2.weight": (12, 128, 96),
             "decoder.layers.10.pre_mlp_layernorm.weight": (128,),
             "decoder.layers.10.mlp.linear_fc1.layer_norm_weight": (128,),
             "decoder.layers.1.mlp.linear_fc1.layer_norm_weight": (128,),
-            "decoder.layers.0.self_attention.linear_qkv.bias": (10 * 32,),
+            "decoder.layers.0.self_attention.linear_qkv.bias": (14 * 32,),
         },
     )
     fc1 = found["decoder.layers.11.mlp.experts.experts.linear_fc1.weight"]
     for expert in (0, 2, 10, 11):
         prefix = f"model.layers.11.mlp.experts.{expert}."
-        assert torch.equal(fc1[expert, :64], hf[prefix + "gate_proj.weight"])
-        assert torch.equal(fc1[expert, 64:], hf[prefix + "up_proj.weight"])
+        assert torch.equal(fc1[expert, :96], hf[prefix + "gate_proj.weight"])
+        assert torch.equal(fc1[expert, 96:], hf[prefix + "up_proj.weight"])
         assert torch.equal(found["decoder.layers.11.mlp.experts.experts.linear_fc2.weight"][expert], hf[prefix + "down_proj.weight"])
     norm = hf["model.layers.10.post_attention_layernorm.weight"]
     assert torch.equal(found["decoder.layers.10.pre_mlp_layernorm.weight"], norm)
     assert torch.equal(found["decoder.layers.10.mlp.linear_fc1.layer_norm_weight"], norm)
     bias = found["decoder.layers.0.self_attention.linear_qkv.bias"]
     query, key = hf["model.layers.0.self_attn.q_proj.bias"], hf["model.layers.0.self_attn.k_proj.bias"]
-    # 6 heads in 2 groups of head_dim 32: three query heads, a key and a value for each group
-    assert torch.equal(bias[:96], query[:96])
-    assert torch.equal(bias[96:128], key[:32])
-    assert torch.equal(bias[160:256], query[96:])
-    assert torch.equal(bias[256:288], key[32:])
+    # 10 heads in 2 groups of head_dim 32: five query heads, a key and a value for each group
+    assert torch.equal(bias[:160], query[:160])
+    assert torch.equal(bias[160:192], key[:32])
+    assert torch.equal(bias[224:384], query[160:])
+    assert torch.equal(bias[384:416], key[32:])
 
 
 def test_what_megatron_expects_beside_the_tensors(converted: Converted) -> None:
@@ -113,6 +114,16 @@ def lose_storage(metadata: Metadata) -> None:
         del metadata.storage_data[index]
 
 
+def mixed_layouts(metadata: Metadata) -> None:
+    """The same tensor under a stacked key and under one key a layer."""
+    entry = metadata.state_dict_metadata["decoder.layers.0.self_attention.linear_proj.weight"]
+    index = next(index for index in metadata.storage_data if index.fqn == "decoder.layers.0.self_attention.linear_proj.weight")
+    size, chunk = torch.Size([1, *entry.size]), entry.chunks[0]  # type: ignore[union-attr]
+    stacked = ChunkStorageMetadata(torch.Size([0, *chunk.offsets]), torch.Size([1, *chunk.sizes]))
+    metadata.state_dict_metadata["decoder.layers.self_attention.linear_proj.weight"] = replace(entry, size=size, chunks=[stacked])
+    metadata.storage_data[replace(index, fqn="decoder.layers.self_attention.linear_proj.weight", offset=stacked.offsets)] = metadata.storage_data[index]
+
+
 def escape(metadata: Metadata) -> None:
     next(iter(metadata.storage_data.values())).relative_path = "../../secret"
 
@@ -120,10 +131,11 @@ def escape(metadata: Metadata) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop_chunk, "8192 of 98304 elements are in no chunk"),
+        (drop_chunk, "12288 of 147456 elements are in no chunk"),
         (overlap, "two chunks overlap"),
         (lose_storage, "does not say where decoder.final_layernorm.weight"),
         (escape, "not a file of this directory"),
+        (mixed_layouts, "both hold decoder.layers.0.self_attention.linear_proj.weight"),
     ],
 )
 def test_incomplete_metadata_is_refused(converted: Converted, tmp_path: Path, change: Callable[[Metadata], None], message: str) -> None:
@@ -131,6 +143,22 @@ def test_incomplete_metadata_is_refused(converted: Converted, tmp_path: Path, ch
     edit_metadata(path, change)
     with pytest.raises(CkptkitError, match=message):
         TorchDistCheckpoint(path)
+
+
+@pytest.mark.parametrize("prefix", ["optimizer.", "chained_0.optimizer.", "chained_11.optimizer."])
+def test_optimizer_state_is_left_out(converted: Converted, tmp_path: Path, prefix: str) -> None:
+    path = Path(shutil.copytree(converted("qwen3_moe") / "release", tmp_path / "release"))
+    name = "decoder.final_layernorm.weight"
+
+    def add(metadata: Metadata) -> None:
+        key = f"{prefix}state.exp_avg.{name}"
+        metadata.state_dict_metadata[key] = metadata.state_dict_metadata[name]
+        index = next(index for index in metadata.storage_data if index.fqn == name)
+        metadata.storage_data[replace(index, fqn=key)] = metadata.storage_data[index]
+
+    before = TorchDistCheckpoint(path).specs
+    edit_metadata(path, add)
+    assert TorchDistCheckpoint(path).specs == before
 
 
 @pytest.mark.parametrize(

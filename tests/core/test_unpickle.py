@@ -82,3 +82,28 @@ def test_object_where_a_tensor_should_be_and_truncation(tmp_path: Path) -> None:
         Blob(file, 0, file.stat().st_size - 30).object()
     with pytest.raises(CkptkitError, match="missing or damaged"):
         Blob(tmp_path / "absent", 0, 10).object()
+
+
+def test_a_flipped_bit_is_found_by_the_checksum_and_a_missing_checksum_is_accepted(tmp_path: Path) -> None:
+    tensor = torch.arange(1000, dtype=torch.float32)
+    file = tmp_path / "x"
+    torch.save(tensor, file)
+    blob = Blob(file, 0, file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CkptkitError, match="its bytes do not match their checksum"):
+        blob.tensor(torch.float32, (1000,))
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(tensor, file)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert torch.equal(Blob(file, 0, file.stat().st_size).tensor(torch.float32, (1000,)), tensor)
+
+
+@pytest.mark.parametrize("content", [b"\x80\x05\x95" + b"\xff" * 8, b"\x80\x04\x8e" + b"\xff" * 8])
+def test_absurd_lengths_in_a_pickle_are_an_unpickling_error(content: bytes) -> None:
+    with pytest.raises(pickle.UnpicklingError):
+        unpickle.loads(content)

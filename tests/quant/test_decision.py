@@ -252,11 +252,11 @@ def test_draft_layers_stay_as_they_are() -> None:
 def test_groups_must_divide(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     config = config_of("glm4_moe")
     with pytest.raises(
-        CkptkitError, match=r"groups of 128 do not divide the 64, 192 input features of model\.layers\.\{0\.\.11\}\.self_attn\.o_proj"
+        CkptkitError, match=r"groups of 128 do not divide the 96, 288, 320 input features of model\.layers\.\{0\.\.11\}\.self_attn\.o_proj"
     ) as caught:
         decide(specs["glm4_moe"], config, scheme(*default_ignore(config), group_size=128))
     hint = caught.value.hint or ""
-    assert "use --group-size 64" in hint
+    assert "use --group-size 32" in hint
     entries = re.findall(r"--ignore '([^']+)'", hint)
     assert r"re:.*\.mlp\.experts\..*" in entries
     decisions = decide(specs["glm4_moe"], config, scheme(*default_ignore(config), *entries, group_size=128))
@@ -308,7 +308,7 @@ def test_an_ignore_list_without_the_head_promises_a_packed_head(specs: Mapping[s
 
 def test_a_finished_checkpoint_is_checked_by_its_packed_names() -> None:
     packed = "model.layers.0.self_attn.o_proj.weight_packed"
-    specs = {packed: TensorSpec(packed, (128, 24), torch.int32)}
+    specs = {packed: TensorSpec(packed, (128, 40), torch.int32)}
     check_ignore(specs, config_of("glm4_moe"), ["re:.*mlp.*"])
     with pytest.raises(CkptkitError, match=r"slime would leave unpacked model\.layers\.0\.self_attn\.o_proj\.weight"):
         check_ignore(specs, config_of("glm4_moe"), [r"re:.*o_proj\..*"])

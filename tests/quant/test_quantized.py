@@ -129,8 +129,8 @@ def test_own_entries_are_added_to_the_default_list(releases: Callable[[str], Pat
     view = quantized(source, "here", QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*", "lm_head")))
     assert view.config["quantization_config"]["ignore"] == ["model.embed_tokens", r"re:.*\.mlp\.gate(\.weight)?$", "lm_head", r"re:.*\.self_attn\..*"]
     assert view.specs["model.layers.0.self_attn.q_proj.weight"] == source.specs["model.layers.0.self_attn.q_proj.weight"]
-    assert view.specs["model.layers.2.mlp.experts.3.up_proj.weight_packed"].shape == (64, 16)
-    assert view.specs["model.layers.2.mlp.experts.3.up_proj.weight_scale"].shape == (64, 4)
+    assert view.specs["model.layers.2.mlp.experts.3.up_proj.weight_packed"].shape == (96, 16)
+    assert view.specs["model.layers.2.mlp.experts.3.up_proj.weight_scale"].shape == (96, 4)
     assert "quantization_config" not in source.config
 
 
@@ -164,3 +164,9 @@ def test_fused_experts_give_the_same_bytes(releases: Any, int4: Callable[[str, s
     written = models.tensors(tmp_path / "out")
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[key], tensor) for key, tensor in expected.items())
+
+
+def test_an_ignore_entry_that_covers_nothing_is_refused(releases: Callable[..., Path]) -> None:
+    source = HfCheckpoint(releases("qwen2-untied"))
+    with pytest.raises(CkptkitError, match="ignore entry 'q_proj' covers no module of here"):
+        quantized(source, "here", QuantScheme(32, "qmax7", ("q_proj",)))

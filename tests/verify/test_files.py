@@ -284,7 +284,7 @@ def test_uneven_layers_are_told_even_without_a_usable_config(releases: Make, cop
     ("name", "tensor", "shape"),
     [
         ("qwen2-tied", "model.embed_tokens.weight", (312, 128)),
-        ("qwen2-tied", "model.layers.7.mlp.down_proj.weight", (192, 128)),
+        ("qwen2-tied", "model.layers.7.mlp.down_proj.weight", (288, 128)),
         ("glm4_moe", "model.layers.7.mlp.gate.weight", (11, 128)),
     ],
 )
@@ -426,7 +426,7 @@ def test_chunks_that_leave_a_hole(offset: int, size: int, converted: Make, copy_
     key = "decoder.layers.2.self_attention.linear_proj.weight"
 
     def change(metadata: Metadata) -> None:
-        chunk = ChunkStorageMetadata(torch.Size([offset, 0]), torch.Size([size, 192]))
+        chunk = ChunkStorageMetadata(torch.Size([offset, 0]), torch.Size([size, 320]))
         metadata.state_dict_metadata[key].chunks = [chunk]
         old = next(index for index in metadata.storage_data if index.fqn == key)
         metadata.storage_data[type(old)(key, chunk.offsets, 0)] = metadata.storage_data.pop(old)
@@ -443,7 +443,7 @@ def test_an_expert_that_no_chunk_holds(converted: Make, copy_of: Copy, only: Onl
     edit_metadata(path / "release", lambda metadata: metadata.state_dict_metadata[key].chunks.pop(5))
     finding = only(verify(path))
     assert (finding.code, finding.tensor) == ("CK113", key)
-    assert finding.actual.startswith(f"{128 * 64} of")
+    assert finding.actual.startswith(f"{128 * 96} of")
 
 
 def test_a_key_that_metadata_lost(converted: Make, copy_of: Copy, only: Only) -> None:

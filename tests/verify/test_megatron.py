@@ -69,11 +69,11 @@ def test_tensor_and_pipeline_parallel(releases: Paths, converted: Paths) -> None
     assert tallies["CK402"].tensors == 2 * (10 * (24 + 6 + 3 + 2) + 2 * 9 + 3)
     by_rank = {report.rank: report for report in subject.megatron_run.reports}
     elements = {rank: {seen.name: seen.elements for seen in report.tensors} for rank, report in by_rank.items()}
-    # An expert's linear_fc1 is [2 x 64, 128], of which a rank holds half; a norm is whole everywhere.
-    assert elements[0]["decoder.layers.5.mlp.experts.experts.11.linear_fc1.weight"] == 64 * 128
+    # An expert's linear_fc1 is [2 x 96, 128], of which a rank holds half; a norm is whole everywhere.
+    assert elements[0]["decoder.layers.5.mlp.experts.experts.11.linear_fc1.weight"] == 96 * 128
     assert elements[3]["decoder.layers.11.pre_mlp_layernorm.weight"] == 128
-    # The padded vocabulary has 512 rows: rank 0 holds 256 real ones, rank 1 the other 64.
-    assert [elements[rank]["embedding.word_embeddings.weight"] for rank in (0, 1)] == [256 * 128, 64 * 128]
+    # The padded vocabulary has 512 rows: rank 0 holds 256 real ones, rank 1 the other 96.
+    assert [elements[rank]["embedding.word_embeddings.weight"] for rank in (0, 1)] == [256 * 128, 96 * 128]
 
 
 @needs_megatron
@@ -124,7 +124,7 @@ def test_what_is_wrong_is_found(releases: Paths, copy_of: Paths, tmp_path: Path)
     assert unwritten.actual == "still as it was before the load"
     assert by_tensor.pop(("CK401", "decoder.layers.12.self_attention.linear_proj.weight")).actual == "no rank asks for it"
     changed = by_tensor.pop(("CK402", "decoder.layers.9.mlp.experts.experts.11.linear_fc2.weight"))
-    assert changed.actual.startswith("1 of 8192 elements differ in decoder.layers.9.mlp.experts.experts.11.linear_fc2.weight, by up to ")
+    assert changed.actual.startswith("1 of 12288 elements differ in decoder.layers.9.mlp.experts.experts.11.linear_fc2.weight, by up to ")
     assert {code for code, _ in by_tensor} == {"CK402"}
     assert all("decoder.layers.{4..5}." in str(tensor) for _, tensor in by_tensor)
     swapped = by_tensor["CK402", "decoder.layers.{4..5}.self_attention.linear_proj.weight"]
@@ -185,7 +185,7 @@ def test_a_rank_that_hangs_is_a_finding(converted: Paths, monkeypatch: pytest.Mo
         ("qwen2-tied", {"pp": 5}, "12 layers do not divide by --pp 5"),
         ("qwen2-tied", {"pp": 2, "vpp": 4}, "12 layers do not divide by --pp x --vpp 8"),
         ("qwen3_moe", {"ep": 8}, "12 experts do not divide by --ep 8"),
-        ("qwen3_moe", {"etp": 3}, "64 rows of an expert do not divide by --etp 3"),
+        ("qwen3_moe", {"etp": 5}, "96 rows of an expert do not divide by --etp 5"),
         ("qwen2-tied", {"ep": 2}, "--ep 2, but this model has no experts"),
     ],
 )

@@ -49,29 +49,29 @@ def at(rank: int, size: int, etp_rank: int = 0, etp: int = 1) -> Position:
 def test_gate_and_up_are_cut_apart() -> None:
     """Rank 1 of 2 holds the second half of the gate rows and the second half of the up rows, not the second half of all rows."""
     rule = RULES["decoder.layers.0.mlp.linear_fc1.weight"]
-    whole = torch.arange(384 * 128, dtype=torch.float32).reshape(384, 128)
-    right = torch.cat([whole[96:192], whole[288:384]])
+    whole = torch.arange(576 * 128, dtype=torch.float32).reshape(576, 128)
+    right = torch.cat([whole[144:288], whole[432:576]])
     assert compare("x", rule, whole, right, at(1, 2)).verdict == "equal"
-    assert compare("x", rule, whole, whole[192:], at(1, 2)).verdict == "differs"
+    assert compare("x", rule, whole, whole[288:], at(1, 2)).verdict == "differs"
     assert compare("x", rule, whole, right, at(0, 2)).verdict == "differs"
     assert compare("x", rule, whole, whole, at(1, 2)).verdict == "differs"
 
 
 def test_experts_follow_the_expert_tensor_parallel_size() -> None:
     rule = RULES["decoder.layers.5.mlp.experts.experts.3.linear_fc2.weight"]
-    whole = torch.arange(128 * 64, dtype=torch.float32).reshape(128, 64)
+    whole = torch.arange(128 * 96, dtype=torch.float32).reshape(128, 96)
     assert compare("x", rule, whole, whole, at(1, 2)).verdict == "equal"
-    assert compare("x", rule, whole, whole[:, 32:].contiguous(), at(0, 1, 1, 2)).verdict == "equal"
+    assert compare("x", rule, whole, whole[:, 48:].contiguous(), at(0, 1, 1, 2)).verdict == "equal"
 
 
 def test_padded_rows_of_the_vocabulary_do_not_count() -> None:
     rule = RULES["embedding.word_embeddings.weight"]
-    whole = torch.randn(320, 128)
-    padded = torch.cat([whole, torch.full((192, 128), 7.0)])
-    assert compare("x", rule, whole, padded[256:], at(1, 2)).elements == 64 * 128
+    whole = torch.randn(352, 128)
+    padded = torch.cat([whole, torch.full((160, 128), 7.0)])
+    assert compare("x", rule, whole, padded[256:], at(1, 2)).elements == 96 * 128
     assert compare("x", rule, whole, padded[256:], at(1, 2)).verdict == "equal"
     wrong = padded.clone()
-    wrong[319, 127] += 1
+    wrong[351, 127] += 1
     seen = compare("x", rule, whole, wrong[256:], at(1, 2))
     assert (seen.verdict, seen.differing, round(seen.largest, 3)) == ("differs", 1, 1.0)
 
@@ -110,4 +110,4 @@ def test_world_size(sizes: ParallelSizes, world: int) -> None:
 
 def test_defaults_are_those_of_megatron() -> None:
     assert [default_etp(2, 1), default_etp(2, 4)] == [2, 1]
-    assert [padded_vocab(320, 1), padded_vocab(320, 2), padded_vocab(151936, 1), padded_vocab(151552, 8)] == [384, 512, 151936, 151552]
+    assert [padded_vocab(352, 1), padded_vocab(352, 2), padded_vocab(151936, 1), padded_vocab(151552, 8)] == [384, 512, 151936, 151552]

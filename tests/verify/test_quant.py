@@ -128,7 +128,7 @@ def test_a_linear_that_is_not_packed(int4: Path, copy_of: Copy, only: Only, rele
 def test_a_module_that_ignore_covers_is_packed(int4: Path, copy_of: Copy, only: Only) -> None:
     path = copy_of(int4)
     config = json.loads((path / "config.json").read_text())
-    config["quantization_config"]["ignore"].append("re:.*layers\\.7\\.self_attn\\.o_proj$")
+    config["quantization_config"]["ignore"].append("re:.*layers\\.7\\.self_attn\\.o_proj(\\.weight)?$")
     (path / "config.json").write_text(json.dumps(config))
     finding = only(verify(path))
     assert (finding.code, finding.tensor) == ("CK302", "model.layers.7.self_attn.o_proj.weight_packed")
@@ -170,10 +170,10 @@ def test_a_scale_without_its_weight(int4: Path, copy_of: Copy, only: Only) -> No
 @pytest.mark.parametrize(
     ("part", "tensor", "expected", "actual"),
     [
-        ("weight_scale", torch.ones(128, 1, dtype=torch.bfloat16), "[128, 2]", "[128, 1] bfloat16"),
-        ("weight_packed", torch.ones(128, 9, dtype=torch.int32), "[128, 8]", "[128, 9] int32"),
+        ("weight_scale", torch.ones(128, 1, dtype=torch.bfloat16), "[128, 3]", "[128, 1] bfloat16"),
+        ("weight_packed", torch.ones(128, 9, dtype=torch.int32), "[128, 12]", "[128, 9] int32"),
         ("weight_shape", torch.tensor([128]), "[2]", "[1] int64"),
-        ("weight_shape", torch.tensor([128, 64, 1]), "[2]", "[3] int64"),
+        ("weight_shape", torch.tensor([128, 96, 1]), "[2]", "[3] int64"),
     ],
 )
 def test_parts_of_the_wrong_shape(part: str, tensor: torch.Tensor, expected: str, actual: str, int4: Path, copy_of: Copy) -> None:
@@ -208,7 +208,7 @@ def test_a_group_size_that_is_not_the_one_used(int4: Path, copy_of: Copy, codes:
     assert {finding.tensor for finding in report.findings} >= {"model.layers.{2..11}.mlp.experts.{0..11}.down_proj.weight_scale"}
 
 
-@pytest.mark.parametrize(("value", "said"), [(float("nan"), "NaN"), (float("inf"), "NaN or infinity"), (0.0, "1 of 256"), (-1.0, "1 of 256")])
+@pytest.mark.parametrize(("value", "said"), [(float("nan"), "NaN"), (float("inf"), "NaN or infinity"), (0.0, "1 of 384"), (-1.0, "1 of 384")])
 def test_a_scale_that_cannot_be(value: float, said: str, int4: Path, copy_of: Copy, releases: Make) -> None:
     path = copy_of(int4)
     scale = models.tensors(path)[f"{EXPERT}.weight_scale"]
@@ -221,9 +221,9 @@ def test_a_scale_that_cannot_be(value: float, said: str, int4: Path, copy_of: Co
 
 def test_a_weight_shape_that_lies(int4: Path, copy_of: Copy, only: Only) -> None:
     path = copy_of(int4)
-    models.edit(path, f"{EXPERT}.weight_shape", torch.tensor([128, 63]))
+    models.edit(path, f"{EXPERT}.weight_shape", torch.tensor([128, 95]))
     finding = only(verify(path))
-    assert (finding.code, finding.expected, finding.actual) == ("CK304", "[128, 64]", "[128, 63]")
+    assert (finding.code, finding.expected, finding.actual) == ("CK304", "[128, 96]", "[128, 95]")
 
 
 def change_scale(path: Path) -> None:
@@ -238,8 +238,8 @@ def change_nibble(path: Path) -> None:
 
 def reverse_nibbles(path: Path) -> None:
     found = models.tensors(path)
-    codes = unpack_from_int32(found[f"{EXPERT}.weight_packed"], 4, torch.Size((128, 64)))
-    awq = codes.reshape(128, 8, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].reshape(128, 64)
+    codes = unpack_from_int32(found[f"{EXPERT}.weight_packed"], 4, torch.Size((128, 96)))
+    awq = codes.reshape(128, 12, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].reshape(128, 96)
     models.edit(path, f"{EXPERT}.weight_packed", pack_to_int32(awq.contiguous(), 4))
 
 

@@ -26,26 +26,26 @@ L = "model.layers.4."
 @pytest.mark.parametrize(
     ("name", "slot"),
     [
-        # 6 heads and 2 key-value heads of 32; dense ffn 192, experts 64, one shared expert.
-        ("model.embed_tokens.weight", Slot("model.embed_tokens.weight", (slice(0, 320),))),
-        ("lm_head.weight", Slot("lm_head.weight", (slice(0, 320),))),
+        # 10 heads and 2 key-value heads of 32; dense ffn 288, experts 96, one shared expert.
+        ("model.embed_tokens.weight", Slot("model.embed_tokens.weight", (slice(0, 352),))),
+        ("lm_head.weight", Slot("lm_head.weight", (slice(0, 352),))),
         ("model.norm.weight", Slot("model.norm.weight")),
-        (L + "self_attn.q_proj.weight", Slot(L + "self_attn.qkv_proj.weight", (slice(0, 192),))),
-        (L + "self_attn.k_proj.weight", Slot(L + "self_attn.qkv_proj.weight", (slice(192, 256),))),
-        (L + "self_attn.v_proj.bias", Slot(L + "self_attn.qkv_proj.bias", (slice(256, 320),))),
-        (L + "self_attn.v_proj.weight_packed", Slot(L + "self_attn.qkv_proj.weight_packed", (slice(256, 320),))),
-        (L + "self_attn.k_proj.weight_zero_point", Slot(L + "self_attn.qkv_proj.weight_zero_point", (slice(24, 32),))),
+        (L + "self_attn.q_proj.weight", Slot(L + "self_attn.qkv_proj.weight", (slice(0, 320),))),
+        (L + "self_attn.k_proj.weight", Slot(L + "self_attn.qkv_proj.weight", (slice(320, 384),))),
+        (L + "self_attn.v_proj.bias", Slot(L + "self_attn.qkv_proj.bias", (slice(384, 448),))),
+        (L + "self_attn.v_proj.weight_packed", Slot(L + "self_attn.qkv_proj.weight_packed", (slice(384, 448),))),
+        (L + "self_attn.k_proj.weight_zero_point", Slot(L + "self_attn.qkv_proj.weight_zero_point", (slice(40, 48),))),
         (L + "self_attn.k_proj.weight_shape", Slot(L + "self_attn.qkv_proj.weight_shape", compared=False)),
         (L + "self_attn.o_proj.weight", Slot(L + "self_attn.o_proj.weight")),
-        (L + "mlp.gate_proj.weight", Slot(L + "mlp.gate_up_proj.weight", (slice(0, 192),))),
-        (L + "mlp.up_proj.weight_scale", Slot(L + "mlp.gate_up_proj.weight_scale", (slice(192, 384),))),
-        (L + "mlp.shared_experts.up_proj.weight", Slot(L + "mlp.shared_experts.gate_up_proj.weight", (slice(64, 128),))),
+        (L + "mlp.gate_proj.weight", Slot(L + "mlp.gate_up_proj.weight", (slice(0, 288),))),
+        (L + "mlp.up_proj.weight_scale", Slot(L + "mlp.gate_up_proj.weight_scale", (slice(288, 576),))),
+        (L + "mlp.shared_experts.up_proj.weight", Slot(L + "mlp.shared_experts.gate_up_proj.weight", (slice(96, 192),))),
         (L + "mlp.gate.weight", Slot(L + "mlp.gate.weight")),
         (L + "mlp.gate.e_score_correction_bias", Slot(L + "mlp.gate.e_score_correction_bias")),
-        (L + "mlp.experts.11.gate_proj.weight", Slot(L + "mlp.experts.w13_weight", (11, slice(0, 64)))),
-        (L + "mlp.experts.11.up_proj.weight", Slot(L + "mlp.experts.w13_weight", (11, slice(64, 128)))),
+        (L + "mlp.experts.11.gate_proj.weight", Slot(L + "mlp.experts.w13_weight", (11, slice(0, 96)))),
+        (L + "mlp.experts.11.up_proj.weight", Slot(L + "mlp.experts.w13_weight", (11, slice(96, 192)))),
         (L + "mlp.experts.2.down_proj.weight", Slot(L + "mlp.experts.w2_weight", (2,))),
-        (L + "mlp.experts.2.up_proj.weight_packed", Slot(L + "mlp.experts.w13_weight_packed", (2, slice(None), slice(64, 128)), True)),
+        (L + "mlp.experts.2.up_proj.weight_packed", Slot(L + "mlp.experts.w13_weight_packed", (2, slice(None), slice(96, 192)), True)),
         (L + "mlp.experts.2.down_proj.weight_scale", Slot(L + "mlp.experts.w2_weight_scale", (2,), True)),
         (L + "mlp.experts.2.up_proj.weight_shape", Slot(L + "mlp.experts.w13_weight_shape", (2,), compared=False)),
     ],
@@ -58,7 +58,7 @@ def test_a_packed_shared_expert_is_one_more_routed_expert() -> None:
     packed = [L + "mlp.experts.0.up_proj.weight_packed", L + "mlp.shared_experts.up_proj.weight_packed"]
     assert fuses_shared(packed)
     assert not fuses_shared([packed[0], L + "mlp.shared_experts.up_proj.weight"])
-    expected = Slot(L + "mlp.experts.w13_weight_packed", (12, slice(None), slice(64, 128)), True)
+    expected = Slot(L + "mlp.experts.w13_weight_packed", (12, slice(None), slice(96, 192)), True)
     assert slot_of(packed[1], DIMS, fused_shared=True) == expected
 
 

@@ -1,0 +1,71 @@
+"""How paths are understood: relative ones, `--hf`, files with Megatron's names in an HF directory, and what a launch makes of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptkit.errors import CkptkitError
+from verify.check_megatron import _never_asked_for
+from verify.megatron_job import RankReport
+from verify.preflight import preflight
+from verify.report import Finding, Report
+from verify.run import verify
+from verify.subject import Subject
+
+Make = Callable[..., Path]
+Copy = Callable[[Path], Path]
+Only = Callable[[Report], Finding]
+
+
+@pytest.mark.parametrize(("inside", "path"), [("release", "."), ("hf", "../release"), ("hf", "../hf/../release"), (".", "release")])
+def test_the_config_beside_an_iteration_is_found_from_anywhere(inside: str, path: str, converted: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(converted("qwen2-tied") / inside)
+    report = verify(path)
+    assert report.findings == []
+    assert {check.status for check in report.checks} == {"passed"}
+
+
+def test_the_directory_above_the_working_one(converted: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(converted("qwen2-tied") / "hf")
+    subject = Subject(Path(".."), source_path=Path("."), hf_path=Path("../hf"))
+    assert [subject.path, subject.source_path, subject.hf_path] == [converted("qwen2-tied"), *[converted("qwen2-tied") / "hf"] * 2]
+
+
+@pytest.mark.parametrize("kind", ["megatron", "hf"])
+def test_hf_without_a_config_is_bad_input(kind: str, releases: Make, converted: Make, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match=r"config\.json"):
+        verify(converted("qwen2-tied") if kind == "megatron" else releases("qwen2-tied"), hf=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "common.pt"])
+def test_an_hf_directory_with_a_file_that_megatron_has_too(name: str, releases: Make, copy_of: Copy) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    (path / name).write_text("{}")
+    assert Subject(path).kind == "hf"
+    assert verify(path).findings == []
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "common.pt"])
+def test_such_a_file_alone_is_what_is_left_of_a_megatron_directory(name: str, converted: Make, copy_of: Copy) -> None:
+    path = copy_of(converted("qwen2-tied") / "release")
+    for file in path.iterdir():
+        if file.name != name:
+            os.remove(file)
+    assert Subject(path).kind == "megatron"
+
+
+@pytest.mark.parametrize(("inside", "said"), [(".", "a Megatron checkpoint"), ("release", "a Megatron checkpoint")])
+def test_an_engine_without_an_hf_directory_cannot_start(inside: str, said: str, converted: Make) -> None:
+    path = converted("qwen2-tied") / inside
+    lines = preflight(hf_checkpoint=path).facts["what would be loaded"]
+    assert lines == [f"rollout engine cannot start: --hf-checkpoint {path} is no HF directory: {said}"]
+
+
+def test_what_training_saves_beside_weights_is_not_missed(converted: Make) -> None:
+    beside = ["chained_0.optimizer.state.exp_avg.decoder.x", "optimizer.state.fp32_param.x", "rng_state/shard_0_2", "decoder.layers.0.x._extra_state/shard_0_1"]
+    report = RankReport(0, "0", 1, 1, 1, ((0,),), 1, (*beside, "decoder.layers.12.mlp.linear_fc2.weight"), (), (), ())
+    assert [finding.tensor for finding in _never_asked_for([report])] == ["decoder.layers.12.mlp.linear_fc2.weight"]

@@ -1,0 +1,155 @@
+"""CK302 and CK202: a `quantization_config` that does not describe packed weights, or that readers take differently, is an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.api import quantize
+from quant.scheme import QuantScheme
+from verify.report import Finding, Report
+from verify.run import verify
+
+Make = Callable[..., Path]
+Only = Callable[[Report], Finding]
+
+
+@pytest.fixture(scope="module")
+def int4(releases: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """qwen2-untied in INT4, group size 32. Each test sets the config that it needs."""
+    path = tmp_path_factory.mktemp("int4") / "qwen2"
+    quantize(releases("qwen2-untied"), path, QuantScheme(32, "qmax7"))
+    return path
+
+
+@pytest.fixture
+def with_config(int4: Path) -> Any:
+    """`with_config(change)`: the checkpoint with a quantization_config that was changed in place, or replaced by what `change` returns."""
+    before = (int4 / "config.json").read_text()
+
+    def changed(change: Callable[[dict[str, Any]], Any]) -> Path:
+        config = json.loads(before)
+        returned = change(config["quantization_config"])
+        if not isinstance(returned, Unchanged):
+            config["quantization_config"] = returned
+        (int4 / "config.json").write_text(json.dumps(config))
+        return int4
+
+    yield changed
+    (int4 / "config.json").write_text(before)
+
+
+class Unchanged:
+    """What a change returns that worked in place."""
+
+
+def set_in(*keys: str, value: Any) -> Callable[[dict[str, Any]], Any]:
+    def change(content: dict[str, Any]) -> Any:
+        for key in keys[:-1]:
+            content = content[key]
+        content[keys[-1]] = value
+        return Unchanged()
+
+    return change
+
+
+WEIGHTS = ("config_groups", "group_0", "weights")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        [],
+        "int4",
+        False,
+        {"quant_method": "fp8"},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"W4A16": ["Linear"]}},
+    ],
+)
+def test_a_config_that_describes_no_packed_weights(value: Any, with_config: Any, only: Only) -> None:
+    finding = only(verify(with_config(lambda _: value)))
+    assert (finding.code, finding.severity) == ("CK302", "error")
+    assert finding.expected == "a quantization_config that describes the packed weights"
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("config_groups",), {}),
+        (("config_groups",), []),
+        (WEIGHTS, None),
+        ((*WEIGHTS, "type"), "float"),
+        ((*WEIGHTS, "num_bits"), "four"),
+        ((*WEIGHTS, "strategy"), "channel"),
+        (("quant_method",), "gptq"),
+        (("quant_method",), None),
+        (("format",), None),
+        (("format",), "float-quantized"),
+        (("config_groups", "group_0", "targets"), []),
+        (("config_groups", "group_0", "input_activations"), {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}),
+        (("kv_cache_scheme",), {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}),
+        (("ignore",), 7),
+        (("ignore",), ["lm_head", "re:(["]),
+    ],
+)
+def test_a_scheme_that_readers_refuse(keys: tuple[str, ...], value: Any, with_config: Any) -> None:
+    report = verify(with_config(set_in(*keys, value=value)))
+    said = [(finding.code, finding.expected) for finding in report.findings if finding.severity == "error"]
+    assert ("CK302", "a quantization_config that describes the packed weights") in said
+    assert {code for code, _ in said} <= {"CK302", "CK303"}
+
+
+def test_null_is_no_quantization(with_config: Any, releases: Make, copy_of: Callable[[Path], Path]) -> None:
+    assert {finding.code for finding in verify(with_config(lambda _: None)).findings} == {"CK104"}
+    plain = copy_of(releases("qwen2-tied"))
+    config = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    assert verify(plain).findings == []
+
+
+def test_an_asymmetric_scheme_is_not_judged(with_config: Any) -> None:
+    report = verify(with_config(set_in(*WEIGHTS, "symmetric", value=False)))
+    # Its zero points are missing, which CK104 says.
+    assert {(finding.code, (finding.tensor or "").rpartition(".")[2]) for finding in report.findings} == {("CK104", "weight_zero_point")}
+    result = next(check for check in report.checks if check.code == "CK302")
+    assert (result.status, "symmetric is False" in (result.reason or "")) == ("skipped", True)
+
+
+def test_packed_weights_that_cannot_be_dequantized_are_not_the_sources(with_config: Any, releases: Make) -> None:
+    path = with_config(set_in(*WEIGHTS, "type", value="float"))
+    found = [finding for finding in verify(path, source=releases("qwen2-untied")).findings if finding.code == "CK202"]
+    assert {finding.tensor for finding in found} >= {"model.layers.{0..11}.self_attn.o_proj.weight", "model.layers.{0..11}.self_attn.o_proj.weight_packed"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "readers"),
+    [
+        # SGLang takes a plain entry for a part of the name, compressed-tensors for the whole name.
+        ("o_proj", ["SGLang 0.5.16"]),
+        # slime takes any prefix of a parameter's name, the others none.
+        ("model.layers.3.self_attn.o_pr", ["SGLang 0.5.16", "slime"]),
+    ],
+)
+def test_an_ignore_list_that_engines_read_differently(entry: str, readers: list[str], with_config: Any, only: Only) -> None:
+    def change(content: dict[str, Any]) -> Any:
+        content["ignore"].append(entry)
+        return Unchanged()
+
+    finding = only(verify(with_config(change)))
+    assert (finding.code, finding.severity) == ("CK302", "error")
+    assert finding.expected == "an ignore list that every reader takes alike"
+    assert all(reader in finding.actual for reader in readers)
+    assert entry in finding.hint
+
+
+def test_a_list_that_only_slime_reads_differently_is_a_warning(with_config: Any, only: Only) -> None:
+    # As llm-compressor writes it: embeddings are no Linear, so engines need no entry; slime packs what no entry names.
+    report = verify(with_config(set_in("ignore", value=["lm_head"])))
+    finding = only(report)
+    assert (finding.code, finding.severity, report.status) == ("CK302", "warning", "passed")
+    assert "slime would pack model.embed_tokens.weight" in finding.actual
