@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import Metadata
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
 from ckptkit.specs import TensorSpec
@@ -84,6 +86,15 @@ def edit(path: Path, name: str, tensor: torch.Tensor | None) -> None:
             save_file(content | ({name: tensor} if tensor is not None else {}), file, metadata={"format": "pt"})
             return
     raise KeyError(name)
+
+
+def edit_metadata(path: Path, change: Callable[[Metadata], None]) -> None:
+    """Rewrites the `.metadata` of a torch_dist directory after `change`."""
+    with (path / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    change(metadata)
+    with (path / ".metadata").open("wb") as file:
+        pickle.dump(metadata, file)
 
 
 class InMemory:

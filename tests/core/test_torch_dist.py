@@ -91,15 +91,6 @@ def test_fp32_router_bias_stays_fp32(releases: Callable[[str], Path], converted:
     assert found.unique().numel() == 12
 
 
-def edit_metadata(path: Path, change: Callable[[Metadata], None]) -> None:
-    """Rewrites `.metadata` after `change`."""
-    with (path / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
-    change(metadata)
-    with (path / ".metadata").open("wb") as file:
-        pickle.dump(metadata, file)
-
-
 def drop_chunk(metadata: Metadata) -> None:
     metadata.state_dict_metadata["decoder.layers.3.mlp.experts.experts.linear_fc2.weight"].chunks.pop()  # type: ignore[union-attr]
 
@@ -140,7 +131,7 @@ def escape(metadata: Metadata) -> None:
 )
 def test_incomplete_metadata_is_refused(converted: Converted, tmp_path: Path, change: Callable[[Metadata], None], message: str) -> None:
     path = Path(shutil.copytree(converted("qwen3_moe") / "release", tmp_path / "release"))
-    edit_metadata(path, change)
+    models.edit_metadata(path, change)
     with pytest.raises(CkptkitError, match=message):
         TorchDistCheckpoint(path)
 
@@ -157,7 +148,7 @@ def test_optimizer_state_is_left_out(converted: Converted, tmp_path: Path, prefi
         metadata.storage_data[replace(index, fqn=key)] = metadata.storage_data[index]
 
     before = TorchDistCheckpoint(path).specs
-    edit_metadata(path, add)
+    models.edit_metadata(path, add)
     assert TorchDistCheckpoint(path).specs == before
 
 

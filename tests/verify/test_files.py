@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -341,14 +340,6 @@ def test_a_router_bias_in_bf16_is_a_warning_without_a_source(releases: Make, cop
 # Megatron
 
 
-def edit_metadata(path: Path, change: Callable[[Metadata], None]) -> None:
-    with (path / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
-    change(metadata)
-    with (path / ".metadata").open("wb") as file:
-        pickle.dump(metadata, file)
-
-
 @pytest.mark.parametrize("text", ["iter_one", "7", ""])
 def test_a_tracker_that_names_nothing(text: str, converted: Make, copy_of: Copy, only: Only) -> None:
     path = copy_of(converted("qwen2-tied"))
@@ -409,7 +400,7 @@ def test_entries_that_share_bytes(converted: Make, copy_of: Copy, only: Only) ->
         info = next(info for index, info in metadata.storage_data.items() if index.fqn == "decoder.layers.4.mlp.linear_fc1.weight")
         info.offset -= 10
 
-    edit_metadata(path / "release", change)
+    models.edit_metadata(path / "release", change)
     assert only(verify(path)).code == "CK112"
 
 
@@ -431,7 +422,7 @@ def test_chunks_that_leave_a_hole(offset: int, size: int, converted: Make, copy_
         old = next(index for index in metadata.storage_data if index.fqn == key)
         metadata.storage_data[type(old)(key, chunk.offsets, 0)] = metadata.storage_data.pop(old)
 
-    edit_metadata(path / "release", change)
+    models.edit_metadata(path / "release", change)
     finding = only(verify(path))
     assert (finding.code, finding.tensor) == ("CK113", key)
     assert "elements are in no chunk" in finding.actual
@@ -440,7 +431,7 @@ def test_chunks_that_leave_a_hole(offset: int, size: int, converted: Make, copy_
 def test_an_expert_that_no_chunk_holds(converted: Make, copy_of: Copy, only: Only) -> None:
     path = copy_of(converted("glm4_moe"))
     key = "decoder.layers.2.mlp.experts.experts.linear_fc2.weight"
-    edit_metadata(path / "release", lambda metadata: metadata.state_dict_metadata[key].chunks.pop(5))
+    models.edit_metadata(path / "release", lambda metadata: metadata.state_dict_metadata[key].chunks.pop(5))
     finding = only(verify(path))
     assert (finding.code, finding.tensor) == ("CK113", key)
     assert finding.actual.startswith(f"{128 * 96} of")
@@ -448,7 +439,7 @@ def test_an_expert_that_no_chunk_holds(converted: Make, copy_of: Copy, only: Onl
 
 def test_a_key_that_metadata_lost(converted: Make, copy_of: Copy, only: Only) -> None:
     path = copy_of(converted("glm4_moe"))
-    edit_metadata(path / "release", lambda metadata: metadata.state_dict_metadata.pop("decoder.layers.3.mlp.router.expert_bias"))
+    models.edit_metadata(path / "release", lambda metadata: metadata.state_dict_metadata.pop("decoder.layers.3.mlp.router.expert_bias"))
     finding = only(verify(path))
     assert (finding.code, finding.tensor) == ("CK104", "decoder.layers.3.mlp.router.expert_bias")
     assert "config.json promises" in finding.expected

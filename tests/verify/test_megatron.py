@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,15 +28,6 @@ def judge(subject: Subject) -> tuple[list[Finding], dict[str, Tally]]:
     """All findings of the three checks, from one launch, and what each compared."""
     tallies = {code: Tally() for code in CHECKS}
     return [finding for code, check in CHECKS.items() for finding in check(subject, tallies[code])], tallies
-
-
-def edit_metadata(path: Path, change: Callable[[Metadata], None]) -> None:
-    """Rewrites `.metadata` after `change`."""
-    with (path / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
-    change(metadata)
-    with (path / ".metadata").open("wb") as file:
-        pickle.dump(metadata, file)
 
 
 def entries(metadata: Metadata, key: str) -> dict[MetadataIndex, object]:
@@ -115,7 +105,7 @@ def test_what_is_wrong_is_found(releases: Paths, copy_of: Paths, tmp_path: Path)
         ]
         remove(metadata, "decoder.layers.7.mlp.router.expert_bias")
 
-    edit_metadata(tmp_path / "broken" / "release", break_it)
+    models.edit_metadata(tmp_path / "broken" / "release", break_it)
     findings, _ = judge(Subject(tmp_path / "broken", releases("glm4_moe")))
     by_tensor = {(finding.code, finding.tensor): finding for finding in findings}
     absent = by_tensor.pop(("CK401", "decoder.layers.7.mlp.router.expert_bias"))
@@ -142,7 +132,7 @@ def test_second_half_of_the_layers_repeating_the_first(converted: Paths, release
             if int(layer) >= 6:
                 point(metadata, key, f"decoder.layers.{int(layer) - 6}.{rest}")
 
-    edit_metadata(broken / "release", repeat)
+    models.edit_metadata(broken / "release", repeat)
     findings, tallies = judge(Subject(broken, releases("qwen2-untied"), pp=2))
     assert {finding.code for finding in findings} == {"CK402"}
     assert {finding.tensor for finding in findings} >= {"decoder.layers.{6..11}.self_attention.linear_qkv.weight"}
@@ -161,7 +151,7 @@ def test_a_rank_that_crashes_is_a_finding(converted: Paths, copy_of: Paths) -> N
         chunk = metadata.state_dict_metadata["decoder.layers.3.mlp.linear_fc2.weight"].chunks[0]  # type: ignore[union-attr]
         chunk.sizes = torch.Size([128, 200])
 
-    edit_metadata(broken / "release", other_shape)
+    models.edit_metadata(broken / "release", other_shape)
     subject = Subject(broken)
     (finding,) = strict_load(subject, Tally())
     assert (finding.code, finding.rank) == ("CK401", "rank 0")
