@@ -185,8 +185,6 @@ def inspect(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
     elif isinstance(checkpoint, TorchDistCheckpoint):
         facts["iteration"] = location.path.name
         facts["args"] = _selected(checkpoint.args, lambda value: isinstance(value, (int, float, str, list)))
-    by_shape = Counter((spec.shape, spec.dtype) for spec in specs.values())
-    facts["distinct shapes"] = len(by_shape)
     facts["names"] = [f"{name} {_shape_of(name, checkpoint)}" for name in fold(specs)]
     return facts
 

@@ -242,12 +242,15 @@ def main() -> None:
     except CkptkitError as error:
         _fail(error, debug)
         sys.exit(2)
+    except OSError as error:
+        _fail(CkptkitError(str(error), "check the path and its permissions") if not debug else error, debug)
+        sys.exit(2)
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted; nothing was left behind", err=True)
         sys.exit(130)
 
 
-def _fail(error: CkptkitError, debug: bool) -> None:
+def _fail(error: Exception, debug: bool) -> None:
     if debug:
         traceback.print_exception(error)
         return

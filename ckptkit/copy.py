@@ -56,7 +56,7 @@ def _replaceable(path: Path) -> bool:
     if not path.is_dir():
         return False
     marks = (TRACKER, ".metadata", "config.json", "ckptkit.json")
-    return path.name.endswith(".partial") or not any(path.iterdir()) or any((path / mark).exists() for mark in marks)
+    return not any(path.iterdir()) or any((path / mark).exists() for mark in marks)
 
 
 @contextmanager
@@ -70,6 +70,7 @@ def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
             shutil.rmtree(partial)
         partial.mkdir()
         yield partial
+        old = _replace(partial, path)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         hint = "free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the paths and their permissions"
@@ -77,19 +78,25 @@ def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _replace(partial, path)
+    if old is not None:
+        shutil.rmtree(old)
 
 
 def _partial(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def _replace(partial: Path, path: Path) -> None:
-    """Puts `partial` in the place of `path`; what was there is removed only when that is done."""
+def _replace(partial: Path, path: Path) -> Path | None:
+    """Puts `partial` in the place of `path`. Returns the directory that what was there has been moved into; on an error it is put back."""
     if not path.exists():
         os.rename(partial, path)
-        return
+        return None
     old = Path(tempfile.mkdtemp(prefix=f"{path.name}.old.", dir=path.parent))
     os.rename(path, old / path.name)
-    os.rename(partial, path)
-    shutil.rmtree(old)
+    try:
+        os.rename(partial, path)
+    except OSError:
+        os.rename(old / path.name, path)
+        old.rmdir()
+        raise
+    return old

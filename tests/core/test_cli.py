@@ -179,3 +179,17 @@ def test_progress_is_quiet_without_a_terminal(releases: Paths, tmp_path: Path) -
     done = ckptkit("convert", releases("qwen2-tied"), tmp_path / "out")
     assert done.stderr == ""
     shutil.rmtree(tmp_path / "out")
+
+
+def test_an_error_of_the_disk_is_a_message_and_a_traceback_only_with_debug(releases: Paths) -> None:
+    broken = (
+        "import ckptkit.safetensors_io as s; from pathlib import Path\n"
+        "def stop(*a): raise OSError(5, 'Input/output error', 'x.safetensors')\n"
+        "s.HfCheckpoint.__init__ = stop; from ckptkit.cli import main; main()"
+    )
+    for debug in ([], ["--debug"]):
+        words = [sys.executable, "-c", broken, *debug, "inspect", str(releases("qwen2-tied"))]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "Input/output error: 'x.safetensors'" in done.stderr
+        assert ("Traceback" in done.stderr) == bool(debug)

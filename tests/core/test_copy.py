@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -90,3 +92,27 @@ def test_a_neighbour_with_a_similar_name_is_left_alone(tmp_path: Path) -> None:
         pass
     assert (tmp_path / "out.old/config.json").read_text() == "out.old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.old"]
+
+
+def test_what_was_there_is_put_back_when_the_last_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/config.json").write_text("old")
+    rename = os.rename
+
+    def fail(source: Path, target: Path) -> None:
+        if Path(source).name == "out.partial":
+            raise OSError(errno.EIO, "Input/output error", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(CkptkitError, match="Input/output error"), new_directory(tmp_path / "out", overwrite=True):
+        pass
+    assert (tmp_path / "out/config.json").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_partial_that_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/thesis.txt").write_text("x")
+    with pytest.raises(CkptkitError, match="out.partial is no checkpoint"):
+        check_destination(tmp_path / "out", True)
