@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,19 +16,22 @@ from ckptkit.checkpoint import Checkpoint
 from ckptkit.copy import check_destination, copy, new_directory
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import Location, locate
+from ckptkit.join import Joined
 from ckptkit.open import open_checkpoint
-from ckptkit.safetensors_io import HfCheckpoint, SafetensorsWriter, cut_shards
-from ckptkit.sidefiles import copy_side_files, is_quantized, layout_for, main_dtype, reference_layout, write_config, write_manifest
+from ckptkit.safetensors_io import INDEX, SINGLE, HfCheckpoint, SafetensorsWriter, cut_shards
+from ckptkit.sidefiles import MANIFEST, copy_side_files, is_quantized, layout_for, main_dtype, reference_layout, write_config, write_manifest
 from ckptkit.specs import fold
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
 from ckptkit.torch_dist_writer import TorchDistWriter
-from converters.dims import megatron_args
+from converters.arguments import megatron_args
 from converters.experts import is_fused, unfuse
-from converters.planner import dims_of, to_hf, to_megatron
+from converters.planner import DIALECTS, MCORE, carried, dims_of, to_hf, to_megatron
+from converters.registry import family_of
 
 if TYPE_CHECKING:
     from quant.scheme import QuantScheme
 
+CARRIED = "carried"
 DTYPES: dict[str, torch.dtype | None] = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -50,6 +54,7 @@ def convert(
     *,
     hf: str | Path | None = None,
     dtype: str = "auto",
+    dialect: str | None = None,
     quantize: QuantScheme | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -57,7 +62,8 @@ def convert(
     """HF directory -> Megatron torch_dist, or a Megatron root, `release/` or `iter_*/` -> HF directory.
 
     `hf` names the HF directory that gives config, tokenizer and shard layout on the way back; without it, what was stored
-    on the way there is used. `quantize` (only on the way back) writes INT4 in the same pass. Raises CkptkitError for
+    on the way there is used. `dialect` names Megatron's tensors: "mcore" (the default) as megatron-core does, "slime" as
+    slime's own modules do; on the way back it is told from the names. `quantize` (only on the way back) writes INT4 in the same pass. Raises CkptkitError for
     anything wrong with the input; then nothing is left at `dst`.
     """
     location = locate(src)
@@ -70,7 +76,11 @@ def convert(
             raise CkptkitError("--hf is for the way back, from Megatron to HF", "leave it out: the source brings its own config")
         if quantize:
             raise CkptkitError("Megatron holds no INT4 weights", "`ckptkit quantize` makes an INT4 HF checkpoint from an HF one")
-        return _hf_to_megatron(location, destination, DTYPES[dtype], overwrite, dry_run)
+        if (dialect or MCORE) not in DIALECTS:
+            raise CkptkitError(f"unknown dialect {dialect!r}", f"choose one of {', '.join(DIALECTS)}")
+        return _hf_to_megatron(location, destination, DTYPES[dtype], dialect or MCORE, overwrite, dry_run)
+    if dialect:
+        raise CkptkitError("--dialect is for the way to Megatron", "leave it out: on the way back the names tell it")
     return _megatron_to_hf(location, destination, hf, DTYPES[dtype], quantize, overwrite, dry_run)
 
 
@@ -98,23 +108,27 @@ def _viewed(source: HfCheckpoint, where: str) -> Checkpoint:
     return View(source, unfuse(source.specs, source.config, where))
 
 
-def _hf_to_megatron(location: Location, destination: Path, dtype: torch.dtype | None, overwrite: bool, dry_run: bool) -> Written:
+def _hf_to_megatron(location: Location, destination: Path, dtype: torch.dtype | None, dialect: str, overwrite: bool, dry_run: bool) -> Written:
     source = HfCheckpoint(location.path)
-    view = to_megatron(source, str(location.path), dtype)
-    if scaling := dims_of(source.config).rope_scaling:
-        raise CkptkitError(
-            f"{location.path}: rope scaling {scaling['rope_type']!r} is not supported yet",
-            "the arguments stored for Megatron could not say it, and training would run another model",
-        )
+    view = to_megatron(source, str(location.path), dtype, dialect)
+    args = megatron_args(dims_of(source.config)) | _dtype_args(view)
     if not dry_run:
         with new_directory(destination, overwrite) as partial:
             (partial / "hf").mkdir()
             copy_side_files(location.path, partial / "hf")
             write_config(partial / "hf", source.config, view.specs)
             write_manifest(partial, sys.argv, location.path, source.layout)
-            args = megatron_args(dims_of(source.config)) | _dtype_args(view)
+            if untouched := carried(source, str(location.path)):
+                _write_carried(untouched, partial / CARRIED)
             copy(view, TorchDistWriter(partial, view.specs, args), "HF -> Megatron")
     return _written(location.path, destination, "megatron", view, source.layout)
+
+
+def _write_carried(view: Checkpoint, target: Path) -> None:
+    """An HF directory with the tensors that Megatron does not hold."""
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(dict(view.config), indent=2) + "\n")
+    copy(view, SafetensorsWriter(target, view.specs, cut_shards(view.specs)), "carrying along")
 
 
 def _dtype_args(view: Checkpoint) -> dict[str, Any]:
@@ -132,11 +146,22 @@ def _megatron_to_hf(
     dry_run: bool,
 ) -> Written:
     source = TorchDistCheckpoint(location.path, hf=hf)
-    layout = reference_layout(source.hf_path, location.root / "ckptkit.json")
-    fused = layout is not None and is_fused(name for names in layout.values() for name in names)
-    view = to_hf(source, str(location.path), fused=fused and scheme is None, dtype=dtype)
+    layout = reference_layout(source.hf_path, location.root / MANIFEST)
+    release = {name for names in (layout or {}).values() for name in names}
+    fused = is_fused(release)
+    view: Checkpoint = to_hf(source, str(location.path), fused=fused and scheme is None, dtype=dtype, release=release)
+    if untouched := _carried_beside(source, location.root):
+        view = Joined(view, untouched)
     usable = layout if layout is not None and not (fused and scheme) else cut_shards(view.specs)
     return _write_hf(view, usable, source.hf_path, destination, scheme, overwrite, dry_run)
+
+
+def _carried_beside(source: TorchDistCheckpoint, root: Path) -> Checkpoint | None:
+    """Tensors that Megatron does not hold, from the HF directory where it has weights, else from beside the Megatron ones."""
+    for path in (source.hf_path, root / CARRIED):
+        if family_of(source.config).carried and ((path / INDEX).exists() or (path / SINGLE).exists()):
+            return carried(HfCheckpoint(path), str(path))
+    return None
 
 
 def _write_hf(

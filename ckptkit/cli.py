@@ -60,6 +60,7 @@ def cli(debug: bool) -> None:
 @click.argument("dst", type=click.Path(path_type=Path))
 @click.option("--hf", type=click.Path(path_type=Path), help="HF directory that gives config, tokenizer and shard layout on the way back.")
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "bfloat16", "float16", "float32"]))
+@click.option("--dialect", type=click.Choice(["mcore", "slime"]), help="Names of Megatron's tensors: megatron-core's own (the default) or slime's modules.")
 @click.option("--quantize", "quantization", type=click.Choice(["w4a16"]), help="Megatron -> INT4 HF in one pass.")
 @_int4
 @_overwrite
@@ -70,6 +71,7 @@ def convert(
     dst: Path,
     hf: Path | None,
     dtype: str,
+    dialect: str | None,
     quantization: str | None,
     group_size: str,
     grid: str,
@@ -82,7 +84,7 @@ def convert(
     from ckptkit.api import convert as run
 
     scheme = _scheme(group_size, grid, ignore) if quantization else None
-    _print_written(run(src, dst, hf=hf, dtype=dtype, quantize=scheme, overwrite=overwrite, dry_run=dry_run), dry_run, as_json)
+    _print_written(run(src, dst, hf=hf, dtype=dtype, dialect=dialect, quantize=scheme, overwrite=overwrite, dry_run=dry_run), dry_run, as_json)
 
 
 @cli.command()

@@ -74,7 +74,7 @@ class View:
     """A plan over a checkpoint, computed lazily: itself a Checkpoint."""
 
     def __init__(self, source: Checkpoint, plan: Plan) -> None:
-        self._source = source
+        self.source = source
         self._plan = plan
         self._step_of = {spec.name: step for step in plan.steps for spec in step.outputs}
         self._specs = {spec.name: spec for step in plan.steps for spec in step.outputs}
@@ -90,8 +90,8 @@ class View:
     @cached_property
     def groups(self) -> Sequence[tuple[str, ...]]:
         """Outputs of all steps that share a source group, in the source's reading order."""
-        group_of = {name: index for index, names in enumerate(self._source.groups) for name in names}
-        merged = _Components(len(self._source.groups))
+        group_of = {name: index for index, names in enumerate(self.source.groups) for name in names}
+        merged = _Components(len(self.source.groups))
         for step in self._plan.steps:
             merged.join([group_of[name] for name in step.inputs])
         outputs: dict[int, list[str]] = {}
@@ -102,7 +102,7 @@ class View:
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         steps = {id(step): step for step in (self._step_of[name] for name in names)}.values()
-        inputs = self._source.read(list(dict.fromkeys(name for step in steps for name in step.inputs)))
+        inputs = self.source.read(list(dict.fromkeys(name for step in steps for name in step.inputs)))
         wanted = set(names)
         found: dict[str, Tensor] = {}
         for step in steps:

@@ -7,10 +7,13 @@ for all experts, expert axis first), `gpt_layer_specs.py` (norm names of the loc
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 _EXPERT = re.compile(r"(.*\.experts\.experts)\.(\d+)\.(.+)")
-_MOE_NORM = re.compile(r"(decoder\.layers\.(?:\d+\.)?)(pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight)")
+_LAYER = re.compile(r"(decoder\.layers\.(?:\d+\.)?|mtp\.layers\.\d+\.transformer_layer\.)(.+)")
+# Norms by two names: that of the Transformer Engine spec (which fuses a norm into the linear layer after it), that of the local spec.
+_MLP_NORM, _MOE_NORM = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
+_LATENT_NORMS = tuple((f"self_attention.linear_{part}_up_proj.layer_norm_weight", f"self_attention.{part}_layernorm.weight") for part in ("q", "kv"))
 _NO_EXTRA_STATE = ("embedding.word_embeddings", "output_layer", ".router")
 
 
@@ -21,13 +24,34 @@ def disk_key(name: str) -> tuple[str, int | None]:
     return name, None
 
 
-def norm_alias(name: str, names: Iterable[str] | set[str]) -> str | None:
-    """The other name of an MoE layer's norm: Transformer Engine asks for one, the local spec for the other."""
-    match = _MOE_NORM.fullmatch(name)
-    if not match or f"{match[1]}mlp.linear_fc1.weight" in names:
+def _norm_names(name: str, names: Container[str]) -> tuple[str, str] | None:
+    """Both names of a norm, Transformer Engine's first; None for what is no norm, or one that goes by one name.
+
+    `names` are those of the model or checkpoint: they tell which kind of layer this is.
+    """
+    match = _LAYER.fullmatch(name)
+    if not match:
         return None
-    other = {"pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight"}
-    return match[1] + other[match[2]]
+    layer, rest = match.groups()
+    routed = f"{layer}mlp.router.weight" in names
+    # Only of layers without latent attention does the local spec save the norm before routed experts as one of linear_fc1.
+    if f"{layer}self_attention.linear_kv_up_proj.weight" in names:
+        pairs = _LATENT_NORMS if routed else (*_LATENT_NORMS, (_MLP_NORM, _MOE_NORM))
+    else:
+        pairs = ((_MOE_NORM, _MLP_NORM),) if routed else ()
+    return next(((layer + engine, layer + local) for engine, local in pairs if rest in (engine, local)), None)
+
+
+def norm_alias(name: str, names: Container[str]) -> str | None:
+    """The other name of a norm that goes by two, among those of the model or checkpoint; None when it has no other."""
+    pair = _norm_names(name, names)
+    return pair and pair[pair.index(name) - 1]
+
+
+def engine_name(name: str, names: Container[str]) -> str:
+    """The name that Transformer Engine's spec has for a tensor, given under that name or the local spec's."""
+    pair = _norm_names(name, names)
+    return pair[0] if pair else name
 
 
 def extra_states(names: Iterable[str], experts: int) -> Iterator[str]:
@@ -38,8 +62,8 @@ def extra_states(names: Iterable[str], experts: int) -> Iterator[str]:
         module, _, leaf = key.rpartition(".")
         if leaf == "weight" and not module.endswith(_NO_EXTRA_STATE):
             modules[module] = expert is not None
-        if module.endswith(".self_attention.linear_qkv"):
-            modules[module.removesuffix("linear_qkv") + "core_attention"] = False
+        if module.endswith(".self_attention.linear_proj"):
+            modules[module.removesuffix("linear_proj") + "core_attention"] = False
     for module, per_expert in modules.items():
         for index in range(experts if per_expert else 1):
             yield f"{module}._extra_state/shard_{index}_{experts if per_expert else 1}"

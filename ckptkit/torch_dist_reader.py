@@ -25,7 +25,7 @@ from ckptkit.blob import Blob
 from ckptkit.errors import CkptkitError
 from ckptkit.safetensors_io import read_json
 from ckptkit.specs import TensorSpec
-from ckptkit.torch_dist_names import norm_alias
+from ckptkit.torch_dist_names import engine_name
 
 Shape = tuple[int, ...]
 
@@ -190,13 +190,11 @@ class TorchDistCheckpoint:
     def _name_parts(self) -> Iterator[tuple[str, _Part]]:
         weights = {key: stored for key, stored in self.metadata.tensors.items() if not NOT_WEIGHTS.fullmatch(key)}
         for key, stored in weights.items():
-            alias = norm_alias(key, weights)
-            if alias and key.endswith("mlp.linear_fc1.layer_norm_weight"):
-                if alias in weights:
-                    self._check_alias(stored, weights[alias])
-                    continue
-                key = alias
-            yield from _unstack(key, stored)
+            name = engine_name(key, weights)
+            if name != key and name in weights:
+                self._check_alias(stored, weights[name])
+                continue
+            yield from _unstack(name, stored)
 
     def _check_alias(self, stored: StoredTensor, alias: StoredTensor) -> None:
         if [chunk.blob for chunk in stored.chunks] != [chunk.blob for chunk in alias.chunks]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError
-from ckptkit.plan import Plan, Step, View, require
+from ckptkit.plan import Plan, Step, View, identity, require
+from ckptkit.sidefiles import main_dtype
 from ckptkit.specs import TensorSpec
 from converters.dims import ModelDims
 from converters.experts import fuse, is_fused, unfuse
@@ -19,6 +20,8 @@ from converters.registry import family_of
 from converters.rules import ParamMapping
 
 Shape = tuple[int, ...]
+MCORE = "mcore"
+DIALECTS = (MCORE, "slime")
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,22 @@ def dims_of(config: Mapping[str, Any]) -> ModelDims:
     return family_of(config).read_dims(config)
 
 
-def rules_of(config: Mapping[str, Any]) -> Iterator[Rule]:
-    """Every rule of the model, expanded over layers and experts, with one HF name an expert."""
+def rules_of(config: Mapping[str, Any], dialect: str = MCORE) -> Iterator[Rule]:
+    """Every rule of the model, expanded over layers and experts, with one HF name an expert.
+
+    A `dialect` in which the family has no modules of its own is the same as megatron-core's.
+    """
     family = family_of(config)
     dims = family.read_dims(config)
-    for mapping in family.mappings(dims):
+    for mapping in family.dialects.get(dialect, family.mappings)(dims):
         for megatron, names in mapping.expand(dims.experts):
             yield Rule(megatron, dict(zip(names, mapping.hf.values(), strict=True)), mapping)
+
+
+def dialect_of(config: Mapping[str, Any], names: Collection[str]) -> str:
+    """The dialect that Megatron tensors of these names are in; megatron-core's when none fits, so that what lacks is told in its names."""
+    candidates = [MCORE, *family_of(config).dialects]
+    return next((dialect for dialect in candidates if all(rule.megatron in names for rule in rules_of(config, dialect))), MCORE)
 
 
 def expected_hf(config: Mapping[str, Any]) -> dict[str, Shape]:
@@ -54,8 +66,8 @@ def expected_hf(config: Mapping[str, Any]) -> dict[str, Shape]:
     return {name: shape for rule in rules_of(config) for name, shape in rule.hf.items()}
 
 
-def to_megatron(source: Checkpoint, where: str, dtype: torch.dtype | None = None) -> View:
-    """An HF checkpoint, with fused or per-expert experts, seen as Megatron's global tensors.
+def to_megatron(source: Checkpoint, where: str, dtype: torch.dtype | None = None, dialect: str = MCORE) -> View:
+    """An HF checkpoint, with fused or per-expert experts, seen as Megatron's global tensors, without what is only carried.
 
     `dtype` casts floating tensors except fp32 state. Raises CkptkitError naming every tensor that is missing, left over
     or of the wrong shape, before anything is read.
@@ -64,26 +76,43 @@ def to_megatron(source: Checkpoint, where: str, dtype: torch.dtype | None = None
         raise CkptkitError(f"{where} is quantized (config.json has quantization_config)", "convert the unquantized release instead")
     if is_fused(source.specs):
         source = View(source, unfuse(source.specs, source.config, where))
-    rules = list(rules_of(source.config))
+    family, rules = family_of(source.config), list(rules_of(source.config, dialect))
     require(where, [name for rule in rules for name in rule.hf], source.specs)
+    kept = set(carried_names(source))
+    converted = [name for name in source.specs if name not in kept]
     steps = [_merge_step(rule, source.specs, dtype) for rule in rules]
-    dropped = family_of(source.config).dropped(dims_of(source.config))
-    return View(source, Plan(tuple(steps), source.specs, dropped, where, source.config))
+    return View(source, Plan(tuple(steps), converted, family.dropped(dims_of(source.config)), where, source.config))
 
 
-def to_hf(source: Checkpoint, where: str, *, fused: bool = False, dtype: torch.dtype | None = None) -> View:
+def carried_names(source: Checkpoint) -> list[str]:
+    """Tensors of an HF checkpoint that no Megatron language model holds: they stay beside its weights, untouched."""
+    prefixes = family_of(source.config).carried
+    return [name for name in source.specs if name.startswith(prefixes)] if prefixes else []
+
+
+def carried(source: Checkpoint, where: str) -> View | None:
+    """These tensors as a checkpoint of their own; None when there are none."""
+    names = carried_names(source)
+    plan = Plan(tuple(identity(source.specs[name]) for name in names), names, where=where, config=source.config)
+    return View(source, plan) if names else None
+
+
+def to_hf(source: Checkpoint, where: str, *, fused: bool = False, dtype: torch.dtype | None = None, release: Collection[str] = ()) -> View:
     """Megatron's global tensors seen as an HF checkpoint; the inverse of `to_megatron`.
 
-    `fused` chooses transformers v5's 3-D expert tensors. Padded vocabulary rows are cut off. Errors as `to_megatron`.
+    `fused` chooses transformers v5's 3-D expert tensors. `release` are the names in the release: tensors that it repeats are
+    repeated. The dialect is told from the names. Padded vocabulary rows are cut off. Errors as `to_megatron`.
     """
-    rules = list(rules_of(source.config))
+    rules = list(rules_of(source.config, dialect_of(source.config, source.specs)))
     require(where, [rule.megatron for rule in rules], source.specs)
-    steps = [_split_step(rule, source.specs[rule.megatron], dtype) for rule in rules]
+    main = getattr(torch, main_dtype(source.specs) or "bfloat16")
+    steps = [_split_step(rule, source.specs[rule.megatron], dtype, main, release) for rule in rules]
     view = View(source, Plan(tuple(steps), source.specs, where=where, config=source.config))
     return View(view, fuse(view.specs, source.config, where)) if fused else view
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 
 
 def _target(spec: TensorSpec, rule: Rule, dtype: torch.dtype | None) -> torch.dtype:
@@ -91,6 +120,11 @@ def _target(spec: TensorSpec, rule: Rule, dtype: torch.dtype | None) -> torch.dt
     if spec.dtype not in _DTYPES:
         raise CkptkitError(f"{spec}: a weight must be bfloat16, float16 or float32", "a quantized source must say so in config.json; start from the release")
     return spec.dtype if dtype is None or rule.mapping.fp32 else dtype
+
+
+def _narrowed(spec: TensorSpec, dtype: torch.dtype | None, main: torch.dtype) -> torch.dtype:
+    """The HF dtype of a tensor that stands in the next wider one, or in the model's own where Megatron saved it."""
+    return dtype or (torch.float32 if spec.dtype == torch.float64 else main)
 
 
 def _cast(name: str, tensor: Tensor, target: torch.dtype) -> Tensor:
@@ -114,21 +148,40 @@ def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: torch.dtype 
     if len({spec.dtype for spec in inputs}) > 1:
         raise CkptkitError(f"one Megatron tensor, two dtypes: {'; '.join(map(str, inputs))}", "give --dtype or cast the source first")
     target = _target(inputs[0], rule, dtype)
+    target = _WIDER[target] if rule.mapping.wide else target
+    copies = [name for name in rule.mapping.copies if name in specs]
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [_cast(rule.megatron, rule.mapping.op.merge(tensors), target)]
+        _check_copies(tensors[0], dict(zip(copies, tensors[len(inputs) :], strict=True)), inputs[0].name)
+        parts = [tensor.to(target) if rule.mapping.wide else tensor for tensor in tensors[: len(inputs)]]
+        return [_cast(rule.megatron, rule.mapping.op.merge(parts), target)]
 
     output = TensorSpec(rule.megatron, rule.megatron_shape, target)
-    return Step(tuple(rule.hf), (output,), run, type(rule.mapping.op).__name__)
+    return Step((*rule.hf, *copies), (output,), run, type(rule.mapping.op).__name__)
 
 
-def _split_step(rule: Rule, spec: TensorSpec, dtype: torch.dtype | None) -> Step:
+def _check_copies(tensor: Tensor, copies: Mapping[str, Tensor], name: str) -> None:
+    for copy, content in copies.items():
+        if content.dtype != tensor.dtype or not torch.equal(content, tensor):
+            raise CkptkitError(
+                f"{copy} is not the same as {name}, but Megatron holds one tensor for both",
+                f"one of them would be lost; if {copy} is not meant, remove it from the source (and its index) first",
+            )
+
+
+def _split_step(rule: Rule, spec: TensorSpec, dtype: torch.dtype | None, main: torch.dtype, release: Collection[str]) -> Step:
     expected = rule.megatron_shape
     _check_shape(spec, expected, may_pad=rule.mapping.vocab)
-    target = _target(spec, rule, dtype)
+    target = _narrowed(spec, dtype, main) if rule.mapping.wide else _target(spec, rule, dtype)
+    copies = [name for name in rule.mapping.copies if name in release]
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [_cast(rule.megatron, part, target) for part in rule.mapping.op.split(tensors[0][: expected[0]])]
+        whole = tensors[0][: expected[0]]
+        if rule.mapping.wide:
+            whole = whole.to(_WIDER.get(whole.dtype, whole.dtype))
+        parts = [_cast(rule.megatron, part, target) for part in rule.mapping.op.split(whole)]
+        return parts + [parts[0]] * len(copies)
 
-    outputs = tuple(TensorSpec(name, shape, target) for name, shape in rule.hf.items())
+    shapes = list(rule.hf.items()) + [(name, next(iter(rule.hf.values()))) for name in copies]
+    outputs = tuple(TensorSpec(name, shape, target) for name, shape in shapes)
     return Step((rule.megatron,), outputs, run, type(rule.mapping.op).__name__)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.errors import CkptkitError
-from converters import glm4_moe, qwen2, qwen3_moe
+from converters.families import glm4_moe, qwen2, qwen3_moe
 from converters.rules import ModelFamily
 
-FAMILIES: dict[str, ModelFamily] = {model_type: family for family in (qwen2.FAMILY, qwen3_moe.FAMILY, glm4_moe.FAMILY) for model_type in family.model_types}
+_MODULES = (glm4_moe, qwen2, qwen3_moe)
+FAMILIES: dict[str, ModelFamily] = {model_type: module.FAMILY for module in _MODULES for model_type in module.FAMILY.model_types}
 
 
 def family_of(config: Mapping[str, Any]) -> ModelFamily:

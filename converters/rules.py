@@ -1,8 +1,8 @@
-"""The nouns of a mapping: a rule between name templates, and a model family made of rules."""
+"""The nouns of a mapping: a rule between name templates, where a block of rules stands, and a model family made of rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +17,19 @@ class ParamMapping:
     Templates may hold `{layer}` and `{expert}`; `layers` says which layers the rule is for (None: it has no `{layer}`).
     Megatron names are those of the global, unstacked tensors: one a layer, and one an expert
     (`decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight`); the torch_dist reader and writer know how they lie on disk.
-    `fp32` marks state that must never be rounded to a smaller dtype; `vocab` marks rows that Megatron may pad.
+    `fp32` marks state that must never be rounded to a smaller dtype; `vocab` marks rows that Megatron may pad; `wide` marks
+    a Megatron tensor kept in the next wider dtype, because its op would round in the HF tensor's own.
+    `copies` names HF tensors that, where a release has them, repeat the only tensor of `hf`.
     """
 
     megatron: str
     hf: Mapping[str, tuple[int, ...]]
     op: Op = field(default_factory=Copy)
-    layers: range | None = None
+    layers: Sequence[int] | None = None
     fp32: bool = False
     vocab: bool = False
+    wide: bool = False
+    copies: tuple[str, ...] = ()
 
     def expand(self, experts: int) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Every (Megatron name, HF names) pair of this rule for a model with that many routed experts."""
@@ -36,10 +40,37 @@ class ParamMapping:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a block of rules stands: the prefix of its names on both sides, and its layers (None: one place, no `{layer}`)."""
+
+    megatron: str
+    hf: str
+    layers: Sequence[int] | None
+
+    def rule(self, megatron: str, hf: Mapping[str, tuple[int, ...]], op: Op | None = None, *, fp32: bool = False, wide: bool = False) -> ParamMapping:
+        """The rule between names of this place."""
+        names = {self.hf + name: shape for name, shape in hf.items()}
+        return ParamMapping(self.megatron + megatron, names, op or Copy(), self.layers, fp32=fp32, wide=wide)
+
+
+def decoder(dims: ModelDims, layers: Sequence[int]) -> Place:
+    """These layers of the decoder."""
+    return Place("decoder.layers.{layer}.", dims.root + "layers.{layer}.", layers)
+
+
+@dataclass(frozen=True)
 class ModelFamily:
-    """What one kind of model is: its exact `model_type`s, how its config is read, and its rules."""
+    """What one kind of model is: its exact `model_type`s, how its config is read, and its rules.
+
+    `mappings` names Megatron tensors as megatron-core's own modules do; `dialects` holds the rules of stacks that train with
+    modules of their own, by the stack's name. `carried`: prefixes of HF names (a vision tower) that no Megatron language
+    model holds; they are kept beside the Megatron weights and come back byte for byte. `dropped`: names that are not
+    converted on purpose.
+    """
 
     model_types: tuple[str, ...]
     read_dims: Callable[[Mapping[str, Any]], ModelDims]
     mappings: Callable[[ModelDims], tuple[ParamMapping, ...]]
+    dialects: Mapping[str, Callable[[ModelDims], tuple[ParamMapping, ...]]] = field(default_factory=dict)
+    carried: tuple[str, ...] = ()
     dropped: Callable[[ModelDims], frozenset[str]] = lambda dims: frozenset()

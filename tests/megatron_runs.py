@@ -121,7 +121,7 @@ def _save(save: Save, sizes: Any, rank: int) -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
     from megatron.core.transformer.enums import AttnBackend
 
-    from converters.dims import megatron_args
+    from converters.arguments import megatron_args
     from converters.planner import dims_of
     from verify.megatron_model import Build, build_chunks
     from verify.witness_megatron import load

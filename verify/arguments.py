@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from converters.dims import ModelDims, megatron_args
+from converters.arguments import comparable_args
+from converters.dims import ModelDims
 
 Args = Mapping[str, Any]
 
@@ -105,7 +106,7 @@ def _fields(dims: ModelDims) -> dict[str, Callable[[Args], Any]]:
 
 def mismatches(dims: ModelDims, args: Args) -> Iterator[Mismatch]:
     """Every argument that does not describe the model of `dims`; numbers are equal within a relative 1e-6."""
-    expected = megatron_args(dims)
+    expected = comparable_args(dims)
     for name, read in _fields(dims).items():
         want, found = read(expected), read(args)
         if not _same(want, found):

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptkit.errors import CkptkitError
-from converters.dims import megatron_args, rope_of
+from converters.arguments import comparable_args
+from converters.config_values import rope_of
 from converters.planner import dims_of
 from verify.arguments import compared, mismatches
 from verify.check_values import needs_source
@@ -75,7 +76,7 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """
     here, there = _config(subject), _source_config(subject)
     hint, where = "take config.json from the source", str(subject.path / "config.json" if subject.kind == "hf" else subject.path)
-    for name, expected, actual in _differing(megatron_args(dims_of(here)), megatron_args(dims_of(there)), tally):
+    for name, expected, actual in _differing(comparable_args(dims_of(here)), comparable_args(dims_of(there)), tally):
         yield Finding("CK702", f"{name} = {expected}", f"{name} = {actual}", hint, file=where)
     for name, expected, actual in _differing(_scaling(here), _scaling(there), tally):
         yield Finding("CK702", f"rotary {name} = {expected}", f"rotary {name} = {actual}", hint, file=where)
@@ -106,7 +107,7 @@ def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, Any]) -> bool:
     """Whether a Megatron argument follows from this key, so that the difference is said already."""
     try:
-        return megatron_args(dims_of({**here, key: there.get(key)})) != megatron_args(dims_of(here))
+        return comparable_args(dims_of({**here, key: there.get(key)})) != comparable_args(dims_of(here))
     except (CkptkitError, TypeError, ValueError):
         return True  # a size that does not go with the others, which are then all said
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from ckptkit.specs import ranges
 from ckptkit.torch_dist_names import norm_alias
@@ -49,7 +49,7 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Finding]:
     for report in run.reports:
         tally.tensors += report.requested
     yield from _unexpected(run.reports)
-    yield from _never_asked_for(run.reports)
+    yield from _never_asked_for(run.reports, {rule.megatron for rule in rules_of(config_of(subject))})
 
 
 def _unexpected(reports: Sequence[RankReport]) -> Iterator[Finding]:
@@ -64,17 +64,17 @@ def _unexpected(reports: Sequence[RankReport]) -> Iterator[Finding]:
         yield Finding("CK401", "on disk, because Megatron asks for it", "not on disk", hint, text, len(names), rank=_ranks(ranks))
 
 
-def _never_asked_for(reports: Sequence[RankReport]) -> Iterator[Finding]:
+def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> Iterator[Finding]:
     missing = set(reports[0].missing) if reports else set()
-    left = [key for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key) and not _is_alias(key, missing)]
+    left = [key for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key) and not _is_alias(key, missing, names)]
     for text, names in by_pattern(left):
         hint = "the checkpoint holds more than the model that config.json describes: check num_hidden_layers and the number of experts"
         yield Finding("CK401", "loaded by some rank", "no rank asks for it", hint, text, len(names))
 
 
-def _is_alias(key: str, missing: set[str]) -> bool:
-    """Whether a key that nobody asked for is the second name of a norm that somebody asked for."""
-    alias = norm_alias(key, set())
+def _is_alias(key: str, missing: set[str], names: Container[str]) -> bool:
+    """Whether a key that nobody asked for is the second name of a norm that somebody asked for, in a model of these names."""
+    alias = norm_alias(key, names)
     return alias is not None and alias not in missing
 
 

@@ -12,7 +12,7 @@ from ckptkit.errors import CkptkitError
 from ckptkit.plan import Plan
 from ckptkit.specs import TensorSpec
 from converters.experts import fuse, is_fused
-from converters.planner import dims_of, expected_hf, rules_of
+from converters.planner import Rule, dialect_of, dims_of, expected_hf, rules_of
 from converters.registry import family_of
 from verify.checks import Skip
 from verify.subject import Subject
@@ -56,14 +56,14 @@ def config_of(subject: Subject) -> Mapping[str, Any]:
 
 def expected_of(subject: Subject, config: Mapping[str, Any], names: Iterable[str]) -> Expected:
     """What must be in the checkpoint, spelled as `names` (what is in it) are: fused or per expert, packed or not."""
-    rules = list(rules_of(config))
+    names = set(names)
+    rules = list(rules_of(config, dialect_of(config, names)) if subject.kind == "megatron" else rules_of(config))
     if subject.kind == "megatron":
         vocab = frozenset(rule.megatron for rule in rules if rule.mapping.vocab)
         state = frozenset(rule.megatron for rule in rules if rule.mapping.fp32)
         # One shape for all layers and experts of a mapping: running its op a hundred thousand times would take minutes.
         shapes_of = {id(rule.mapping): rule.megatron_shape for rule in {id(rule.mapping): rule for rule in rules}.values()}
         return Expected({rule.megatron: shapes_of[id(rule.mapping)] for rule in rules}, vocab, state)
-    names = set(names)
     fp32 = frozenset(name for rule in rules for name in rule.hf if rule.mapping.fp32)
     shapes: dict[str, Shape | None] = dict(expected_hf(config))
     if is_fused(names):
@@ -71,7 +71,18 @@ def expected_of(subject: Subject, config: Mapping[str, Any], names: Iterable[str
         shapes = {name: spec.shape for name, spec in _outputs(fuse(specs, config, "config.json")).items()}
     if is_quantized(config):
         shapes = _packed(shapes, names, config)
-    return Expected(shapes, frozenset(), fp32, family_of(config).dropped(dims_of(config)))
+    return Expected(shapes, frozenset(), fp32, family_of(config).dropped(dims_of(config)) | _repeated(rules, names) | _carried(config, names))
+
+
+def _repeated(rules: Iterable[Rule], names: Collection[str]) -> frozenset[str]:
+    """Tensors that a release may repeat others under, and this one does."""
+    return frozenset(name for rule in rules for name in rule.mapping.copies if name in names)
+
+
+def _carried(config: Mapping[str, Any], names: Collection[str]) -> frozenset[str]:
+    """Tensors that are no part of the language model."""
+    prefixes = family_of(config).carried
+    return frozenset(name for name in names if prefixes and name.startswith(prefixes))
 
 
 def _outputs(plan: Plan) -> dict[str, TensorSpec]:

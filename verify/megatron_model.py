@@ -14,16 +14,24 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from converters.dims import ModelDims, megatron_args
+from converters.arguments import megatron_args
+from converters.dims import ModelDims
 from verify.megatron_layout import ParallelSizes, padded_vocab
+from verify.megatron_variants import VARIANTS
 
 # Megatron-LM arguments that its `core_transformer_config_from_args` hands to TransformerConfig under another name.
-_RENAMED = {"norm_epsilon": "layernorm_epsilon", "num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
+_RENAMED = {
+    "norm_epsilon": "layernorm_epsilon",
+    "num_experts": "num_moe_experts",
+    "swiglu": "gated_linear_unit",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+}
 
 
 @dataclass(frozen=True)
@@ -69,34 +77,38 @@ def connect(sizes: ParallelSizes, rank: int, store: str) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 
-def transformer_config(args: Mapping[str, Any], build: Build) -> TransformerConfig:
+def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Build) -> TransformerConfig:
     """TransformerConfig from Megatron-LM arguments, as Megatron-LM itself makes it, with everything off that needs a GPU or randomness."""
-    known = {field.name for field in fields(TransformerConfig)}
+    kind = MLATransformerConfig if dims.mla else TransformerConfig
+    known = {field.name for field in fields(kind)}
     values = {_RENAMED.get(key, key): value for key, value in args.items()}
-    return TransformerConfig(
-        **{key: value for key, value in values.items() if key in known},
-        activation_func=torch.nn.functional.silu,
-        params_dtype=build.dtype,
-        pipeline_dtype=build.dtype,
-        bf16=build.dtype == torch.bfloat16,
-        fp16=build.dtype == torch.float16,
-        tensor_model_parallel_size=build.sizes.tp,
-        pipeline_model_parallel_size=build.sizes.pp,
-        virtual_pipeline_model_parallel_size=build.sizes.vpp if build.sizes.vpp > 1 else None,
-        expert_model_parallel_size=build.sizes.ep,
-        expert_tensor_parallel_size=build.sizes.etp,
-        use_cpu_initialization=not torch.cuda.is_available(),
-        perform_initialization=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        moe_token_dispatcher_type="allgather",  # noqa: S106 - a token of text, not a secret
-        moe_router_load_balancing_type="none",
-    )
+    fixed: dict[str, Any] = {
+        "activation_func": torch.nn.functional.silu,
+        "params_dtype": build.dtype,
+        "pipeline_dtype": build.dtype,
+        "bf16": build.dtype == torch.bfloat16,
+        "fp16": build.dtype == torch.float16,
+        "tensor_model_parallel_size": build.sizes.tp,
+        "pipeline_model_parallel_size": build.sizes.pp,
+        "virtual_pipeline_model_parallel_size": build.sizes.vpp if build.sizes.vpp > 1 else None,
+        "expert_model_parallel_size": build.sizes.ep,
+        "expert_tensor_parallel_size": build.sizes.etp,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "perform_initialization": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_router_load_balancing_type": "none",
+    }
+    values = {key: value for key, value in values.items() if key in known} | fixed
+    for variant in VARIANTS:
+        values |= variant.settings(dims)
+    return kind(**values)
 
 
 def build_chunks(dims: ModelDims, build: Build) -> list[GPTModel]:
@@ -105,7 +117,7 @@ def build_chunks(dims: ModelDims, build: Build) -> list[GPTModel]:
     Router biases stay fp32, as Megatron keeps them in training.
     """
     args = megatron_args(dims) | {"moe_grouped_gemm": build.transformer_engine and bool(dims.experts)}
-    config = transformer_config(args, build)
+    config = transformer_config(dims, args, build)
     vpp = build.sizes.vpp
     chunks = [_build(dims, args, config, build, stage if vpp > 1 else None) for stage in range(vpp)]
     for chunk in chunks:
@@ -115,11 +127,21 @@ def build_chunks(dims: ModelDims, build: Build) -> list[GPTModel]:
     return chunks
 
 
+def block_spec(dims: ModelDims, config: TransformerConfig, build: Build, stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this rank: Megatron's own spec, with the modules that a family's architecture has in place of the usual ones."""
+    spec = get_gpt_decoder_block_spec(config, build.transformer_engine, normalization="RMSNorm", vp_stage=stage)
+    for variant in VARIANTS:
+        variant.adapt(dims, config, spec, build.transformer_engine)
+    return spec
+
+
 def _build(dims: ModelDims, args: Mapping[str, Any], config: TransformerConfig, build: Build, stage: int | None) -> GPTModel:
+    spec = block_spec(dims, config, build, stage)
+    mtp = get_gpt_mtp_block_spec(config, spec, build.transformer_engine, vp_stage=stage) if dims.mtp_layers else None
     with _default_device():
         return GPTModel(
             config=config,
-            transformer_layer_spec=get_gpt_decoder_block_spec(config, build.transformer_engine, normalization="RMSNorm", vp_stage=stage),
+            transformer_layer_spec=spec,
             vocab_size=padded_vocab(dims.vocab, build.sizes.tp),
             max_sequence_length=args["max_position_embeddings"],
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
@@ -129,6 +151,9 @@ def _build(dims: ModelDims, args: Mapping[str, Any], config: TransformerConfig, 
             position_embedding_type=args["position_embedding_type"],
             rotary_percent=args["rotary_percent"],
             rotary_base=args["rotary_base"],
+            rope_scaling=args.get("use_rope_scaling", False),
+            rope_scaling_factor=args.get("rope_scaling_factor", 8.0),
+            mtp_block_spec=mtp,
             vp_stage=stage,
         )
 
@@ -142,9 +167,33 @@ def _default_device() -> Iterator[None]:
 
 def logits(model: GPTModel, tokens: Tensor) -> Tensor:
     """Logits [batch, sequence, padded vocabulary] of token ids [batch, sequence], on a model that is whole on one rank."""
+    return all_logits(model, tokens)[-1]
+
+
+def mtp_logits(model: GPTModel, tokens: Tensor) -> Tensor:
+    """Logits as `logits`, but of the first multi-token prediction layer: at each position, of the token after the next.
+
+    That layer sees the tokens rolled left by one, with token 0 after the last.
+    """
+    return all_logits(model, tokens)[0]
+
+
+def all_logits(model: GPTModel, tokens: Tensor) -> list[Tensor]:
+    """Logits [batch, sequence, padded vocabulary] of every multi-token prediction layer in turn, and last those of the model itself."""
     length = tokens.shape[1]
     positions = torch.arange(length, device=tokens.device).expand_as(tokens)
     hidden = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
-    with torch.no_grad():
-        result: Tensor = model(tokens, positions, hidden)
-    return result
+    found: list[Tensor] = []
+
+    def keep(layer: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        # Megatron's cross entropy overwrites the logits that it is given.
+        found.append(outputs[0].transpose(0, 1).clone())
+
+    hook = model.output_layer.register_forward_hook(keep)
+    try:
+        with torch.no_grad():
+            # megatron-core 0.16 cannot run multi-token prediction layers without labels; it uses them for the loss alone.
+            model(tokens, positions, hidden, labels=tokens if model.mtp_process else None)
+    finally:
+        hook.remove()
+    return found

@@ -17,6 +17,8 @@ from converters.planner import Rule
 from verify.megatron_job import TensorSeen
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)")
+# The transformer layer of a multi-token prediction layer: the module's name up to megatron-core 0.16, and from then on.
+_MTP = re.compile(r"(mtp\.layers\.\d+)\.(?:transformer_layer|mtp_model_layer)\.(.+)")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
@@ -55,16 +57,22 @@ def global_name(local: str, layers: Sequence[int], experts: range, rules: Mappin
     A name that no rule has is returned as it came out; the caller reports it.
     """
     if match := _LAYER.fullmatch(local):
-        rest = match[3]
-        if expert := _LOCAL_EXPERT.fullmatch(rest):
-            rest = f"mlp.experts.experts.{experts[int(expert[1])]}.{expert[2]}"
-        elif grouped := _GROUPED_EXPERT.fullmatch(rest):
-            rest = f"mlp.experts.experts.{experts[int(grouped[3])]}.{grouped[1]}.{grouped[2]}"
-        prefix = f"{match[1]}.{layers[int(match[2])]}."
-        renamed = next((new + rest.removeprefix(old) for old, new in _LOCAL_SPEC.items() if rest.startswith(old)), rest)
-        return prefix + (rest if prefix + rest in rules else renamed)
+        return _in_layer(f"{match[1]}.{layers[int(match[2])]}.", match[3], experts, rules)
+    if match := _MTP.fullmatch(local):
+        # Megatron keeps all of them on one pipeline stage, so their numbers are global.
+        return _in_layer(f"{match[1]}.transformer_layer.", match[2], experts, rules)
     # The last pipeline stage of a model with tied embeddings holds a second copy of them.
     return local if local in rules or local != "output_layer.weight" else "embedding.word_embeddings.weight"
+
+
+def _in_layer(prefix: str, rest: str, experts: range, rules: Mapping[str, Rule]) -> str:
+    """Name of the global tensor of a transformer layer that is called `prefix` on disk; `rest` is the parameter's name in its module."""
+    if expert := _LOCAL_EXPERT.fullmatch(rest):
+        rest = f"mlp.experts.experts.{experts[int(expert[1])]}.{expert[2]}"
+    elif grouped := _GROUPED_EXPERT.fullmatch(rest):
+        rest = f"mlp.experts.experts.{experts[int(grouped[3])]}.{grouped[1]}.{grouped[2]}"
+    renamed = next((new + rest.removeprefix(old) for old, new in _LOCAL_SPEC.items() if rest.startswith(old)), rest)
+    return prefix + (rest if prefix + rest in rules else renamed)
 
 
 def expected_slice(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> tuple[Tensor, Tensor]:

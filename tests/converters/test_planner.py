@@ -14,7 +14,7 @@ import torch
 from ckptkit.errors import CkptkitError
 from ckptkit.safetensors_io import HfCheckpoint
 from ckptkit.specs import TensorSpec
-from converters.dims import megatron_args
+from converters.arguments import megatron_args
 from converters.planner import dims_of, expected_hf, to_megatron
 
 Paths = Callable[..., Path]

@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: first layers dense, sigmoid router with an fp32 selection bias, shared experts, q/k norms in the large one."""
+"""GLM-4.5, 4.6 and 4.7: first layers dense, sigmoid router with an fp32 selection bias, shared experts, q/k norms in the large one, one MTP layer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.errors import CkptkitError
-from converters.blocks import attention, dense_mlp, embeddings, moe_mlp
-from converters.dims import ModelDims, base_dims, flag, integer, number
+from converters.blocks import attention, dense_mlp, embeddings, moe_mlp, mtp_copies, multi_token_prediction
+from converters.config_values import flag, integer, number
+from converters.dims import ModelDims, base_dims, first_layers
 from converters.rules import ModelFamily, ParamMapping
 
 
@@ -27,7 +28,8 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         top_k=integer(config, "num_experts_per_tok"),
         expert_ffn=expert_ffn,
         shared_ffn=expert_ffn * shared,
-        dense_layers=integer(config, "first_k_dense_replace", 1),
+        dense_layers=first_layers(config, "first_k_dense_replace", 1),
+        mtp_layers=integer(config, "num_nextn_predict_layers", 0),
         router_sigmoid=True,
         router_bias=True,
         router_scale=number(config, "routed_scaling_factor", 1.0),
@@ -38,7 +40,12 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All rules of a glm4_moe model."""
-    return (*embeddings(dims), *attention(dims), *dense_mlp(dims), *moe_mlp(dims, shared="shared_experts"))
+    tables = embeddings(dims, embed_copies=mtp_copies(dims, "embed_tokens"), head_copies=mtp_copies(dims, "shared_head.head"))
+    rules = [*tables, *attention(dims), *dense_mlp(dims), *moe_mlp(dims, "shared_experts")]
+    for depth in range(dims.mtp_layers):
+        layer, around = multi_token_prediction(dims, depth)
+        rules += [*around, *attention(dims, layer), *moe_mlp(dims, "shared_experts", layer)]
+    return tuple(rules)
 
 
 FAMILY = ModelFamily(("glm4_moe",), read_dims, mappings)

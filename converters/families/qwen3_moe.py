@@ -7,7 +7,8 @@ from typing import Any
 
 from ckptkit.errors import CkptkitError
 from converters.blocks import attention, embeddings, moe_mlp
-from converters.dims import ModelDims, base_dims, flag, integer
+from converters.config_values import flag, integer
+from converters.dims import ModelDims, base_dims
 from converters.rules import ModelFamily, ParamMapping
 
 

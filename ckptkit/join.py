@@ -1,0 +1,39 @@
+"""Two checkpoints seen as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import CkptkitError
+from ckptkit.specs import TensorSpec, summarize
+
+
+class Joined:
+    """The tensors of two checkpoints, with the config of the first. Raises CkptkitError when both hold one of the same name."""
+
+    def __init__(self, first: Checkpoint, second: Checkpoint) -> None:
+        if both := sorted(first.specs.keys() & second.specs.keys()):
+            raise CkptkitError(f"two checkpoints to join both hold {summarize(both)}", "name the right HF directory with --hf")
+        self._parts = (first, second)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self._parts[0].config
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {**self._parts[0].specs, **self._parts[1].specs}
+
+    @property
+    def groups(self) -> Sequence[tuple[str, ...]]:
+        return [*self._parts[0].groups, *self._parts[1].groups]
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for part in self._parts:
+            found |= part.read([name for name in names if name in part.specs])
+        return found

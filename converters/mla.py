@@ -1,0 +1,60 @@
+"""Multi-head latent attention of DeepSeek V2 and V3, Kimi and GLM-4.7-Flash: queries and keys with values are compressed, then expanded a head.
+
+Everything is copied as it is: Megatron takes the rotary dimensions in pairs, as these releases have them (its
+`multi_latent_attention.py`), and keeps all key and value heads in one matrix as they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.errors import CkptkitError
+from converters.config_values import flag, integer
+from converters.dims import Mla, ModelDims
+from converters.ops import Copy
+from converters.rules import ParamMapping, Place, decoder
+
+
+def read_mla(config: Mapping[str, Any]) -> Mla:
+    """Ranks and head sizes under the names that DeepSeek gave them. Raises CkptkitError for what Megatron's MLA does not do."""
+    if "q_lora_rank" not in config:
+        raise CkptkitError("config.json has no 'q_lora_rank'", "it must say null where queries are not compressed; compare with the release")
+    if flag(config, "attention_bias", False):
+        raise CkptkitError("config.json: attention_bias with latent attention is not supported", "Megatron's has no biases; no released model has them")
+    heads = integer(config, "num_attention_heads")
+    if integer(config, "num_key_value_heads", heads) != heads:
+        raise CkptkitError(
+            f"config.json: num_key_value_heads is not the {heads} of num_attention_heads", "latent attention has one key and value head a query head"
+        )
+    return Mla(
+        q_rank=None if config["q_lora_rank"] is None else integer(config, "q_lora_rank"),
+        kv_rank=integer(config, "kv_lora_rank"),
+        nope=integer(config, "qk_nope_head_dim"),
+        rope=integer(config, "qk_rope_head_dim"),
+        value=integer(config, "v_head_dim"),
+    )
+
+
+def mla_attention(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, ...]:
+    """Pre-norm latent attention. `dims.mla` must be set. Down projections are whole on every rank, up projections cut by heads."""
+    mla, at = dims.mla, at or decoder(dims, dims.softmax_layers)
+    assert mla is not None, "a family without latent attention has no such rules"
+    query = (dims.heads * (mla.nope + mla.rope), mla.q_rank or dims.hidden)
+    if mla.q_rank is None:
+        queries = [at.rule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": query}, Copy(0))]
+    else:
+        queries = [
+            at.rule("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": (mla.q_rank, dims.hidden)}),
+            at.rule("self_attention.linear_q_up_proj.layer_norm_weight", {"self_attn.q_a_layernorm.weight": (mla.q_rank,)}),
+            at.rule("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": query}, Copy(0)),
+        ]
+    expanded = (dims.heads * (mla.nope + mla.value), mla.kv_rank)
+    return (
+        at.rule("input_layernorm.weight", {"input_layernorm.weight": (dims.hidden,)}),
+        *queries,
+        at.rule("self_attention.linear_kv_down_proj.weight", {"self_attn.kv_a_proj_with_mqa.weight": (mla.kv_rank + mla.rope, dims.hidden)}),
+        at.rule("self_attention.linear_kv_up_proj.layer_norm_weight", {"self_attn.kv_a_layernorm.weight": (mla.kv_rank,)}),
+        at.rule("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": expanded}, Copy(0)),
+        at.rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (dims.hidden, dims.heads * mla.value)}, Copy(1)),
+    )

@@ -1,0 +1,115 @@
+"""Every family, every test: the same bytes after HF -> Megatron -> HF, and real Megatron computing the reference's logits.
+
+A round trip cannot see a mapping that is wrong in both directions; logits can, and each rule is made wrong in every way to show it.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CASES
+from families.case import Case, save, tokens
+from families.worker import Answer, Worker
+from torch import Tensor
+
+from ckptkit.api import convert
+from ckptkit.torch_dist_names import norm_alias
+from ckptkit.torch_dist_reader import NOT_WEIGHTS
+from converters.planner import rules_of
+from converters.registry import FAMILIES
+
+TOLERANCE = 1e-4
+LAYOUTS = [(name, fused) for name, case in CASES.items() for fused in (False, True)[: 1 + case.fused]]
+
+
+def far(found: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest logit."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def config_of(case: Case) -> dict[str, Any]:
+    """What config.json of the test model says."""
+    return dict(json.loads(json.dumps(case.edit(case.config().to_dict()))))
+
+
+def test_every_family_has_a_case() -> None:
+    tested = {config_of(case)["model_type"] for case in CASES.values()}
+    assert tested == set(FAMILIES)
+
+
+@pytest.mark.parametrize(("name", "fused"), LAYOUTS)
+def test_same_files_byte_for_byte(tmp_path: Path, name: str, fused: bool) -> None:
+    save(name, CASES[name], tmp_path / "release", torch.bfloat16, fused=fused)
+    convert(tmp_path / "release", tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    files = sorted(path.name for path in (tmp_path / "release").iterdir())
+    assert len([file for file in files if file.endswith(".safetensors")]) > 1
+    for file in files:
+        if file != "model.safetensors.index.json":
+            assert filecmp.cmp(tmp_path / "release" / file, tmp_path / "back" / file, shallow=False), file
+    before, after = (json.loads((tmp_path / side / "model.safetensors.index.json").read_text()) for side in ("release", "back"))
+    assert after["weight_map"] == before["weight_map"]
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    pytest.importorskip("megatron.core")
+    worker = Worker(tmp_path_factory.mktemp("worker"))
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture(scope="module")
+def proofs(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By name: Megatron's answer, and the logits to compare with (the model's, and those of its first MTP layer)."""
+
+    @cache
+    def prove(name: str) -> tuple[Answer, Tensor, Tensor | None]:
+        root, case = tmp_path_factory.mktemp(name), CASES[name]
+        model, added = save(name, case, root / "hf", torch.float32)
+        with torch.no_grad():
+            expected = case.reference(model, tokens())
+            mtp = case.mtp(model, added, tokens()) if case.mtp else None
+        convert(root / "hf", root / "megatron")
+        return worker.ask(root / "hf", root / "megatron", tokens()), expected, mtp
+
+    return prove
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_megatron_loads_it_strictly(proofs: Any, name: str) -> None:
+    answer, _, _ = proofs(name)
+    assert answer.unexpected == []
+    never_asked_for = set(answer.missing)
+    # Objects that only Transformer Engine asks for, and the second names of norms.
+    names = {rule.megatron for rule in rules_of(config_of(CASES[name]))}
+    assert [key for key in answer.missing if not NOT_WEIGHTS.fullmatch(key) and norm_alias(key, names) in {None, *never_asked_for}] == []
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_megatron_computes_the_logits_of_the_reference(proofs: Any, name: str) -> None:
+    answer, expected, _ = proofs(name)
+    assert far(answer.logits, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.mtp])
+def test_megatrons_mtp_layer_computes_the_logits_of_the_reference(proofs: Any, name: str) -> None:
+    answer, _, expected = proofs(name)
+    assert answer.mtp is not None
+    assert expected is not None
+    assert far(answer.mtp, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_every_wrong_mapping_shows(proofs: Any, name: str) -> None:
+    """A change smaller than ten times the tolerance would let a wrong mapping pass for a right one."""
+    answer, _, _ = proofs(name)
+    assert len(answer.mutated) > 20
+    assert {label: change for label, change in answer.mutated.items() if not change > 10 * TOLERANCE} == {}

@@ -1,0 +1,110 @@
+"""What a test model of a family is, and how it is saved as a release would look."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+# 12 layers and 12 experts (not a power of two, two digits). Matrices of different kinds differ in shape, also with gate
+# above up, with q, k and v in one and with the vocabulary padded for 1 or 2 ranks: a swap of two kinds never fits.
+SIZES: dict[str, Any] = {
+    "vocab_size": 352,
+    "hidden_size": 128,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 288,
+    "max_position_embeddings": 256,
+    "eos_token_id": 3,
+    "pad_token_id": 0,
+}
+MOE: dict[str, Any] = {"moe_intermediate_size": 96, "num_experts_per_tok": 3}
+
+
+def random(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A value for a parameter or a persistent buffer of the model: nothing that a mistake could leave unchanged."""
+    if name.endswith("e_score_correction_bias"):
+        return 6.9 + 0.1 * torch.randn(tensor.shape)
+    norm = "norm" in name
+    return (torch.randn(tensor.shape) * (0.2 if norm else 0.02) + norm).to(dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of a family for tests.
+
+    `config` makes the transformers config. `added` gives tensors that a release has and transformers' model has not (MTP
+    layers, a vision tower), by HF name; `edit` changes config.json to what the release says; `value` initializes a tensor by name.
+    `reference` gives the logits [batch, sequence, vocabulary] to compare with; by default transformers' own model.
+    `mtp` gives those of the first multi-token prediction layer, from the model, the added tensors and the tokens.
+    `witness` says in a few words what those logits were computed with, for docs/families.md.
+    `fused`: whether transformers v5 would also save it with fused experts.
+    """
+
+    config: Callable[[], PretrainedConfig]
+    added: Callable[[PreTrainedModel, torch.dtype], Mapping[str, Tensor]] = lambda model, dtype: {}
+    edit: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config
+    value: Callable[[str, Tensor, torch.dtype], Tensor] = random
+    auto: Any = AutoModelForCausalLM
+    reference: Callable[[PreTrainedModel, Tensor], Tensor] = lambda model, tokens: model(tokens).logits
+    mtp: Callable[[PreTrainedModel, Mapping[str, Tensor], Tensor], Tensor] | None = None
+    witness: str = "transformers"
+    fused: bool = False
+    notes: str = field(default="")
+
+
+def build(name: str, case: Case, dtype: torch.dtype) -> PreTrainedModel:
+    """The model, seeded by its name, every parameter random (norms and biases too)."""
+    torch.manual_seed(sum(map(ord, name)))
+    model = case.auto.from_config(case.config(), dtype=dtype)
+    for key, parameter in model.named_parameters():
+        parameter.data = case.value(key, parameter.data, parameter.dtype)
+    for key, buffer in model.named_buffers():
+        if key in model.state_dict():
+            buffer.copy_(case.value(key, buffer, buffer.dtype))
+    return model.eval()
+
+
+def save(name: str, case: Case, path: Path, dtype: torch.dtype, *, fused: bool = False) -> tuple[PreTrainedModel, Mapping[str, Tensor]]:
+    """Builds the model and saves it as its release would look: several shards, an index, side files. Returns it and what was added."""
+    model = build(name, case, dtype)
+    model.save_pretrained(path, max_shard_size="400KB", save_original_format=not fused)
+    added = case.added(model, dtype)
+    if added:
+        _add(path, added)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(case.edit(config), indent=2) + "\n")
+    (path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 256}))
+    return model, added
+
+
+def _add(path: Path, added: Mapping[str, Tensor]) -> None:
+    """One more shard, with the others renamed to count it."""
+    files = sorted(path.glob("model*.safetensors"))
+    count = len(files) + 1
+    contents = [load_file(file) for file in files] + [{key: tensor.contiguous().clone() for key, tensor in added.items()}]
+    for file in files:
+        file.unlink()
+    weight_map: dict[str, str] = {}
+    for index, content in enumerate(contents, 1):
+        file_name = f"model-{index:05d}-of-{count:05d}.safetensors"
+        save_file(content, path / file_name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(content, file_name)
+    total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for content in contents for tensor in content.values())
+    index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2, sort_keys=True)
+    (path / "model.safetensors.index.json").write_text(index_text + "\n")
+
+
+def tokens() -> Tensor:
+    """Token ids [2, 16]."""
+    return torch.randint(0, SIZES["vocab_size"], (2, 16), generator=torch.Generator().manual_seed(0))

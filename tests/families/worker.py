@@ -1,0 +1,146 @@
+"""A process with real Megatron that answers for one test model after the other: its imports take longer than the work.
+
+`Worker.ask` runs one HF directory through it; what follows `main` runs in the process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Logits that Megatron computed from a checkpoint that it loaded strictly, and from every wrong mapping of it.
+
+    `mtp` are those of the first multi-token prediction layer. `missing` and `unexpected` are key names, as Megatron's strict
+    load reports them; `mutated` gives for each wrong mapping the largest change of any logit, relative to the largest logit.
+    """
+
+    logits: Tensor
+    mtp: Tensor | None
+    missing: list[str]
+    unexpected: list[str]
+    mutated: dict[str, float]
+
+
+class Worker:
+    """The process, started at the first question."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._process: subprocess.Popen[str] | None = None
+        self._count = 0
+
+    def _start(self) -> subprocess.Popen[str]:
+        path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-W", "ignore", "-m", "families.worker", str(self._scratch / "store")]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, hf: Path, megatron: Path, tokens: Tensor, *, mutate: bool = True) -> Answer:
+        """Loads the Megatron checkpoint made of the HF directory. Raises RuntimeError with Megatron's traceback when it cannot."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._start()
+        self._count += 1
+        question, answer = self._scratch / f"question-{self._count}.pt", self._scratch / f"answer-{self._count}.pt"
+        torch.save({"hf": str(hf), "megatron": str(megatron), "tokens": tokens, "mutate": mutate, "answer": str(answer)}, question)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{question}\n")
+        self._process.stdin.flush()
+        while (line := self._process.stdout.readline()) and not line.startswith("ckptkit-answer"):
+            pass  # whatever the packages print
+        if not line:
+            raise RuntimeError("the Megatron process ended; its error is above")
+        content = torch.load(answer, weights_only=False)
+        if "error" in content:
+            raise RuntimeError(content["error"])
+        return Answer(**content)
+
+    def stop(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.communicate(timeout=60)
+
+
+def main() -> None:
+    """Reads names of question files from stdin and says on stdout when each is answered."""
+    import traceback
+
+    from verify.megatron_layout import ParallelSizes
+    from verify.megatron_model import connect
+
+    os.unlink(sys.argv[1]) if os.path.exists(sys.argv[1]) else None
+    connect(ParallelSizes(), 0, sys.argv[1])
+    for line in sys.stdin:
+        question = torch.load(line.strip(), weights_only=False)
+        try:
+            content = _answer(question)
+        except BaseException:  # noqa: BLE001 - megatron-core's CheckpointException is no Exception; it is told, not lost
+            content = {"error": traceback.format_exc()}
+        torch.save(content, question["answer"])
+        print("ckptkit-answer", flush=True)
+
+
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    from ckptkit.formats import locate
+    from ckptkit.safetensors_io import HfCheckpoint
+    from converters.planner import dims_of, rules_of, to_megatron
+    from families.mutations import mutations
+    from verify import megatron_model
+    from verify.megatron_layout import ParallelSizes
+    from verify.megatron_slices import global_name
+    from verify.witness_megatron import held_by, layers_of, load
+
+    source = HfCheckpoint(question["hf"])
+    dims, tokens = dims_of(source.config), question["tokens"]
+    (model,) = megatron_model.build_chunks(dims, megatron_model.Build(ParallelSizes(), torch.float32))
+    _, missing, unexpected, refused = load([model], str(locate(question["megatron"]).path))
+    logits, mtp = _logits(model, tokens, dims)
+    answer: dict[str, Any] = {"logits": logits, "mtp": mtp, "missing": sorted(missing), "unexpected": sorted({*unexpected, *refused}), "mutated": {}}
+    if not question["mutate"]:
+        return answer
+    rules = list(rules_of(source.config))
+    held: dict[str, list[Tensor]] = {}
+    for local, tensor in held_by(model).items():
+        held.setdefault(global_name(local, layers_of(model), range(dims.experts), {rule.megatron: rule for rule in rules}), []).append(tensor)
+    view = to_megatron(source, "the test model")
+    unfused = view.source
+    hf = {name: tensor for names in unfused.groups for name, tensor in unfused.read(names).items()}
+    for label, changed in mutations(rules, hf):
+        before = {name: [tensor.clone() for tensor in held[name]] for name in changed}
+        for name, tensor in changed.items():
+            for place in held[name]:
+                place[: tensor.shape[0]].copy_(tensor)
+        found = _logits(model, tokens, dims)
+        answer["mutated"][label] = max(_far(now, then) for now, then in zip(found, (logits, mtp), strict=True) if now is not None and then is not None)
+        for name, tensors in before.items():
+            for place, tensor in zip(held[name], tensors, strict=True):
+                place.copy_(tensor)
+    return answer
+
+
+def _far(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _logits(model: Any, tokens: Tensor, dims: Any) -> tuple[Tensor, Tensor | None]:
+    from verify import megatron_model
+
+    logits = megatron_model.logits(model, tokens)[..., : dims.vocab]
+    mtp = megatron_model.mtp_logits(model, tokens)[..., : dims.vocab] if dims.mtp_layers else None
+    return logits, mtp
+
+
+if __name__ == "__main__":
+    main()
