@@ -24,7 +24,7 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 		exit 1; \
 	fi
 
-.PHONY: help setup demo test lint bench which-python
+.PHONY: help setup demo test lint families bench which-python
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,9 @@ lint: $(stamp)  ## ruff, its formatter, and mypy in strict mode
 	@$(python) -m ruff check
 	@$(python) -m ruff format --check
 	@$(python) -m mypy
+
+families: $(stamp)  ## write the table of docs/families.md from the registry
+	@PYTHONPATH=.:tests $(python) -W ignore -m families.table
 
 bench: $(stamp)  ## measure speed and memory
 	@$(python) benchmarks/run.py $(BENCH_ARGS)

@@ -6,7 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,27 +17,32 @@ from ckptkit.copy import check_destination, copy, new_directory
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import Location, locate
 from ckptkit.join import Joined
-from ckptkit.open import open_checkpoint
-from ckptkit.safetensors_io import INDEX, SINGLE, HfCheckpoint, SafetensorsWriter, cut_shards
-from ckptkit.sidefiles import MANIFEST, copy_side_files, is_quantized, layout_for, main_dtype, reference_layout, write_config, write_manifest
+from ckptkit.plan import View
+from ckptkit.safetensors_io import HfCheckpoint, SafetensorsWriter, cut_shards, has_weights, read_json
+from ckptkit.sidefiles import MANIFEST, copy_side_files, is_quantized, layout_for, main_dtype, stored_layout, write_config, write_manifest
 from ckptkit.specs import fold
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
 from ckptkit.torch_dist_writer import TorchDistWriter
 from converters.arguments import megatron_args
-from converters.experts import is_fused, unfuse
-from converters.planner import DIALECTS, MCORE, carried, dims_of, to_hf, to_megatron
-from converters.registry import family_of
+from converters.carried import FOLDER, carried, carried_beside
+from converters.experts import is_fused, only_fused, unfuse
+from converters.legacy import LegacyCheckpoint
+from converters.open import open_checkpoint, open_megatron
+from converters.planner import DIALECTS, MCORE, dims_of, to_hf, to_megatron
+from verify.plain import plain
 
 if TYPE_CHECKING:
     from quant.scheme import QuantScheme
 
-CARRIED = "carried"
 DTYPES: dict[str, torch.dtype | None] = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a conversion wrote, or with `dry_run` would write. `layout` maps HF shard files to the tensors in them."""
+    """What a conversion wrote, or with `dry_run` would write. `layout` maps HF shard files to the tensors in them.
+
+    `dequantized` says how a quantized source was quantized, in words.
+    """
 
     source: str
     destination: str
@@ -46,6 +51,7 @@ class Written:
     bytes: int
     names: list[str] = field(default_factory=list)
     layout: Mapping[str, list[str]] = field(default_factory=dict)
+    dequantized: str | None = None
 
 
 def convert(
@@ -59,7 +65,7 @@ def convert(
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> Written:
-    """HF directory -> Megatron torch_dist, or a Megatron root, `release/` or `iter_*/` -> HF directory.
+    """HF directory -> Megatron torch_dist, or a Megatron root, `release/` or `iter_*/` (torch_dist or legacy) -> HF directory.
 
     `hf` names the HF directory that gives config, tokenizer and shard layout on the way back; without it, what was stored
     on the way there is used. `dialect` names Megatron's tensors: "mcore" (the default) as megatron-core does, "slime" as
@@ -97,31 +103,52 @@ def quantize(src: str | Path, dst: str | Path, scheme: QuantScheme, *, overwrite
     view: Checkpoint = source
     layout: Mapping[str, list[str]] = source.layout
     if is_fused(source.specs):
+        _refuse_int4(source.config)
         view = _viewed(source, str(src))
         layout = cut_shards(view.specs)
     return _write_hf(view, layout, location.path, destination, scheme, overwrite, dry_run)
 
 
-def _viewed(source: HfCheckpoint, where: str) -> Checkpoint:
-    from ckptkit.plan import View
+def _refuse_int4(config: Mapping[str, Any]) -> None:
+    if only_fused(config):
+        raise CkptkitError(
+            f"INT4 {config['model_type']} is not supported: its experts are one tensor a layer, and no reader knows them one by one",
+            "serve it as it is, or in the format of its release",
+        )
 
+
+def _viewed(source: HfCheckpoint, where: str) -> Checkpoint:
     return View(source, unfuse(source.specs, source.config, where))
 
 
 def _hf_to_megatron(location: Location, destination: Path, dtype: torch.dtype | None, dialect: str, overwrite: bool, dry_run: bool) -> Written:
-    source = HfCheckpoint(location.path)
+    source = plain(location.path)
+    layout = _layout(source)
     view = to_megatron(source, str(location.path), dtype, dialect)
-    args = megatron_args(dims_of(source.config)) | _dtype_args(view)
+    args = megatron_args(dims_of(source.config), dialect) | _dtype_args(view)
     if not dry_run:
         with new_directory(destination, overwrite) as partial:
             (partial / "hf").mkdir()
             copy_side_files(location.path, partial / "hf")
             write_config(partial / "hf", source.config, view.specs)
-            write_manifest(partial, sys.argv, location.path, source.layout)
+            write_manifest(partial, sys.argv, location.path, layout)
             if untouched := carried(source, str(location.path)):
-                _write_carried(untouched, partial / CARRIED)
+                _write_carried(untouched, partial / FOLDER)
             copy(view, TorchDistWriter(partial, view.specs, args), "HF -> Megatron")
-    return _written(location.path, destination, "megatron", view, source.layout)
+    written = _written(location.path, destination, "megatron", view, layout)
+    return replace(written, dequantized=_words(source.source.config)) if isinstance(source, View) else written
+
+
+def _words(config: Mapping[str, Any]) -> str:
+    """How a quantized release is quantized."""
+    from quant.dequantize import format_of
+
+    return format_of(config).words
+
+
+def _layout(source: HfCheckpoint | View) -> dict[str, list[str]]:
+    """How its weights are cut into files: as they are, or anew where they are dequantized and so larger."""
+    return source.layout if isinstance(source, HfCheckpoint) else cut_shards(source.specs)
 
 
 def _write_carried(view: Checkpoint, target: Path) -> None:
@@ -145,23 +172,17 @@ def _megatron_to_hf(
     overwrite: bool,
     dry_run: bool,
 ) -> Written:
-    source = TorchDistCheckpoint(location.path, hf=hf)
-    layout = reference_layout(source.hf_path, location.root / MANIFEST)
+    source = open_megatron(location, hf)
+    layout = _layout(plain(source.hf_path)) if has_weights(source.hf_path) else stored_layout(location.root / MANIFEST)
     release = {name for names in (layout or {}).values() for name in names}
-    fused = is_fused(release)
+    fused = is_fused(release) or only_fused(source.config)
+    if scheme is not None:
+        _refuse_int4(source.config)
     view: Checkpoint = to_hf(source, str(location.path), fused=fused and scheme is None, dtype=dtype, release=release)
-    if untouched := _carried_beside(source, location.root):
+    if untouched := carried_beside(source, location.root, plain):
         view = Joined(view, untouched)
     usable = layout if layout is not None and not (fused and scheme) else cut_shards(view.specs)
     return _write_hf(view, usable, source.hf_path, destination, scheme, overwrite, dry_run)
-
-
-def _carried_beside(source: TorchDistCheckpoint, root: Path) -> Checkpoint | None:
-    """Tensors that Megatron does not hold, from the HF directory where it has weights, else from beside the Megatron ones."""
-    for path in (source.hf_path, root / CARRIED):
-        if family_of(source.config).carried and ((path / INDEX).exists() or (path / SINGLE).exists()):
-            return carried(HfCheckpoint(path), str(path))
-    return None
 
 
 def _write_hf(
@@ -199,19 +220,45 @@ def inspect(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
     location = locate(path)
     checkpoint = open_checkpoint(path, hf=hf)
     specs = checkpoint.specs
-    facts: dict[str, Any] = {"path": str(location.path), "format": "HF safetensors" if location.kind == "hf" else "Megatron torch_dist"}
+    facts: dict[str, Any] = {"path": str(location.path), "format": _format(location)}
     facts["tensors"] = len(specs)
     facts["bytes"] = sum(spec.nbytes for spec in specs.values())
     facts["dtypes"] = dict(Counter(str(spec.dtype).removeprefix("torch.") for spec in specs.values()))
     if isinstance(checkpoint, HfCheckpoint):
         facts["files"] = {file: len(shard.specs) for file, shard in checkpoint.shards.items()}
         facts["config"] = _selected(checkpoint.config, lambda value: not isinstance(value, dict))
-        facts["quantization"] = checkpoint.config.get("quantization_config")
-    elif isinstance(checkpoint, TorchDistCheckpoint):
+        facts["quantization"] = _quantization(checkpoint)
+    elif isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         facts["iteration"] = location.path.name
+        if isinstance(checkpoint, LegacyCheckpoint):
+            facts["ranks"] = f"{len(checkpoint.files.ranks)} files of {checkpoint.files.sizes}"
         facts["args"] = _selected(checkpoint.args, lambda value: isinstance(value, (int, float, str, list)))
     facts["names"] = [f"{name} {_shape_of(name, checkpoint)}" for name in fold(specs)]
     return facts
+
+
+def _quantization(checkpoint: HfCheckpoint) -> str | None:
+    if not is_quantized(checkpoint.config):
+        return None
+    from quant.dequantize import described
+
+    return described(checkpoint.config, checkpoint.specs)
+
+
+def model_arguments(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
+    """Megatron-LM arguments (argparse names) of the model at `path`, from its HF config; a lone config.json is enough.
+
+    Raises CkptkitError for a model that is not supported, or that Megatron has no arguments for.
+    """
+    if (Path(path) / "config.json").exists():
+        return megatron_args(dims_of(read_json(Path(path) / "config.json")))
+    return megatron_args(dims_of(open_checkpoint(path, hf=hf).config))
+
+
+def _format(location: Location) -> str:
+    if location.kind == "hf":
+        return "HF safetensors"
+    return "Megatron legacy torch (mp_rank_*)" if location.legacy else "Megatron torch_dist"
 
 
 def _selected(values: Mapping[str, Any], wanted: Callable[[Any], bool]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import os
 import pickle
 import zipfile
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from ckptkit import unpickle
 from ckptkit.errors import CkptkitError
 
-_STORAGE_OF_DTYPE = {
+STORAGE_OF_DTYPE = {
     torch.float64: "DoubleStorage",
     torch.float32: "FloatStorage",
     torch.float16: "HalfStorage",
@@ -47,66 +48,73 @@ class Blob:
 
     def object(self) -> Any:
         """The saved object, with Records for everything that is not plain data (tensors too)."""
-        with self._zip() as archive:
-            return self._pickled(archive)
+        return self._pickled(self.entries())
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """The saved tensor. Raises CkptkitError when it is not the dense one that the checkpoint's metadata promises."""
-        with self._zip() as archive:
-            storage, offset, size, stride = self._tensor_arguments(archive)
-            kind = getattr(storage[1], "kind", "").rpartition(".")[2]
-            if kind != _STORAGE_OF_DTYPE.get(dtype) or tuple(size) != shape:
-                raise CkptkitError(f"{self}: holds {list(size)} {kind}, the metadata says {list(shape)} {dtype}", "the checkpoint is damaged")
-            flat = torch.empty(storage[4] * dtype.itemsize, dtype=torch.uint8)
-            info = self._entry(archive, f"data/{storage[2]}")
+        entries = self.entries()
+        storage, offset, size, stride = self._tensor_arguments(entries)
+        kind = getattr(storage[1], "kind", "").rpartition(".")[2]
+        if kind != STORAGE_OF_DTYPE.get(dtype) or tuple(size) != shape:
+            raise CkptkitError(f"{self}: holds {list(size)} {kind}, the metadata says {list(shape)} {dtype}", "the checkpoint is damaged")
+        flat = torch.empty(storage[4] * dtype.itemsize, dtype=torch.uint8)
+        info = self.entry(entries, f"data/{storage[2]}")
         if info.file_size != flat.numel():
             raise CkptkitError(f"{self}: storage of {info.file_size} bytes instead of {flat.numel()}", "the file is damaged; copy it again")
-        self._read_into(info, memoryview(flat.numpy()))  # type: ignore[arg-type]
+        self.read_into(info, memoryview(flat.numpy()))  # type: ignore[arg-type]
         return torch.as_strided(flat.view(dtype), shape, tuple(stride), offset).contiguous()
 
-    def _tensor_arguments(self, archive: zipfile.ZipFile) -> tuple[Any, int, Any, Any]:
-        arguments: tuple[Any, ...] = getattr(self._pickled(archive), "args", ())
+    def entries(self) -> dict[str, zipfile.ZipInfo]:
+        """The uncompressed entries of the zip, by name without the leading folder. Raises CkptkitError when it is no zip."""
+        try:
+            with zipfile.ZipFile(_Slice(self.path, self.offset, self.length)) as archive:
+                found = [info for info in archive.infolist() if info.compress_type == zipfile.ZIP_STORED]
+        except (OSError, zipfile.BadZipFile) as error:
+            raise CkptkitError(f"{self}: {error}", "the file is missing or damaged; copy it again") from error
+        return {info.filename.partition("/")[2]: info for info in found}
+
+    def entry(self, entries: Mapping[str, zipfile.ZipInfo], name: str) -> zipfile.ZipInfo:
+        """One of `entries`. Raises CkptkitError when there is none of this name."""
+        if name not in entries:
+            raise CkptkitError(f"{self}: has no entry {name}", "this file was not written by torch.save")
+        return entries[name]
+
+    def read_into(self, info: zipfile.ZipInfo, buffer: memoryview, start: int = 0) -> None:
+        """Fills `buffer` with bytes from `start` of an entry, which lie behind its local header. Of a whole entry the checksum is checked."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset + info.header_offset + 26)  # lengths of name and extra field in a zip local header
+            name_length, extra_length = (int.from_bytes(file.read(2), "little") for _ in range(2))
+            file.seek(name_length + extra_length + start, os.SEEK_CUR)
+            if buffer.nbytes and file.readinto(buffer) != buffer.nbytes:
+                raise CkptkitError(f"{self}: ends too early", "the file is truncated; copy it again")
+        if buffer.nbytes == info.file_size:
+            self.check(info, zlib.crc32(buffer))
+
+    def check(self, info: zipfile.ZipInfo, checksum: int) -> None:
+        """Raises CkptkitError when this is not the CRC-32 that an entry was written with."""
+        # torch can be told to leave the checksum out, which it then writes as zero.
+        if info.CRC and checksum != info.CRC:
+            raise CkptkitError(f"{self}: its bytes do not match their checksum", "the file was damaged after it was written; copy it again")
+
+    def _tensor_arguments(self, entries: Mapping[str, zipfile.ZipInfo]) -> tuple[Any, int, Any, Any]:
+        arguments: tuple[Any, ...] = getattr(self._pickled(entries), "args", ())
         if len(arguments) < 4 or not isinstance(arguments[0], tuple) or len(arguments[0]) < 5:
             raise CkptkitError(f"{self}: is no plain tensor", "this file was not written by torch.save of a tensor")
         return arguments[0], arguments[1], arguments[2], arguments[3]
 
-    def _zip(self) -> zipfile.ZipFile:
-        try:
-            return zipfile.ZipFile(_Slice(self.path, self.offset, self.length))
-        except (OSError, zipfile.BadZipFile) as error:
-            raise CkptkitError(f"{self}: {error}", "the file is missing or damaged; copy it again") from error
-
-    def _entry(self, archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
-        for info in archive.infolist():
-            if info.filename.partition("/")[2] == name and info.compress_type == zipfile.ZIP_STORED:
-                return info
-        raise CkptkitError(f"{self}: has no entry {name}", "this file was not written by torch.save")
-
-    def _pickled(self, archive: zipfile.ZipFile) -> Any:
-        if any(entry.filename.endswith("/byteorder") for entry in archive.infolist()) and self._bytes(archive, "byteorder") != b"little":
+    def _pickled(self, entries: Mapping[str, zipfile.ZipInfo]) -> Any:
+        if "byteorder" in entries and self._bytes(entries, "byteorder") != b"little":
             raise CkptkitError(f"{self}: is big-endian", "save it on a little-endian machine")
         try:
-            return unpickle.loads(self._bytes(archive, "data.pkl"))
+            return unpickle.loads(self._bytes(entries, "data.pkl"))
         except pickle.UnpicklingError as error:
             raise CkptkitError(f"{self}: cannot be unpickled: {error}", "the file is damaged; copy it again") from error
 
-    def _bytes(self, archive: zipfile.ZipFile, name: str) -> bytes:
-        info = self._entry(archive, name)
+    def _bytes(self, entries: Mapping[str, zipfile.ZipInfo], name: str) -> bytes:
+        info = self.entry(entries, name)
         content = bytearray(info.file_size)
-        self._read_into(info, memoryview(content))
+        self.read_into(info, memoryview(content))
         return bytes(content)
-
-    def _read_into(self, info: zipfile.ZipInfo, buffer: memoryview) -> None:
-        """Fills `buffer` with the bytes of an entry, which lie uncompressed behind its local header, and checks their checksum."""
-        with self.path.open("rb") as file:
-            file.seek(self.offset + info.header_offset + 26)  # lengths of name and extra field in a zip local header
-            name_length, extra_length = (int.from_bytes(file.read(2), "little") for _ in range(2))
-            file.seek(name_length + extra_length, os.SEEK_CUR)
-            if buffer.nbytes and file.readinto(buffer) != buffer.nbytes:
-                raise CkptkitError(f"{self}: ends too early", "the file is truncated; copy it again")
-        # torch can be told to leave the checksum out, which it then writes as zero.
-        if info.CRC and zlib.crc32(buffer) != info.CRC:
-            raise CkptkitError(f"{self}: its bytes do not match their checksum", "the file was damaged after it was written; copy it again")
 
 
 class _Slice(io.RawIOBase):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,10 @@ def convert(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Convert SRC to DST. An HF directory becomes Megatron torch_dist; a Megatron root, release/ or iter_*/ becomes HF."""
+    """Convert SRC to DST. An HF directory becomes Megatron torch_dist; a Megatron root, release/ or iter_*/ becomes HF.
+
+    A quantized release (FP8, MXFP4, INT4) is dequantized on the way to Megatron.
+    """
     from ckptkit.api import convert as run
 
     scheme = _scheme(group_size, grid, ignore) if quantization else None
@@ -111,7 +115,7 @@ def _print_written(written: Written, dry_run: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({**vars(written), "layout": dict(written.layout)}, indent=2))
         return
-    size = f"{written.tensors} tensors, {written.bytes / 1e9:.3f} GB"
+    size = f"{written.tensors} tensors, {written.bytes / 1e9:.3f} GB" + (f", dequantized from {written.dequantized}" if written.dequantized else "")
     if dry_run:
         click.echo(f"would write {written.destination} ({written.format}): {size}")
         for name in written.names:
@@ -122,14 +126,31 @@ def _print_written(written: Written, dry_run: bool, as_json: bool) -> None:
     click.echo(f"{written.destination} ({written.format}): {size}")
 
 
+def _print_arguments(args: Mapping[str, Any], as_json: bool) -> None:
+    from converters.launch_flags import launch_flags
+
+    if as_json:
+        click.echo(json.dumps(dict(args), indent=2))
+        return
+    click.echo("MODEL_ARGS=(")
+    for line in launch_flags(args):
+        click.echo(f"    {line}")
+    click.echo(")")
+
+
 @cli.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--hf", type=click.Path(path_type=Path), help="HF directory with the config of a Megatron checkpoint that does not carry it.")
+@click.option("--megatron-args", "as_args", is_flag=True, help="Print the Megatron arguments of the model, as a launch script wants them, and nothing else.")
 @_json
-def inspect(path: Path, hf: Path | None, as_json: bool) -> None:
+def inspect(path: Path, hf: Path | None, as_args: bool, as_json: bool) -> None:
     """Say what lies at PATH: format, sizes, dtypes, configuration, and every tensor with layers and experts folded."""
     from ckptkit.api import inspect as run
+    from ckptkit.api import model_arguments
 
+    if as_args:
+        _print_arguments(model_arguments(path, hf=hf), as_json)
+        return
     facts = run(path, hf=hf)
     if as_json:
         click.echo(json.dumps(facts, indent=2))

@@ -1,4 +1,4 @@
-"""Tells from a path what lies there: an HF directory or a Megatron torch_dist checkpoint, and which iteration of it."""
+"""Tells from a path what lies there: an HF directory or a Megatron checkpoint, in which format, and which iteration of it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,21 @@ from ckptkit.errors import CkptkitError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 ITERATION = re.compile(r"iter_\d{7}")
+LEGACY_RANK = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
+LEGACY_FILE = "model_optim_rng.pt"
+
+_PICKLE = "{} is a pickle: convert .bin weights to safetensors first: load with transformers and save_pretrained"
+# What lies where safetensors with an index should, the most telling first, and the way out.
+_OTHER_WEIGHTS = {
+    "consolidated*.safetensors": "{} is Mistral's own format: take the model-*.safetensors of the release and their index",
+    "*.safetensors": "{} is there without model.safetensors.index.json: restore the index from the release",
+    "consolidated*.pth": "{} is the format of the model's authors: take the safetensors of the release, not its original/ folder",
+    "*.gguf": "{} is llama.cpp's format, which is quantized for it: start from the safetensors release",
+    "pytorch_model*.bin": _PICKLE,
+    "*.bin": _PICKLE,
+    "*.pt": _PICKLE,
+    "*.pth": _PICKLE,
+}
 
 
 @dataclass(frozen=True)
@@ -20,6 +35,11 @@ class Location:
     kind: Literal["hf", "megatron"]
     path: Path
     root: Path
+
+    @property
+    def legacy(self) -> bool:
+        """Whether these are Megatron's files of one rank each (`mp_rank_*`), from before torch_dist."""
+        return self.kind == "megatron" and is_legacy(self.path)
 
 
 def locate(path: str | Path) -> Location:
@@ -32,11 +52,20 @@ def locate(path: str | Path) -> Location:
     if (root / TRACKER).exists():
         return Location("megatron", tracked(root), root)
     is_hf = (root / "config.json").exists()
+    if root.name == "original" and (root.parent / "config.json").exists():
+        raise CkptkitError(f"{given} holds the model in the format of its authors", f"give the HF directory around it: {given.parent}")
     if (root / ".metadata").exists() or ((root / "metadata.json").exists() and not is_hf):
+        return Location("megatron", root, root.parent)
+    if is_legacy(root):
         return Location("megatron", root, root.parent)
     if is_hf or any(root.glob("*.safetensors")) or (root / "model.safetensors.index.json").exists():
         return Location("hf", root, root)
     raise CkptkitError(f"{given} holds no checkpoint", _why_not(root))
+
+
+def is_legacy(path: Path) -> bool:
+    """Whether an iteration's directory holds one directory a rank and is no torch_dist checkpoint."""
+    return path.is_dir() and not (path / ".metadata").exists() and any(LEGACY_RANK.fullmatch(entry.name) for entry in path.iterdir())
 
 
 def tracked(root: Path) -> Path:
@@ -56,8 +85,14 @@ def _why_not(root: Path) -> str:
         return "the directory is empty"
     if any(ITERATION.fullmatch(name) or name == "release" for name in inside):
         return f"it has iterations but no {TRACKER}: give one of them, or restore the tracker"
-    if any(name.startswith("mp_rank_") for name in inside):
-        return "this is Megatron's legacy mp_rank format; save it with --ckpt-format torch_dist"
-    if any(name.endswith((".bin", ".pt", ".pth")) for name in inside):
-        return "convert .bin weights to safetensors first: load with transformers and save_pretrained"
-    return "expected config.json with *.safetensors, or a Megatron directory with .metadata"
+    return other_weights(root) or "expected config.json with *.safetensors, or a Megatron directory with .metadata"
+
+
+def other_weights(root: Path) -> str | None:
+    """What weights a directory holds instead of safetensors with an index, and the way out; None when it holds none."""
+    for pattern, advice in _OTHER_WEIGHTS.items():
+        if found := sorted(root.glob(pattern)):
+            return advice.format(found[0].name)
+    if (root / "original").is_dir():
+        return "only original/ holds weights, in the format of the model's authors: download the *.safetensors beside it too"
+    return None

@@ -54,7 +54,7 @@ class Plan:
         if left := set(self.sources) - used - self.dropped:
             raise CkptkitError(
                 f"{self.where} holds {len(left)} tensor(s) that no rule of this model family knows: {summarize(sorted(left))}",
-                "nothing is converted, so that nothing is lost; check num_hidden_layers and the other sizes in config.json",
+                "nothing is converted, so that nothing is lost; check num_hidden_layers, num_nextn_predict_layers and the other sizes in config.json",
             )
         made = Counter(spec.name for step in self.steps for spec in step.outputs)
         if twice := [name for name, count in made.items() if count > 1]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.errors import CkptkitError
+from ckptkit.formats import other_weights
 from ckptkit.specs import CODE_OF_DTYPE, DTYPE_OF_CODE, TensorSpec, summarize
 
 INDEX = "model.safetensors.index.json"
@@ -141,6 +142,11 @@ def shard_names(root: Path) -> dict[str, str] | None:
     return weight_map
 
 
+def has_weights(root: Path) -> bool:
+    """Whether this HF directory holds safetensors weights: an index, or the single file that needs none."""
+    return (root / INDEX).exists() or (root / SINGLE).exists()
+
+
 class HfCheckpoint:
     """An HF directory. Opening reads headers only, and raises CkptkitError unless index and shards agree exactly."""
 
@@ -150,7 +156,7 @@ class HfCheckpoint:
         weight_map = shard_names(self.root)
         files = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
         if weight_map is None and not (self.root / SINGLE).exists():
-            raise CkptkitError(f"{self.root} has neither {INDEX} nor {SINGLE}", "convert .bin weights to safetensors first, or restore the index")
+            raise CkptkitError(f"{self.root} has neither {INDEX} nor {SINGLE}", other_weights(self.root) or "download its weights, as safetensors")
         self.shards = {file: read_shard(self.root / file) for file in files}
         self._shard_of = {name: shard for shard in self.shards.values() for name in shard.specs}
         if weight_map is not None:

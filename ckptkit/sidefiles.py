@@ -13,7 +13,7 @@ import torch
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError
-from ckptkit.safetensors_io import INDEX, SINGLE, HfCheckpoint, read_json
+from ckptkit.safetensors_io import read_json
 from ckptkit.specs import TensorSpec, summarize
 
 MANIFEST = "ckptkit.json"
@@ -45,9 +45,26 @@ def copy_side_files(root: Path, target: Path) -> None:
         (target / relative).write_bytes(content)
 
 
+_QUANTIZATION = ("quantization_config", "compression_config")
+
+
+def quantization_of(config: Mapping[str, Any]) -> Any:
+    """What an HF config says of quantized weights, also under compressed-tensors' older key and in `text_config`; None: they are not."""
+    holders = [holder for holder in (config, config.get("text_config")) if isinstance(holder, Mapping)]
+    return next((holder[key] for holder in holders for key in _QUANTIZATION if holder.get(key) is not None), None)
+
+
 def is_quantized(config: Mapping[str, Any]) -> bool:
     """Whether an HF config says that the weights are quantized; null says that they are not."""
-    return config.get("quantization_config") is not None
+    return quantization_of(config) is not None
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the same model with weights that are not quantized."""
+    plain = {key: value for key, value in config.items() if key not in _QUANTIZATION}
+    if isinstance(text := plain.get("text_config"), Mapping):
+        plain["text_config"] = {key: value for key, value in text.items() if key not in _QUANTIZATION}
+    return plain
 
 
 def write_config(target: Path, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
@@ -56,12 +73,14 @@ def write_config(target: Path, config: Mapping[str, Any], specs: Mapping[str, Te
     The file is left as it is, byte for byte, when it is true already.
     """
     before = read_json(target / "config.json")
-    after = {key: value for key, value in before.items() if key != "quantization_config"}
+    after = without_quantization(before)
     if is_quantized(config):
-        after["quantization_config"] = config["quantization_config"]
+        after["quantization_config"] = quantization_of(config)
     if dtype := main_dtype(specs):
-        for key in [key for key in ("dtype", "torch_dtype") if key in before] or ["dtype"]:
-            after[key] = dtype
+        places = [holder for holder in (after, after.get("text_config")) if isinstance(holder, dict)]
+        stated = [(holder, key) for holder in places for key in ("dtype", "torch_dtype") if key in holder]
+        for holder, key in stated or [(after, "dtype")]:
+            holder[key] = dtype
     if after != before:
         (target / "config.json").write_text(json.dumps(after, indent=2) + "\n")
 
@@ -81,11 +100,8 @@ def write_manifest(target: Path, command: list[str], source: Path, layout: Mappi
     (target / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
 
 
-def reference_layout(hf: Path, manifest: Path) -> dict[str, list[str]] | None:
-    """How the release cut its shards: from the shards in `hf` when it has any, else from the manifest; None when neither tells."""
-    if (hf / INDEX).exists() or (hf / SINGLE).exists():
-        # The shards of a quantized release hold other tensors than the model in bf16.
-        return None if is_quantized(read_json(hf / "config.json")) else HfCheckpoint(hf).layout
+def stored_layout(manifest: Path) -> dict[str, list[str]] | None:
+    """How the release cut its shards, from the manifest that was written beside Megatron's weights; None when there is none."""
     if not manifest.exists():
         return None
     layout = read_json(manifest).get("hf_layout")

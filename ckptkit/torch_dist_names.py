@@ -1,13 +1,15 @@
 """How Megatron's global tensors are named on disk in torch_dist, and which objects its models also ask for.
 
 Sources: megatron-core `transformer_block.py` (`sharded_state_dict`: stacked or one key a layer), `moe/experts.py` (one key
-for all experts, expert axis first), `gpt_layer_specs.py` (norm names of the local and the Transformer Engine spec).
+for all experts, expert axis first), `gpt_layer_specs.py` (norm names of the local and the Transformer Engine spec),
+`mlp.py` and `ssm/gated_delta_net` (tensors whose rows are saved in parts).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any
 
 _EXPERT = re.compile(r"(.*\.experts\.experts)\.(\d+)\.(.+)")
 _LAYER = re.compile(r"(decoder\.layers\.(?:\d+\.)?|mtp\.layers\.\d+\.transformer_layer\.)(.+)")
@@ -15,6 +17,11 @@ _LAYER = re.compile(r"(decoder\.layers\.(?:\d+\.)?|mtp\.layers\.\d+\.transformer
 _MLP_NORM, _MOE_NORM = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
 _LATENT_NORMS = tuple((f"self_attention.linear_{part}_up_proj.layer_norm_weight", f"self_attention.{part}_layernorm.weight") for part in ("q", "kv"))
 _NO_EXTRA_STATE = ("embedding.word_embeddings", "output_layer", ".router")
+# megatron-core's `singleton_local_shards` stores gate and up of a SwiGLU apart.
+_GATE_UP, _GATE_UP_PARTS = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))(_[wv])"), ("_w", "_v")
+# A gated delta net stores the kinds of rows of its input projection apart, and those of its convolution.
+_DELTA_NET = re.compile(r"(.+\.self_attention\.(in_proj|conv1d)\.weight)(\.[a-z]+)?")
+_DELTA_NET_PARTS = {"in_proj": (".query", ".key", ".value", ".z", ".beta", ".alpha"), "conv1d": (".query", ".key", ".value")}
 
 
 def disk_key(name: str) -> tuple[str, int | None]:
@@ -22,6 +29,29 @@ def disk_key(name: str) -> tuple[str, int | None]:
     if match := _EXPERT.fullmatch(name):
         return f"{match[1]}.{match[3]}", int(match[2])
     return name, None
+
+
+def whole_of(key: str) -> tuple[str, tuple[str, ...]] | None:
+    """The tensor some of whose rows a key holds, and the suffixes of the keys of all its rows, in order; None for a whole tensor."""
+    if match := _GATE_UP.fullmatch(key):
+        return match[1], _GATE_UP_PARTS
+    if (match := _DELTA_NET.fullmatch(key)) and match[3] in _DELTA_NET_PARTS[match[2]]:
+        return match[1], _DELTA_NET_PARTS[match[2]]
+    return None
+
+
+def rows_apart(key: str, args: Mapping[str, Any]) -> dict[str, int]:
+    """Keys under which Megatron saves the rows of a tensor apart, and how many rows each holds; nothing where it saves them together.
+
+    `args` are the training arguments with the sizes of the gated delta net.
+    """
+    match = _DELTA_NET.fullmatch(key)
+    if not match or match[3]:
+        return {}
+    keys, heads = args["linear_num_key_heads"] * args["linear_key_head_dim"], args["linear_num_value_heads"]
+    values = heads * args["linear_value_head_dim"]
+    rows = {".query": keys, ".key": keys, ".value": values, ".z": values, ".beta": heads, ".alpha": heads}
+    return {key + part: rows[part] for part in _DELTA_NET_PARTS[match[2]]}
 
 
 def _norm_names(name: str, names: Container[str]) -> tuple[str, str] | None:

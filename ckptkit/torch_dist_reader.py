@@ -23,17 +23,15 @@ from torch import Tensor
 from ckptkit import unpickle
 from ckptkit.blob import Blob
 from ckptkit.errors import CkptkitError
-from ckptkit.safetensors_io import read_json
+from ckptkit.megatron_config import config_in, hf_home
 from ckptkit.specs import TensorSpec
-from ckptkit.torch_dist_names import engine_name
+from ckptkit.torch_dist_names import engine_name, whole_of
 
 Shape = tuple[int, ...]
 
 # What a trainer saves beside the weights. megatron-core prefixes the state of chained optimizers (MoE) with their number.
 NOT_WEIGHTS = re.compile(r"(?:chained_\d+\.)?optimizer\..*|.*\._extra_state(/.*)?|rng_state.*|rerun_state_machine.*|common_state.*|opt_param_scheduler.*")
 _STACKED = re.compile(r"(decoder\.layers)\.(?!\d+\.)(.+)")
-# megatron-core's `singleton_local_shards` stores gate and up of a SwiGLU apart (`transformer/mlp.py`).
-_HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
 _EXPERTS = re.compile(r"(.*\.experts\.experts)\.(?!\d+\.)(.+)")
 
 
@@ -155,9 +153,7 @@ class TorchDistCheckpoint:
 
     def __init__(self, path: str | Path, hf: str | Path | None = None) -> None:
         self.path = Path(path).absolute()
-        self.hf_path = Path(hf) if hf else self.path.parent / "hf"
-        if hf and not (self.hf_path / "config.json").exists():
-            raise CkptkitError(f"{hf} has no config.json", "name the HF directory of this model with --hf")
+        self.hf_path = hf_home(self.path, hf)
         self.metadata = read_metadata(self.path)
         self._logical = self._name_once()
         for stored in {id(part.stored): part.stored for parts in self._logical.values() for part in parts}.values():
@@ -175,17 +171,17 @@ class TorchDistCheckpoint:
         return named
 
     def _name_all(self) -> Iterator[tuple[str, tuple[_Part, ...]]]:
-        """Every global tensor with its parts: one, or the two halves of a linear_fc1 that was saved as gate and up."""
-        halves: dict[str, dict[str, _Part]] = {}
+        """Every global tensor with its parts: one, or several where Megatron saved its rows apart."""
+        apart: dict[tuple[str, tuple[str, ...]], dict[str, _Part]] = {}
         for name, part in self._name_parts():
-            if match := _HALF.fullmatch(name):
-                halves.setdefault(match[1], {})[match[2]] = part
+            if whole := whole_of(name):
+                apart.setdefault(whole, {})[name.removeprefix(whole[0])] = part
             else:
                 yield name, (part,)
-        for name, both in halves.items():
-            if len(both) != 2:
-                raise CkptkitError(f"{self.path}: {name} has only its half _{next(iter(both))}", "the save is incomplete: save again")
-            yield name, (both["w"], both["v"])
+        for (name, suffixes), parts in apart.items():
+            if missing := [suffix for suffix in suffixes if suffix not in parts]:
+                raise CkptkitError(f"{self.path}: {name} lacks its part {missing[0]}", "the save is incomplete: save again")
+            yield name, tuple(parts[suffix] for suffix in suffixes)
 
     def _name_parts(self) -> Iterator[tuple[str, _Part]]:
         weights = {key: stored for key, stored in self.metadata.tensors.items() if not NOT_WEIGHTS.fullmatch(key)}
@@ -205,10 +201,7 @@ class TorchDistCheckpoint:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        if not (self.hf_path / "config.json").exists():
-            raise CkptkitError(f"{self.path}: the HF config of this model is not stored beside it", "name its HF directory with --hf")
-        # Megatron's weights are not quantized, even when the directory named is the INT4 release of the model.
-        return {key: value for key, value in read_json(self.hf_path / "config.json").items() if key != "quantization_config"}
+        return config_in(self.hf_path, self.path)
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:

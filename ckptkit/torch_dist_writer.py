@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import TRACKER
 from ckptkit.specs import TensorSpec, summarize
-from ckptkit.torch_dist_names import disk_key, extra_states, norm_alias
+from ckptkit.torch_dist_names import disk_key, extra_states, norm_alias, rows_apart
 
 _FILE_LIMIT = 10_000_000_000
 
@@ -81,6 +81,12 @@ class TorchDistWriter:
         key, expert = disk_key(name)
         if self._dtypes.setdefault(key, spec.dtype) != spec.dtype:
             raise CkptkitError(f"{spec}: the other experts of this layer are {self._dtypes[key]}", "give --dtype or cast the source first")
+        parts = rows_apart(key, self._args)
+        for part, rows in zip(parts, torch.split(tensor, list(parts.values())), strict=True) if parts else [(key, tensor)]:
+            self._dtypes[part] = spec.dtype
+            self._write(part, expert, rows)
+
+    def _write(self, key: str, expert: int | None, tensor: Tensor) -> None:
         whole = tensor if expert is None else tensor.unsqueeze(0)
         offsets = torch.Size([0] * whole.dim() if expert is None else [expert] + [0] * tensor.dim())
         # A view would be saved with all of its storage.

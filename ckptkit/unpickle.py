@@ -45,6 +45,10 @@ class Record:
         return f"<{self.kind}>"
 
 
+class Items(dict[Any, Any]):
+    """An OrderedDict as a plain dict, on which pickles may still set attributes, as a module's state dict has some."""
+
+
 class Unpickler(pickle.Unpickler):
     """Knows plain Python values, `torch.Size` and dtypes; everything else becomes a `Record`."""
 
@@ -54,7 +58,7 @@ class Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) == ("collections", "OrderedDict"):
-            return dict
+            return Items
         return type(name, (Record,), {"kind": f"{module}.{name}"})
 
     def persistent_load(self, pid: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from converters.dims import ModelDims
 from converters.ops import Copy, GateUp, Qkv
+from converters.ops_qwen import GatedQkv
 from converters.rules import ParamMapping, Place, decoder
 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
@@ -25,18 +26,21 @@ def embeddings(dims: ModelDims, *, embed_copies: tuple[str, ...] = (), head_copi
 
 
 def attention(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, ...]:
-    """Pre-norm grouped-query attention, with or without qkv biases and q/k norms."""
+    """Pre-norm grouped-query attention, with or without biases, q/k norms of one head's width, and an output gate from q_proj."""
     at = at or decoder(dims, dims.softmax_layers)
-    rows = {"q_proj": dims.heads * dims.head_dim, "k_proj": dims.groups * dims.head_dim, "v_proj": dims.groups * dims.head_dim}
-    qkv = Qkv(dims.heads, dims.groups, dims.head_dim)
+    out, groups = dims.heads * dims.head_dim, dims.groups * dims.head_dim
+    rows = {"q_proj": 2 * out if dims.attention_gate else out, "k_proj": groups, "v_proj": groups}
+    qkv = (GatedQkv if dims.attention_gate else Qkv)(dims.heads, dims.groups, dims.head_dim)
     rules = [
         at.rule("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": (dims.hidden,)}),
         at.rule("self_attention.linear_qkv.weight", {f"self_attn.{part}.weight": (count, dims.hidden) for part, count in rows.items()}, qkv),
-        at.rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (dims.hidden, rows["q_proj"])}, Copy(1)),
+        at.rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (dims.hidden, out)}, Copy(1)),
     ]
     if dims.qkv_bias:
         rules.append(at.rule("self_attention.linear_qkv.bias", {f"self_attn.{part}.bias": (count,) for part, count in rows.items()}, qkv))
-    if dims.qk_norm:
+    if dims.out_bias:
+        rules.append(at.rule("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": (dims.hidden,)}))
+    if dims.qk_norm and not dims.qk_norm_full:
         rules += [at.rule(f"self_attention.{x}_layernorm.weight", {f"self_attn.{x}_norm.weight": (dims.head_dim,)}) for x in ("q", "k")]
     return tuple(rules)
 
@@ -54,7 +58,16 @@ def dense_mlp(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, .
     """The MLP of the dense layers with the norm before it."""
     at = at or decoder(dims, dims.dense)
     norm = at.rule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": (dims.hidden,)})
-    return (norm, *gated_mlp(at, "mlp.", "mlp.", dims.hidden, dims.ffn))
+    return (norm, *gated_mlp(at, "mlp.", "mlp.", dims.hidden, dims.ffn), *(gated_mlp_biases(at, dims) if dims.mlp_bias else ()))
+
+
+def gated_mlp_biases(at: Place, dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """The biases of a dense layer's SwiGLU block. That of the down projection is added once, so every rank holds all of it."""
+    gate, up = "mlp.gate_proj.bias", "mlp.up_proj.bias"
+    return (
+        at.rule("mlp.linear_fc1.bias", {gate: (dims.ffn,), up: (dims.ffn,)}, GateUp()),
+        at.rule("mlp.linear_fc2.bias", {"mlp.down_proj.bias": (dims.hidden,)}),
+    )
 
 
 def moe_mlp(

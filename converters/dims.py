@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ckptkit.errors import CkptkitError
 from converters.config_values import flag, integer, number, rope_of
@@ -33,13 +33,18 @@ class Mla:
 class Indexer:
     """The indexer of DeepSeek sparse attention: its heads, their size, and how many keys a query attends to.
 
-    `layers` have an indexer of their own; the others use that of the layer before.
+    `layers` have an indexer of their own; the others use that of the layer before. `every` and `first` say the same as Megatron
+    does (`dsa_indexer_topk_freq`, `dsa_indexer_skip_topk_offset`): the first layers, then every so many. `rope_interleaved`:
+    its rotary dimensions turn in pairs, not as two halves.
     """
 
     heads: int
     head_dim: int
     top_k: int
     layers: tuple[int, ...]
+    rope_interleaved: bool = False
+    every: int = 1
+    first: int = 0
 
     def __post_init__(self) -> None:
         _positive(index_heads=self.heads, index_head_dim=self.head_dim, index_topk=self.top_k)
@@ -61,6 +66,17 @@ class LinearAttention:
         if self.value_heads % self.key_heads:
             raise CkptkitError(f"config.json: {self.value_heads} value heads do not divide into {self.key_heads} key heads")
 
+    @property
+    def conv(self) -> tuple[int, int, int]:
+        """Rows of queries, keys and values in the convolution."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim
+
+    @property
+    def in_proj(self) -> tuple[int, ...]:
+        """Rows of queries, keys, values, output gates, betas and alphas in Megatron's input projection."""
+        return *self.conv, self.conv[2], self.value_heads, self.value_heads
+
 
 @dataclass(frozen=True)
 class ModelDims:
@@ -69,7 +85,9 @@ class ModelDims:
     `root` and `head` are HF names: what stands before `layers.0.`, and the output embedding. `dense_layers`: layers of an MoE
     model with a plain MLP. `window_layers`: layers whose attention sees `window` tokens and, where given, turns with
     `local_rope_theta`. `norm_offset`: norm weights are stored minus one. `qk_norm_full`: q and k norms over all heads at once.
-    `sandwich`: norms also after attention and MLP. `attention_gate`: q_proj also makes an output gate. `sinks`: a learned logit
+    `sandwich`: norms also after attention and MLP, which in Megatron are modules of the "layer" (slime's patch) or inside the
+    "linear" before them (Megatron-Bridge). `activation`: silu, gelu_pytorch_tanh, or quick_geglu, which is x sigmoid(1.702 x)
+    with gate and up clamped and 1 added to up, as GPT-OSS has it. `attention_gate`: q_proj also makes an output gate. `sinks`: a learned logit
     a head in the softmax. `mtp_layers`: multi-token prediction layers after the last.
     """
 
@@ -102,7 +120,7 @@ class ModelDims:
     mlp_bias: bool = False
     norm_offset: bool = False
     qk_norm_full: bool = False
-    sandwich: bool = False
+    sandwich: Literal["", "layer", "linear"] = ""
     attention_gate: bool = False
     sinks: bool = False
     mtp_layers: int = 0
@@ -173,12 +191,29 @@ def first_layers(config: Mapping[str, Any], key: str, default: int) -> tuple[int
     return tuple(range(count))
 
 
-def base_dims(config: Mapping[str, Any], *, qkv_bias: bool, qk_norm: bool, activation: str = "silu", **more: Any) -> ModelDims:
-    """The part of ModelDims that every decoder-only family spells the same way. `activation`: what `hidden_act` must say."""
+def layers_without_experts(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The dense layers of a Qwen MoE model: those in `mlp_only_layers`, and all whose number from 1 `decoder_sparse_step` does not divide.
+
+    Source: transformers `Qwen2MoeDecoderLayer`, `Qwen3MoeDecoderLayer`.
+    """
+    step, only = integer(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if step < 1:
+        raise CkptkitError(f"config.json: decoder_sparse_step is {step}", "compare it with the release")
+    if not isinstance(only, list) or any(type(layer) is not int for layer in only):
+        raise CkptkitError(f"config.json: mlp_only_layers is {only!r}, not a list of whole numbers", "compare it with the release")
+    sparse = (layer for layer in range(min(integer(config, "num_hidden_layers"), _MOST_LAYERS)) if (layer + 1) % step)
+    return tuple(sorted({*only, *sparse}))
+
+
+def base_dims(config: Mapping[str, Any], *, qkv_bias: bool, qk_norm: bool, activation: str = "silu", default_theta: float = 10000.0, **more: Any) -> ModelDims:
+    """The part of ModelDims that every decoder-only family spells the same way.
+
+    `activation`: what `hidden_act` must say; `default_theta`: the rotary base of a config that states none.
+    """
     if config.get("hidden_act", activation) != activation:
         raise CkptkitError(f"config.json: hidden_act {config['hidden_act']!r} is not supported", f"this family is trained with {activation}")
     hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
-    rope = rope_of(config)
+    rope = rope_of(config, default_theta)
     given: dict[str, Any] = {
         "layers": integer(config, "num_hidden_layers"),
         "hidden": hidden,

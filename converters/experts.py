@@ -1,7 +1,8 @@
-"""Routed experts as transformers v5 keeps them, one 3-D tensor a layer, read and written as one tensor an expert.
+"""Routed experts that lie in one tensor a layer, read and written as one tensor an expert.
 
-Fused: `mlp.experts.gate_up_proj` [experts, 2 x ffn, hidden] (gate rows above up rows) and `mlp.experts.down_proj`
-[experts, hidden, ffn]. Source: transformers `Glm4MoeNaiveMoe` and `Qwen3MoeExperts`.
+Fused: `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`, with or without `*_proj_bias`. A family says how they lie in
+there (`FusedExperts`); by default as in transformers v5, [experts, 2 x ffn, hidden] with gate rows above up rows and
+[experts, hidden, ffn]. Source: transformers `Glm4MoeNaiveMoe`, `Qwen3MoeExperts` and `GptOssExperts`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from torch import Tensor
 from ckptkit.errors import CkptkitError
 from ckptkit.plan import Plan, Step, identity
 from ckptkit.specs import TensorSpec
+from converters.registry import family_of
+from converters.rules import FusedExperts
 
-_FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
-_SINGLE = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(_bias)?")
+_SINGLE = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
 def is_fused(names: Iterable[str]) -> bool:
@@ -27,50 +30,90 @@ def is_fused(names: Iterable[str]) -> bool:
     return any(_FUSED.fullmatch(name) for name in names)
 
 
+def only_fused(config: Mapping[str, Any]) -> bool:
+    """Whether no reader knows the experts of this family one by one."""
+    return family_of(config).fused.always
+
+
 def unfuse(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], where: str) -> Plan:
-    """From fused experts to one tensor an expert and projection; everything else passes through."""
-    return Plan(tuple(_unfuse_step(spec) for spec in specs.values()), specs, where=where, config=config)
+    """From fused experts to one tensor an expert and projection; everything else passes through.
+
+    Raises CkptkitError where a fused save of the family has other names than its release.
+    """
+    layout = family_of(config).fused
+    if layout.renamed:
+        raise CkptkitError(
+            f"{where} has the experts of each layer in one tensor, under transformers v5's own names for {config['model_type']}",
+            "save it with save_pretrained(..., save_original_format=True), which writes the names of the release",
+        )
+    return Plan(tuple(_unfuse_step(spec, layout) for spec in specs.values()), specs, where=where, config=config)
 
 
-def fuse(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], where: str) -> Plan:
-    """From one tensor an expert and projection to fused experts; the inverse of `unfuse`."""
-    layers: dict[str, dict[tuple[int, str], TensorSpec]] = defaultdict(dict)
+def fuse(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], where: str, release: Iterable[str] = ()) -> Plan:
+    """From one tensor an expert and projection to fused experts; the inverse of `unfuse`.
+
+    Only in the kinds of layers where `release`, the names in the release, has them fused: Qwen3.5's are so in the decoder and
+    not in the multi-token prediction layer. Everywhere where it has none. Never in a layer that `release` has one by one.
+    """
+    release = set(release)
+    fused = {_kind(match[1]) for name in release if (match := _FUSED.fullmatch(name))}
+    single = {match[1] for name in release if (match := _SINGLE.fullmatch(name))}
+    layers: dict[tuple[str, str], dict[tuple[int, str], TensorSpec]] = defaultdict(dict)
     steps = []
     for spec in specs.values():
-        if match := _SINGLE.fullmatch(spec.name):
-            layers[match[1]][int(match[2]), match[3]] = spec
+        match = _SINGLE.fullmatch(spec.name)
+        if match and (_kind(match[1]) in fused or not fused) and match[1] not in single:
+            layers[match[1], match[4]][int(match[2]), match[3]] = spec
         else:
             steps.append(identity(spec))
-    for prefix, experts in layers.items():
-        steps += [_fuse_step(prefix, experts, "gate_up_proj", ("gate", "up")), _fuse_step(prefix, experts, "down_proj", ("down",))]
+    layout = family_of(config).fused
+    for (prefix, leaf), experts in layers.items():
+        suffix = "_bias" if leaf == "bias" else ""
+        steps += [
+            _fuse_step(f"{prefix}.gate_up_proj{suffix}", experts, ("gate", "up"), layout),
+            _fuse_step(f"{prefix}.down_proj{suffix}", experts, ("down",), layout),
+        ]
     return Plan(tuple(steps), specs, where=where, config=config)
 
 
-def _unfuse_step(spec: TensorSpec) -> Step:
+def _kind(prefix: str) -> str:
+    return re.sub(r"\d+", "", prefix)
+
+
+def _unfuse_step(spec: TensorSpec, layout: FusedExperts) -> Step:
     match = _FUSED.fullmatch(spec.name)
     if not match:
         return identity(spec)
-    if len(spec.shape) != 3:
-        raise CkptkitError(f"{spec}: fused experts must have three axes [experts, rows, columns]")
-    experts, rows, columns = spec.shape
-    kinds = ("gate", "up") if match[2] == "gate_up_proj" else ("down",)
-    outputs = tuple(
-        TensorSpec(f"{match[1]}.{expert}.{kind}_proj.weight", (rows // len(kinds), columns), spec.dtype) for expert in range(experts) for kind in kinds
-    )
+    axes, leaf = ("experts, rows", "bias") if match[3] else ("experts, rows, columns", "weight")
+    if len(spec.shape) != len(axes.split()):
+        raise CkptkitError(f"{spec}: fused experts must have {len(axes.split())} axes [{axes}]")
+    experts, rows, *columns = (spec.shape[0], *reversed(spec.shape[1:])) if layout.transposed else spec.shape
+    kinds = ("gate", "up") if match[2] == "gate_up" else ("down",)
+    shape = (rows // len(kinds), *columns)
+    outputs = tuple(TensorSpec(f"{match[1]}.{expert}.{kind}_proj.{leaf}", shape, spec.dtype) for expert in range(experts) for kind in kinds)
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [part for expert in tensors[0] for part in expert.chunk(len(kinds))]
+        return [part for expert in tensors[0] for part in _parts(expert.T if layout.transposed and leaf == "weight" else expert, len(kinds), layout)]
 
     return Step((spec.name,), outputs, run, "unfuse")
 
 
-def _fuse_step(prefix: str, experts: Mapping[tuple[int, str], TensorSpec], name: str, kinds: tuple[str, ...]) -> Step:
+def _parts(expert: Tensor, count: int, layout: FusedExperts) -> Sequence[Tensor]:
+    """The projections of one expert, whose rows stand in turn or one after the other."""
+    return [expert[part::count] for part in range(count)] if layout.interleaved else expert.chunk(count)
+
+
+def _fuse_step(name: str, experts: Mapping[tuple[int, str], TensorSpec], kinds: tuple[str, ...], layout: FusedExperts) -> Step:
     count = 1 + max(expert for expert, _ in experts)
     inputs = [experts[expert, kind] for expert in range(count) for kind in kinds]
-    rows, columns = inputs[0].shape
-    output = TensorSpec(f"{prefix}.{name}", (count, rows * len(kinds), columns), inputs[0].dtype)
+    rows, *columns = inputs[0].shape
+    shape = (rows * len(kinds), *columns)
+    output = TensorSpec(name, (count, *(reversed(shape) if layout.transposed else shape)), inputs[0].dtype)
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.cat(list(tensors)).reshape(output.shape)]
+        # [experts, projections, rows, ...]; rows in turn have the axis of the projections behind that of the rows.
+        parts = torch.stack(list(tensors)).reshape(count, len(kinds), rows, *columns)
+        whole = (parts.transpose(1, 2) if layout.interleaved else parts).reshape(count, *shape)
+        return [whole.transpose(1, 2) if layout.transposed and columns else whole]
 
     return Step(tuple(spec.name for spec in inputs), (output,), run, "fuse")

@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.errors import CkptkitError
-from converters.config_values import flag, integer
+from converters.config_values import flag, integer, number, rope_of
 from converters.dims import Mla, ModelDims
 from converters.ops import Copy
 from converters.rules import ParamMapping, Place, decoder
+
+# What yarn needs and no flag of Megatron-LM says, with the defaults of its MLATransformerConfig.
+WITHOUT_FLAG: Mapping[str, float] = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def read_mla(config: Mapping[str, Any]) -> Mla:
@@ -27,6 +30,10 @@ def read_mla(config: Mapping[str, Any]) -> Mla:
         raise CkptkitError(
             f"config.json: num_key_value_heads is not the {heads} of num_attention_heads", "latent attention has one key and value head a query head"
         )
+    if not flag(config, "rope_interleave", True):
+        raise CkptkitError("config.json: rope_interleave false is not supported", "Megatron's latent attention turns the rotary dimensions in pairs")
+    if number(rope_of(config), "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0)) != 1:
+        raise CkptkitError("config.json: partial_rotary_factor with latent attention is not supported", "qk_rope_head_dim says how many dimensions turn")
     return Mla(
         q_rank=None if config["q_lora_rank"] is None else integer(config, "q_lora_rank"),
         kv_rank=integer(config, "kv_lora_rank"),
@@ -58,3 +65,52 @@ def mla_attention(dims: ModelDims, at: Place | None = None) -> tuple[ParamMappin
         at.rule("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": expanded}, Copy(0)),
         at.rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (dims.hidden, dims.heads * mla.value)}, Copy(1)),
     )
+
+
+def mla_args(dims: ModelDims) -> dict[str, Any]:
+    """Megatron-LM arguments of latent attention; those of `WITHOUT_FLAG` under their names in Megatron's config.
+
+    Raises CkptkitError for a rope scaling that Megatron's latent attention does not know.
+    """
+    mla = dims.mla
+    if mla is None:
+        return {}
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": mla.q_rank,
+        "kv_lora_rank": mla.kv_rank,
+        "qk_head_dim": mla.nope,
+        "qk_pos_emb_head_dim": mla.rope,
+        "v_head_dim": mla.value,
+        "qk_layernorm": True,
+        # Megatron's softmax scale looks at the scaling factor whatever the type is, and its default for that is 40.
+        **(_yarn_args(dims.rope_scaling) if dims.rope_scaling else {"rope_type": "rope", "rotary_scaling_factor": 1.0}),
+    }
+
+
+def _yarn_args(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Yarn. Sources: transformers `_compute_yarn_parameters` and `DeepseekV3Attention`, megatron-core `yarn_rotary_pos_embedding.py`.
+
+    The two multiply cosines and sines by the same number only where both of mscale and mscale_all_dim are there, or neither.
+    """
+    kind = rope["rope_type"]
+    if kind != "yarn":
+        raise CkptkitError(f"config.json: rope scaling {kind!r} with latent attention has no Megatron arguments", "Megatron only knows yarn there")
+    for key, only in (("attention_factor", None), ("truncate", True)):
+        if rope.get(key, only) not in (only, None):
+            raise CkptkitError(f"config.json: yarn with {key} {rope[key]!r} has no Megatron arguments", "training would run another model than this one")
+    mscale, all_dim = number(rope, "mscale", 0.0), number(rope, "mscale_all_dim", 0.0)
+    if bool(mscale) != bool(all_dim):
+        raise CkptkitError(
+            f"config.json: yarn with mscale {mscale:g} and mscale_all_dim {all_dim:g} is not supported",
+            "transformers ignores one without the other, but Megatron and SGLang do not",
+        )
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": number(rope, "factor"),
+        "original_max_position_embeddings": integer(rope, "original_max_position_embeddings"),
+        "beta_fast": number(rope, "beta_fast", 32.0),
+        "beta_slow": number(rope, "beta_slow", 1.0),
+        "mscale": mscale or 1.0,
+        "mscale_all_dim": all_dim,
+    }

@@ -49,6 +49,29 @@ class Copy:
 
 
 @dataclass(frozen=True)
+class SwapHalves:
+    """A matrix [rows, 2 x columns] whose input is two vectors, one after the other, that Megatron takes in the other order.
+
+    Its rows are cut over tensor-parallel ranks.
+    """
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        (tensor,) = tensors
+        return _halves_swapped(tensor)
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (_halves_swapped(tensor),)
+
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        return chunk(tensor, 0, rank, size)
+
+
+def _halves_swapped(tensor: Tensor) -> Tensor:
+    first, second = tensor.chunk(2, dim=1)
+    return torch.cat([second, first], dim=1)
+
+
+@dataclass(frozen=True)
 class GateUp:
     """SwiGLU: gate_proj and up_proj, each [ffn, hidden], one above the other as linear_fc1 [2 ffn, hidden].
 
@@ -64,6 +87,21 @@ class GateUp:
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         return torch.cat([chunk(half, 0, rank, size) for half in tensor.chunk(2)])
+
+
+@dataclass(frozen=True)
+class GateUpInOne:
+    """SwiGLU of a release that keeps gate above up in one matrix [2 ffn, hidden], as linear_fc1 does. Ranks hold it as with `GateUp`."""
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        (tensor,) = tensors
+        return tensor
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor,)
+
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        return GateUp().shard(tensor, rank, size)
 
 
 @dataclass(frozen=True)

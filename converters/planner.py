@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError
-from ckptkit.plan import Plan, Step, View, identity, require
-from ckptkit.sidefiles import main_dtype
-from ckptkit.specs import TensorSpec
+from ckptkit.plan import Plan, Step, View, require
+from ckptkit.sidefiles import is_quantized, main_dtype
+from ckptkit.specs import TensorSpec, summarize
+from converters.carried import carried_names
 from converters.dims import ModelDims
 from converters.experts import fuse, is_fused, unfuse
 from converters.registry import family_of
@@ -66,49 +67,55 @@ def expected_hf(config: Mapping[str, Any]) -> dict[str, Shape]:
     return {name: shape for rule in rules_of(config) for name, shape in rule.hf.items()}
 
 
+def copies_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """HF tensors that, where a release has them, repeat another one: the name of the other by theirs."""
+    family = family_of(config)
+    return {copy: next(iter(mapping.hf)) for mapping in family.mappings(family.read_dims(config)) for copy in mapping.copies}
+
+
 def to_megatron(source: Checkpoint, where: str, dtype: torch.dtype | None = None, dialect: str = MCORE) -> View:
     """An HF checkpoint, with fused or per-expert experts, seen as Megatron's global tensors, without what is only carried.
 
     `dtype` casts floating tensors except fp32 state. Raises CkptkitError naming every tensor that is missing, left over
     or of the wrong shape, before anything is read.
     """
-    if source.config.get("quantization_config") is not None:
-        raise CkptkitError(f"{where} is quantized (config.json has quantization_config)", "convert the unquantized release instead")
+    if is_quantized(source.config):
+        raise CkptkitError(f"{where} is quantized (config.json has quantization_config)", "dequantize it first, as `ckptkit convert` does")
     if is_fused(source.specs):
         source = View(source, unfuse(source.specs, source.config, where))
     family, rules = family_of(source.config), list(rules_of(source.config, dialect))
-    require(where, [name for rule in rules for name in rule.hf], source.specs)
+    _require(where, {rule.megatron: tuple(rule.hf) for rule in rules}, source.specs)
     kept = set(carried_names(source))
     converted = [name for name in source.specs if name not in kept]
     steps = [_merge_step(rule, source.specs, dtype) for rule in rules]
     return View(source, Plan(tuple(steps), converted, family.dropped(dims_of(source.config)), where, source.config))
 
 
-def carried_names(source: Checkpoint) -> list[str]:
-    """Tensors of an HF checkpoint that no Megatron language model holds: they stay beside its weights, untouched."""
-    prefixes = family_of(source.config).carried
-    return [name for name in source.specs if name.startswith(prefixes)] if prefixes else []
-
-
-def carried(source: Checkpoint, where: str) -> View | None:
-    """These tensors as a checkpoint of their own; None when there are none."""
-    names = carried_names(source)
-    plan = Plan(tuple(identity(source.specs[name]) for name in names), names, where=where, config=source.config)
-    return View(source, plan) if names else None
-
-
 def to_hf(source: Checkpoint, where: str, *, fused: bool = False, dtype: torch.dtype | None = None, release: Collection[str] = ()) -> View:
     """Megatron's global tensors seen as an HF checkpoint; the inverse of `to_megatron`.
 
     `fused` chooses transformers v5's 3-D expert tensors. `release` are the names in the release: tensors that it repeats are
-    repeated. The dialect is told from the names. Padded vocabulary rows are cut off. Errors as `to_megatron`.
+    repeated, and experts are fused only where it has them so. The dialect is told from the names. Padded vocabulary rows are cut off. Errors as `to_megatron`.
     """
     rules = list(rules_of(source.config, dialect_of(source.config, source.specs)))
-    require(where, [rule.megatron for rule in rules], source.specs)
+    _require(where, {rule.megatron: (rule.megatron,) for rule in rules}, source.specs)
     main = getattr(torch, main_dtype(source.specs) or "bfloat16")
     steps = [_split_step(rule, source.specs[rule.megatron], dtype, main, release) for rule in rules]
     view = View(source, Plan(tuple(steps), source.specs, where=where, config=source.config))
-    return View(view, fuse(view.specs, source.config, where)) if fused else view
+    return View(view, fuse(view.specs, source.config, where, release)) if fused else view
+
+
+def _require(where: str, needed: Mapping[str, Sequence[str]], sources: Collection[str]) -> None:
+    """As `require`, for source names by the Megatron tensor they are for; with a next move of its own where just all of MTP is missing."""
+    missing = {name for names in needed.values() for name in names if name not in sources}
+    draft = [name for megatron, names in needed.items() if megatron.startswith("mtp.") for name in names]
+    if missing and missing == set(draft):
+        raise CkptkitError(
+            f"{where} lacks all {len(missing)} tensor(s) of multi-token prediction that its config promises: {summarize(draft)}",
+            "get the shard that holds them, or, if they are left out on purpose (training without --mtp-num-layers), set "
+            "num_nextn_predict_layers (mtp_num_hidden_layers) in config.json to 0",
+        )
+    require(where, [name for names in needed.values() for name in names], sources)
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -147,17 +154,29 @@ def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: torch.dtype 
         _check_shape(spec, rule.hf[spec.name])
     if len({spec.dtype for spec in inputs}) > 1:
         raise CkptkitError(f"one Megatron tensor, two dtypes: {'; '.join(map(str, inputs))}", "give --dtype or cast the source first")
-    target = _target(inputs[0], rule, dtype)
-    target = _WIDER[target] if rule.mapping.wide else target
+    narrow = _target(inputs[0], rule, dtype)
+    target = _WIDER[narrow] if rule.mapping.wide else narrow
     copies = [name for name in rule.mapping.copies if name in specs]
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         _check_copies(tensors[0], dict(zip(copies, tensors[len(inputs) :], strict=True)), inputs[0].name)
-        parts = [tensor.to(target) if rule.mapping.wide else tensor for tensor in tensors[: len(inputs)]]
-        return [_cast(rule.megatron, rule.mapping.op.merge(parts), target)]
+        parts = tensors[: len(inputs)]
+        if not rule.mapping.wide:
+            return [_cast(rule.megatron, rule.mapping.op.merge(parts), target)]
+        parts = [_cast(rule.megatron, tensor, narrow) for tensor in parts]
+        merged = rule.mapping.op.merge([part.to(target) for part in parts])
+        _check_exact(rule, parts, merged)
+        return [merged]
 
     output = TensorSpec(rule.megatron, rule.megatron_shape, target)
     return Step((*rule.hf, *copies), (output,), run, type(rule.mapping.op).__name__)
+
+
+def _check_exact(rule: Rule, parts: Sequence[Tensor], merged: Tensor) -> None:
+    for name, part, back in zip(rule.hf, parts, rule.mapping.op.split(merged), strict=True):
+        if not torch.equal(back.to(part.dtype), part):
+            hint = f"{rule.megatron} holds it less one, and a value this close to 0 is lost in that; is the checkpoint damaged?"
+            raise CkptkitError(f"{name} holds values that {rule.megatron} would round", hint)
 
 
 def _check_copies(tensor: Tensor, copies: Mapping[str, Tensor], name: str) -> None:

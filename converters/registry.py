@@ -6,10 +6,54 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.errors import CkptkitError
-from converters.families import glm4_moe, qwen2, qwen3_moe
+from converters.families import (
+    deepseek_v3,
+    deepseek_v32,
+    gemma3,
+    glm4,
+    glm4_moe,
+    glm4_moe_lite,
+    glm_moe_dsa,
+    gpt_oss,
+    kimi_k25,
+    llama,
+    mimo,
+    minimax_m2,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    qwen3_next,
+    qwen3_vl,
+)
 from converters.rules import ModelFamily
 
-_MODULES = (glm4_moe, qwen2, qwen3_moe)
+_MODULES = (
+    deepseek_v3,
+    deepseek_v32,
+    gemma3,
+    glm4,
+    glm4_moe,
+    glm4_moe_lite,
+    glm_moe_dsa,
+    gpt_oss,
+    kimi_k25,
+    llama,
+    mimo,
+    minimax_m2,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    qwen3_next,
+    qwen3_vl,
+)
 FAMILIES: dict[str, ModelFamily] = {model_type: module.FAMILY for module in _MODULES for model_type in module.FAMILY.model_types}
 
 

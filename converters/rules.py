@@ -59,13 +59,29 @@ def decoder(dims: ModelDims, layers: Sequence[int]) -> Place:
 
 
 @dataclass(frozen=True)
+class FusedExperts:
+    """How a family keeps all experts of a layer in one tensor: `gate_up_proj` and `down_proj`, and their biases `*_proj_bias`.
+
+    By default a weight is [experts, rows, columns], the rows of gate above those of up. `transposed`: [experts, columns, rows];
+    `interleaved`: gate and up take turns, row by row. `always`: no reader knows these experts one by one. `renamed`: a fused
+    save calls the whole block otherwise than the release does, and is refused.
+    """
+
+    transposed: bool = False
+    interleaved: bool = False
+    always: bool = False
+    renamed: bool = False
+
+
+@dataclass(frozen=True)
 class ModelFamily:
     """What one kind of model is: its exact `model_type`s, how its config is read, and its rules.
 
     `mappings` names Megatron tensors as megatron-core's own modules do; `dialects` holds the rules of stacks that train with
     modules of their own, by the stack's name. `carried`: prefixes of HF names (a vision tower) that no Megatron language
-    model holds; they are kept beside the Megatron weights and come back byte for byte. `dropped`: names that are not
-    converted on purpose.
+    model holds; they are kept beside the Megatron weights and come back byte for byte. `carried_ends`: the same for endings of
+    names (values that every reader computes for itself, in releases that have them). `dropped`: names that are not
+    converted on purpose. `fused`: what its fused experts look like.
     """
 
     model_types: tuple[str, ...]
@@ -73,4 +89,10 @@ class ModelFamily:
     mappings: Callable[[ModelDims], tuple[ParamMapping, ...]]
     dialects: Mapping[str, Callable[[ModelDims], tuple[ParamMapping, ...]]] = field(default_factory=dict)
     carried: tuple[str, ...] = ()
+    carried_ends: tuple[str, ...] = ()
     dropped: Callable[[ModelDims], frozenset[str]] = lambda dims: frozenset()
+    fused: FusedExperts = FusedExperts()
+
+    def carries(self, name: str) -> bool:
+        """Whether a tensor of the release is only carried."""
+        return name.startswith(self.carried) or name.endswith(self.carried_ends)

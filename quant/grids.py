@@ -45,12 +45,14 @@ def quantize(weight: Tensor, group_size: int, grid: Grid, name: str = "the weigh
     return codes.flatten(1), scale
 
 
-def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    """codes int8 [rows, columns], scale [rows, groups] -> weights [rows, columns]: codes x scale in the scale's dtype.
+def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+    """codes int8 [rows, columns], scale and zero point (int8) [rows, groups] -> weights [rows, columns] in the scale's dtype.
 
-    Source: compressed-tensors `_dequantize`.
+    (codes - zero point) x scale. Source: compressed-tensors `_dequantize`.
     """
     groups = codes.reshape(*scale.shape, -1).to(scale.dtype)
+    if zero_point is not None:
+        groups -= zero_point.to(scale.dtype).unsqueeze(-1)
     return (groups * scale.unsqueeze(-1)).flatten(-2)
 
 

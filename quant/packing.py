@@ -26,3 +26,10 @@ def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
     """int32 [rows, columns / 8] -> int8 [rows, columns] in -8..7; `shape` is [rows, columns], as `weight_shape` stores it."""
     codes: Tensor = unpack_from_int32(packed, 4, torch.Size(shape))
     return codes
+
+
+def unpack_zero_point(packed: Tensor, shape: Sequence[int]) -> Tensor:
+    """Zero points, which are packed along the rows: int32 [rows / 8, groups] -> int8 [rows, groups] in -8..7."""
+    rows, groups = shape
+    # A copy: compressed-tensors 0.20 cannot unpack the transposed view of a single row of words.
+    return unpack(packed.T.clone(memory_format=torch.contiguous_format), (groups, rows)).T

@@ -13,6 +13,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from compressed_tensors.quantization import QuantizationScheme as CompressedTensorsScheme
 
 from ckptkit.errors import CkptkitError
+from ckptkit.sidefiles import quantization_of
 
 Grid = Literal["qmax7", "minmax"]
 
@@ -79,7 +80,7 @@ def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
     The grid is known only for what ckptkit wrote; anything else reads as `minmax`, compressed-tensors' own.
     Raises CkptkitError when there is no `quantization_config`, or it is not what SGLang's INT4 kernels and ckptkit take.
     """
-    content = config.get("quantization_config")
+    content = quantization_of(config)
     if not isinstance(content, Mapping):
         raise CkptkitError("config.json has no quantization_config", "this checkpoint is not quantized")
     _require("quant_method", content.get("quant_method"), "compressed-tensors")

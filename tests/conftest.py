@@ -8,8 +8,10 @@ from pathlib import Path
 
 import models
 import pytest
+from megatron_saves import SAVES, Save, save_with_megatron
 
 from ckptkit.api import convert
+from ckptkit.safetensors_io import HfCheckpoint
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +39,18 @@ def converted(releases: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         return root / name
 
     return megatron
+
+
+@pytest.fixture(scope="session")
+def saved(releases: Callable[[str], Path], converted: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory with what real Megatron saved, one checkpoint for every label of `megatron_saves.SAVES`. Read only."""
+    pytest.importorskip("megatron.core")
+    root = tmp_path_factory.mktemp("saved")
+    save_with_megatron(
+        [Save(HfCheckpoint(releases(name)).config, converted(name) / "release", root / label, **how) for label, (name, how) in SAVES.items()],
+        world=4,
+    )
+    return root
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
-"""Real Megatron for tests, in processes of their own: logits of given weights, and checkpoints saved by Megatron itself."""
+"""Real Megatron for tests, in processes of their own: logits of given weights."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from processes import environment
 from torch import Tensor
-
-HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -31,41 +29,19 @@ def logits_of(cases: Mapping[str, Case], tokens: Tensor) -> dict[str, Tensor]:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         torch.save({"cases": {name: vars(case) for name, case in cases.items()}, "tokens": tokens}, scratch / "in.pt")
-        _run_ranks(["logits", str(scratch)], 1)
+        run_python(__file__, [str(scratch)])
         return dict(torch.load(scratch / "out.pt"))
 
 
-@dataclass(frozen=True)
-class Save:
-    """A checkpoint for Megatron to load from `source` and to save into `target`, as a training run would.
-
-    `stacked` makes the model homogeneous, so that Megatron stacks all layers of a key; `singleton` asks for a key an expert.
-    """
-
-    config: Mapping[str, Any]
-    source: Path
-    target: Path
-    stacked: bool = False
-    singleton: bool = False
+def run_python(script: str, arguments: list[str]) -> None:
+    """Runs a script of the tests in a process of its own, without a GPU. Raises RuntimeError with what it said when it fails."""
+    found = environment(OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, "-W", "ignore", script, *arguments], env=found, stderr=subprocess.PIPE, timeout=540, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.decode()[-5000:])
 
 
-def save_with_megatron(saves: list[Save], tp: int) -> None:
-    """Does all of them, on `tp` tensor parallel ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save([vars(save) for save in saves], Path(folder) / "in.pt")
-        _run_ranks(["save", folder], tp)
-
-
-def _run_ranks(arguments: list[str], world: int) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", __file__]
-    processes = [subprocess.Popen([*command, *arguments, str(rank), str(world)], env=environment, stderr=subprocess.PIPE) for rank in range(world)]
-    errors = [process.communicate(timeout=300)[1].decode() for process in processes]
-    if any(process.returncode for process in processes):
-        raise RuntimeError("\n".join(errors)[-5000:])
-
-
-# What follows runs in the ranks.
+# What follows runs in that process.
 
 
 def _run_logits(scratch: Path) -> None:
@@ -92,8 +68,8 @@ def _run_logits(scratch: Path) -> None:
 
 
 def _assign(model: Any, case: Case, experts: int) -> None:
+    from converters.module_names import global_name
     from converters.planner import rules_of
-    from verify.megatron_slices import global_name
     from verify.witness_megatron import held_by, layers_of
 
     tensors = case.tensors or {}
@@ -104,60 +80,9 @@ def _assign(model: Any, case: Case, experts: int) -> None:
         held[: whole.shape[0]].copy_(whole)
 
 
-def _run_saves(scratch: Path, rank: int, world: int) -> None:
-    from verify.megatron_layout import ParallelSizes
-    from verify.megatron_model import connect
-
-    sizes = ParallelSizes(tp=world, etp=world)
-    connect(sizes, rank, str(scratch / "store"))
-    for values in torch.load(scratch / "in.pt", weights_only=False):
-        _save(Save(**values), sizes, rank)
-
-
-def _save(save: Save, sizes: Any, rank: int) -> None:
-    from argparse import Namespace
-
-    from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-    from megatron.core.transformer.enums import AttnBackend
-
-    from converters.arguments import megatron_args
-    from converters.planner import dims_of
-    from verify.megatron_model import Build, build_chunks
-    from verify.witness_megatron import load
-
-    dims = dims_of(save.config)
-    (model,) = build_chunks(dims, Build(sizes, torch.bfloat16))
-    load([model], str(save.source))
-    if save.stacked:
-        model.config.moe_layer_freq = 1
-    metadata = {"singleton_local_shards": save.singleton}
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    moment = torch.full((4, 6), float(rank))
-    state = {
-        "args": Namespace(**megatron_args(dims), params_dtype=torch.bfloat16, attention_backend=AttnBackend.auto),
-        "checkpoint_version": 3.0,
-        "iteration": 10,
-        "model": model.sharded_state_dict(metadata={**metadata, "dp_cp_group": group}),
-        "optimizer": {"exp_avg": ShardedTensor.from_rank_offsets("optimizer.state.exp_avg.decoder.weight", moment, (0, rank, sizes.world))},
-        "rng_state": ShardedObject("rng_state", [{"random": 1}], (1, sizes.world), (0, rank)),
-    }
-    path = save.target / "iter_0000010"
-    if rank == 0:
-        path.mkdir(parents=True)
-    torch.distributed.barrier()
-    dist_checkpointing.save(state, str(path), content_metadata=metadata)
-    if rank == 0:
-        (save.target / "latest_checkpointed_iteration.txt").write_text("10")
-
-
 def main() -> None:
-    """A rank: what to do, the folder with its input, its number, and how many there are."""
-    verb, folder, rank, world = sys.argv[1:]
-    if verb == "logits":
-        _run_logits(Path(folder))
-    else:
-        _run_saves(Path(folder), int(rank), int(world))
+    """The folder with the input."""
+    _run_logits(Path(sys.argv[1]))
     torch.distributed.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ckptkit.errors import CkptkitError
@@ -58,8 +59,7 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
         tally.compared(0)
     where = str(subject.megatron_files.weights / "common.pt")
     for wrong in mismatches(dims, args):
-        hint = "this argument of the run that saved it belongs to another model: correct the launch script, or config.json"
-        yield Finding("CK701", f"{wrong.argument} = {wrong.expected}", f"{wrong.argument} = {wrong.actual}", hint, file=where)
+        yield Finding("CK701", f"{wrong.argument} = {wrong.expected}", f"{wrong.argument} = {wrong.actual}", wrong.hint, file=where)
 
 
 @check(
@@ -76,7 +76,7 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """
     here, there = _config(subject), _source_config(subject)
     hint, where = "take config.json from the source", str(subject.path / "config.json" if subject.kind == "hf" else subject.path)
-    for name, expected, actual in _differing(comparable_args(dims_of(here)), comparable_args(dims_of(there)), tally):
+    for name, expected, actual in _differing(_args(here), _args(there), tally):
         yield Finding("CK702", f"{name} = {expected}", f"{name} = {actual}", hint, file=where)
     for name, expected, actual in _differing(_scaling(here), _scaling(there), tally):
         yield Finding("CK702", f"rotary {name} = {expected}", f"rotary {name} = {actual}", hint, file=where)
@@ -94,9 +94,17 @@ def _differing(here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally) 
             yield name, there.get(name), here.get(name)
 
 
+def _args(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The Megatron arguments of a config, less those that its rotary scaling comes to, which is compared as it stands."""
+    return comparable_args(replace(dims_of(config), rope_scaling=None))
+
+
 def _unstored(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys that describe the model, less the rotary ones."""
-    return {key: value for key, value in config.items() if key not in _MAY_DIFFER}
+    """The keys that describe the model, less the rotary ones, and less how a language model inside a larger one is stored."""
+    described = {key: value for key, value in config.items() if key not in _MAY_DIFFER}
+    if isinstance(text := described.get("text_config"), dict):
+        described["text_config"] = {key: value for key, value in text.items() if key not in _STORAGE}
+    return described
 
 
 def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -107,7 +115,7 @@ def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, Any]) -> bool:
     """Whether a Megatron argument follows from this key, so that the difference is said already."""
     try:
-        return comparable_args(dims_of({**here, key: there.get(key)})) != comparable_args(dims_of(here))
+        return _args({**here, key: there.get(key)}) != _args(here)
     except (CkptkitError, TypeError, ValueError):
         return True  # a size that does not go with the others, which are then all said
 

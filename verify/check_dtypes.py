@@ -19,7 +19,7 @@ from verify.report import Finding
 from verify.subject import Subject
 
 _COMPUTED = (torch.bfloat16, torch.float16, torch.float32)
-_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.int8, torch.uint8)
 _INTEGER_PARTS = (PACKED, ".weight_shape", ".weight_zero_point", ".weight_g_idx")
 
 

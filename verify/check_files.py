@@ -9,10 +9,11 @@ from pathlib import Path
 from ckptkit.errors import CkptkitError
 from ckptkit.safetensors_io import INDEX
 from ckptkit.specs import TensorSpec, ranges
+from converters.dims import ModelDims
 from converters.planner import dims_of
 from verify.checks import Skip, Tally, check
 from verify.expected import PACKED, Expected, config_of, expected_of, usable_config
-from verify.folding import LAYER, by_pattern
+from verify.folding import LAYER, MTP_LAYER, by_pattern
 from verify.report import Finding
 from verify.subject import Subject
 
@@ -151,7 +152,7 @@ def _verdict(subject: Subject, name: str, stored: bool, listed: bool, promised: 
         if name == "lm_head.weight":
             return "no output layer: tie_word_embeddings is true", "stored", "set tie_word_embeddings to false, or remove the tensor"
         place = "stored" if stored else "in the index, but in no shard"
-        return "only tensors that config.json promises", place, "check num_hidden_layers, the number of experts and model_type in config.json"
+        return "only tensors that config.json promises", place, "check the numbers of layers, of MTP layers and of experts, and model_type in config.json"
     if not stored:
         place = f"in no {holder}, though the index lists it" if indexed and listed else f"in no {holder}" if subject.kind == "hf" else "not in .metadata"
         return "stored, as config.json promises" if promised else "stored", place, "convert or download it again; loading leaves it random"
@@ -160,12 +161,22 @@ def _verdict(subject: Subject, name: str, stored: bool, listed: bool, promised: 
 
 def _layer_table(specs: Mapping[str, TensorSpec], config: dict[str, object] | None) -> list[str]:
     """`dense layers {0..1}: 14 tensors` for every set of layers of one kind and count."""
-    counts = Counter(int(match[1]) for name in specs if (match := LAYER.match(name)))
-    moe = set(dims_of(config).moe) if config else set()
+    dims = dims_of(config) if config else None
+    counts = Counter((False, int(match[1])) for name in specs if (match := LAYER.match(name)))
+    counts += Counter((True, int(match[1])) for name in specs if (match := MTP_LAYER.match(name)))
     groups: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for layer, count in counts.items():
-        groups["MoE layers" if layer in moe else "dense layers" if config else "layers", count].append(layer)
-    return [f"{kind} {ranges(layers)}: {count} tensors each" for (kind, count), layers in sorted(groups.items(), key=lambda item: item[1])]
+    for (mtp, layer), count in counts.items():
+        groups["MTP layers" if mtp else _kind_of_layer(layer, dims), count].append(layer)
+    in_order = sorted(groups.items(), key=lambda item: (item[0][0] == "MTP layers", item[1]))
+    return [f"{kind} {ranges(layers)}: {count} tensors each" for (kind, count), layers in in_order]
+
+
+def _kind_of_layer(layer: int, dims: ModelDims | None) -> str:
+    if dims is None:
+        return "layers"
+    if layer >= dims.layers:
+        return "MTP layers" if layer < dims.layers + dims.mtp_layers else "layers beyond the config"
+    return "MoE layers" if layer in dims.moe else "dense layers"
 
 
 def _uneven_layers(specs: Mapping[str, TensorSpec], file: str) -> Iterator[Finding]:

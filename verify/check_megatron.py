@@ -68,7 +68,7 @@ def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> It
     missing = set(reports[0].missing) if reports else set()
     left = [key for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key) and not _is_alias(key, missing, names)]
     for text, names in by_pattern(left):
-        hint = "the checkpoint holds more than the model that config.json describes: check num_hidden_layers and the number of experts"
+        hint = "the checkpoint holds more than the model that config.json describes: check its numbers of layers, of MTP layers and of experts"
         yield Finding("CK401", "loaded by some rank", "no rank asks for it", hint, text, len(names))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptkit.errors import CkptkitError
+from ckptkit.sidefiles import quantization_of
 from ckptkit.specs import TensorSpec
 from converters.planner import expected_hf, rules_of
 from quant.portable import spell
@@ -89,7 +90,7 @@ def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Finding]:
 
 def _targeted(module: str, config: Mapping[str, Any]) -> bool:
     """Whether a config group names the output layer itself, which is the one way to ask for it packed."""
-    groups = config["quantization_config"]["config_groups"].values()
+    groups = quantization_of(config)["config_groups"].values()
     return module == "lm_head" and any(module in (group.get("targets") or []) for group in groups if isinstance(group, dict))
 
 
@@ -224,7 +225,7 @@ def near_source(subject: Subject, tally: Tally) -> Iterator[Finding]:
         raise Skip("no --source was given")
     if is_quantized(subject.source.config):
         raise Skip("the source is quantized itself; CK202 compares the two bit for bit")
-    source = in_hf_space(subject.source, str(subject.source_path), subject.source_kind)
+    source = in_hf_space(subject.source, subject.source_path or subject.path)
     shapes = expected_hf(config)
     modules = {module for module in packed_names(specs) if _fits(module, specs, config, form, shapes)}
     wrong: dict[str, tuple[float, float]] = {}

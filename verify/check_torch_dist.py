@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptkit.errors import CkptkitError
-from ckptkit.formats import TRACKER
+from ckptkit.formats import TRACKER, is_legacy
 from ckptkit.safetensors_io import read_json
 from ckptkit.specs import summarize
 from ckptkit.torch_dist_reader import tiling_problem
@@ -41,6 +41,10 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Finding]:
         yield Finding("CK111", "a tracker that names a directory", error.message, error.hint or "", file=str(subject.path / TRACKER))
         return
     tally.compared(0)
+    if is_legacy(weights):
+        hint = "Megatron loads it at the same parallel sizes only, and nothing more can be checked: export it and convert the export"
+        yield Finding("CK111", "a torch_dist checkpoint", "Megatron's legacy format (mp_rank_*)", hint, file=str(weights), severity="warning")
+        return
     try:
         backend = read_json(weights / "metadata.json").get("sharded_backend")
         if backend != "torch_dist":

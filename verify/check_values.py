@@ -18,7 +18,7 @@ from converters.planner import dims_of, rules_of
 from converters.registry import family_of
 from verify.checks import Skip, Tally, check
 from verify.expected import PACKED, is_quantized, usable_config
-from verify.folding import LAYER, by_pattern
+from verify.folding import by_pattern
 from verify.layers import layers_of, moved_layers, repeated_layers
 from verify.packed import format_of, packed_names
 from verify.report import Finding
@@ -29,7 +29,8 @@ from verify.values import Difference, Extremes
 _AT_BYTE = re.compile(r" at byte \d+(?=: )")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "word_embeddings.weight", "output_layer.weight")
 _UNREAD = "not run because no tensor can be read (CK201)"
-_PARTS = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")  # what stands beside weight_packed
+# What stands beside weight_packed and other quantized weights.
+_PARTS = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "_scale_inv", "_scales")
 
 
 def needs_source(subject: Subject) -> str | None:
@@ -223,7 +224,7 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Finding]:
     _count(tally, subject.values.stats, _UNREAD)
     groups: dict[tuple[str, bytes], list[str]] = defaultdict(list)
     for name, stats in subject.values.stats.items():
-        if LAYER.match(name) and stats.rows > 1 and not stats.constant and not name.endswith(_PARTS):
+        if _kind(name) != name and stats.rows > 1 and not stats.constant and not name.endswith(_PARTS):
             groups[_kind(name), stats.digest].append(name)
     equal = [found for found in groups.values() if len(found) > 1]
     for text, names in repeated_layers(equal):

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from ckptkit.errors import CkptkitError
+from ckptkit.megatron_config import config_in
 from ckptkit.plan import Plan
+from ckptkit.sidefiles import is_quantized as is_quantized
+from ckptkit.sidefiles import quantization_of
 from ckptkit.specs import TensorSpec
 from converters.experts import fuse, is_fused
-from converters.planner import Rule, dialect_of, dims_of, expected_hf, rules_of
+from converters.planner import dialect_of, dims_of, expected_hf, rules_of
 from converters.registry import family_of
 from verify.checks import Skip
 from verify.subject import Subject
@@ -46,7 +49,7 @@ def config_of(subject: Subject) -> Mapping[str, Any]:
         path = subject.hf_path or subject.megatron_files.weights.parent / "hf"
         if not (path / "config.json").exists():
             raise Skip("no HF config.json is stored beside this Megatron checkpoint; name the HF directory with --hf")
-        config = subject.megatron_files.opened.config
+        config = config_in(path, subject.megatron_files.weights)
     try:
         dims_of(config)
     except (TypeError, ValueError) as error:
@@ -68,35 +71,28 @@ def expected_of(subject: Subject, config: Mapping[str, Any], names: Iterable[str
     shapes: dict[str, Shape | None] = dict(expected_hf(config))
     if is_fused(names):
         specs = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in expected_hf(config).items()}
-        shapes = {name: spec.shape for name, spec in _outputs(fuse(specs, config, "config.json")).items()}
+        shapes = {name: spec.shape for name, spec in _outputs(fuse(specs, config, "config.json", names)).items()}
+    copies = dict.fromkeys(name for rule in rules for name in rule.mapping.copies)
     if is_quantized(config):
-        shapes = _packed(shapes, names, config)
-    return Expected(shapes, frozenset(), fp32, family_of(config).dropped(dims_of(config)) | _repeated(rules, names) | _carried(config, names))
-
-
-def _repeated(rules: Iterable[Rule], names: Collection[str]) -> frozenset[str]:
-    """Tensors that a release may repeat others under, and this one does."""
-    return frozenset(name for rule in rules for name in rule.mapping.copies if name in names)
+        shapes, copies = _packed(shapes, names, config), _packed(copies, names, config)
+    # A release may repeat tensors under these names, and this one does.
+    repeated = frozenset(name for name in copies if name in names)
+    return Expected(shapes, frozenset(), fp32, family_of(config).dropped(dims_of(config)) | repeated | _carried(config, names))
 
 
 def _carried(config: Mapping[str, Any], names: Collection[str]) -> frozenset[str]:
     """Tensors that are no part of the language model."""
-    prefixes = family_of(config).carried
-    return frozenset(name for name in names if prefixes and name.startswith(prefixes))
+    family = family_of(config)
+    return frozenset(name for name in names if family.carries(name))
 
 
 def _outputs(plan: Plan) -> dict[str, TensorSpec]:
     return {spec.name: spec for step in plan.steps for spec in step.outputs}
 
 
-def is_quantized(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that weights are quantized; a null says no, as an absent key does."""
-    return config.get("quantization_config") is not None
-
-
 def weights_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The `weights` part of the first group of a quantization_config; empty when there is none."""
-    quantization = config.get("quantization_config")
+    quantization = quantization_of(config)
     groups = quantization.get("config_groups") if isinstance(quantization, dict) else None
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     weights = first.get("weights") if isinstance(first, dict) else None
@@ -112,14 +108,17 @@ def packed_parts(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _packed(shapes: Mapping[str, Shape | None], names: Collection[str], config: Mapping[str, Any]) -> dict[str, Shape | None]:
-    """Every weight that is stored packed replaced by its parts."""
+    """Every weight that is stored packed replaced by its parts; a weight of 8 bits stands beside its scale."""
     result: dict[str, Shape | None] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         if module + PACKED in names:
             result |= {f"{module}.{part}": None for part in packed_parts(config)}
+        elif f"{name}_blocks" in names:
+            result |= {f"{name}_blocks": None, f"{name}_scales": None}
         else:
             result[name] = shape
+            result |= {name + scale: None for scale in ("_scale_inv", "_scale") if name + scale in names}
     return result
 
 

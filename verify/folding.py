@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from ckptkit.specs import summarize
 
-LAYER = re.compile(r"(?:model|decoder)\.layers\.(\d+)\.")
+LAYER = re.compile(r"(?:model\.|language_model\.|decoder\.)+layers\.(\d+)\.")
+# Multi-token prediction layers that are not numbered on from the last decoder layer: Megatron and Qwen, MiMo.
+MTP_LAYER = re.compile(r"(?:mtp\.|model\.mtp_)layers\.(\d+)\.")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 

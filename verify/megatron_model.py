@@ -7,18 +7,23 @@ it changes torch in ways that must not leak.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch._dynamo
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.fusions import fused_softmax
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from converters.arguments import megatron_args
 from converters.dims import ModelDims
@@ -43,6 +48,22 @@ class Build:
     transformer_engine: bool = False
 
 
+class _CpuForCuda(TorchFunctionMode):
+    """Makes on the CPU what is asked for on the device "cuda" by that name."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wanted = dict(kwargs or {})
+        return function(*args, **wanted | ({"device": "cpu"} if wanted.get("device") == "cuda" else {}))
+
+
+def _on_the_cpu(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*args: Any) -> Tensor:
+        with _CpuForCuda():
+            return function(*args)
+
+    return run
+
+
 def pretend_cuda() -> None:
     """Lets megatron-core build and run on a machine without CUDA: what it takes for the current GPU is the CPU."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
@@ -51,6 +72,9 @@ def pretend_cuda() -> None:
     tensor_parallel.random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     # megatron-core 0.16 leaves this name undefined where Transformer Engine is missing, and then reads it.
     vars(moe_utils).setdefault("te_general_gemm", None)
+    # Megatron compiles small functions; on the CPU that takes a C++ compiler, and longer than it saves.
+    torch._dynamo.config.disable = True
+    fused_softmax.get_sliding_window_causal_mask = _on_the_cpu(fused_softmax.get_sliding_window_causal_mask)
 
 
 def connect(sizes: ParallelSizes, rank: int, store: str) -> None:
@@ -65,6 +89,13 @@ def connect(sizes: ParallelSizes, rank: int, store: str) -> None:
         rank=rank,
         world_size=sizes.world,
     )
+    lay_out(sizes)
+    if torch.cuda.is_available():
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+
+
+def lay_out(sizes: ParallelSizes) -> None:
+    """Divides the ranks that there are into parallel groups of these sizes."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
@@ -73,8 +104,6 @@ def connect(sizes: ParallelSizes, rank: int, store: str) -> None:
         expert_tensor_parallel_size=sizes.etp,
         create_gloo_process_groups=True,
     )
-    if torch.cuda.is_available():
-        tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 
 def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Build) -> TransformerConfig:
@@ -91,6 +120,11 @@ def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Build) -
         "tensor_model_parallel_size": build.sizes.tp,
         "pipeline_model_parallel_size": build.sizes.pp,
         "virtual_pipeline_model_parallel_size": build.sizes.vpp if build.sizes.vpp > 1 else None,
+        "num_layers_in_first_pipeline_stage": build.sizes.first,
+        "num_layers_in_last_pipeline_stage": build.sizes.last,
+        "account_for_embedding_in_pipeline_split": build.sizes.embedding,
+        "account_for_loss_in_pipeline_split": build.sizes.loss,
+        "pipeline_model_parallel_layout": build.sizes.layout,
         "expert_model_parallel_size": build.sizes.ep,
         "expert_tensor_parallel_size": build.sizes.etp,
         "use_cpu_initialization": not torch.cuda.is_available(),
@@ -121,15 +155,39 @@ def build_chunks(dims: ModelDims, build: Build) -> list[GPTModel]:
     vpp = build.sizes.vpp
     chunks = [_build(dims, args, config, build, stage if vpp > 1 else None) for stage in range(vpp)]
     for chunk in chunks:
+        _refuse_two_output_layers(chunk)
         for parameter in chunk.parameters():
             parameter.data = parameter.data.to(build.dtype)
+        for variant in VARIANTS:
+            variant.finish(dims, chunk)
         chunk.eval()
     return chunks
 
 
+def _refuse_two_output_layers(chunk: GPTModel) -> None:
+    """Raises RuntimeError where Megatron's own sharded_state_dict would stop on an assertion that explains nothing.
+
+    Source: https://github.com/NVIDIA/Megatron-LM/pull/7577; versions with that change make no second output layer.
+    """
+    tied_last_stage = chunk.share_embeddings_and_output_weights and chunk.mtp_process and chunk.post_process and not chunk.pre_process
+    if tied_last_stage and chunk.output_layer.weight is not None:
+        raise RuntimeError(
+            "this megatron-core neither saves nor loads tied embeddings with multi-token prediction over several pipeline stages: "
+            "use one stage, or leave out --mtp-num-layers"
+        )
+
+
 def block_spec(dims: ModelDims, config: TransformerConfig, build: Build, stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of this rank: Megatron's own spec, with the modules that a family's architecture has in place of the usual ones."""
-    spec = get_gpt_decoder_block_spec(config, build.transformer_engine, normalization="RMSNorm", vp_stage=stage)
+    """The layers of this rank: Megatron's own spec, with the modules that a family's architecture has in place of the usual ones.
+
+    Each layer's spec knows the layer's number, from 0, as `metainfo["layer"]`.
+    """
+    # From 0.19 on the standard spec refuses a config with another attention, which is for the variants to put in.
+    standard = copy.copy(config)
+    standard.experimental_attention_variant = None
+    spec = get_gpt_decoder_block_spec(standard, build.transformer_engine, normalization="RMSNorm", vp_stage=stage)
+    first = get_transformer_layer_offset(config, vp_stage=stage)
+    spec.layer_specs = [replace(layer, metainfo={**layer.metainfo, "layer": first + place}) for place, layer in enumerate(spec.layer_specs)]
     for variant in VARIANTS:
         variant.adapt(dims, config, spec, build.transformer_engine)
     return spec
@@ -153,6 +211,7 @@ def _build(dims: ModelDims, args: Mapping[str, Any], config: TransformerConfig, 
             rotary_base=args["rotary_base"],
             rope_scaling=args.get("use_rope_scaling", False),
             rope_scaling_factor=args.get("rope_scaling_factor", 8.0),
+            seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
             mtp_block_spec=mtp,
             vp_stage=stage,
         )
@@ -170,16 +229,11 @@ def logits(model: GPTModel, tokens: Tensor) -> Tensor:
     return all_logits(model, tokens)[-1]
 
 
-def mtp_logits(model: GPTModel, tokens: Tensor) -> Tensor:
-    """Logits as `logits`, but of the first multi-token prediction layer: at each position, of the token after the next.
-
-    That layer sees the tokens rolled left by one, with token 0 after the last.
-    """
-    return all_logits(model, tokens)[0]
-
-
 def all_logits(model: GPTModel, tokens: Tensor) -> list[Tensor]:
-    """Logits [batch, sequence, padded vocabulary] of every multi-token prediction layer in turn, and last those of the model itself."""
+    """Logits [batch, sequence, padded vocabulary] of every multi-token prediction layer in turn, and last those of the model itself.
+
+    A multi-token prediction layer predicts the token after the next; it also sees the next token, with 0 after the last.
+    """
     length = tokens.shape[1]
     positions = torch.arange(length, device=tokens.device).expand_as(tokens)
     hidden = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,17 +17,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from ckptkit.sidefiles import main_dtype
-from converters.planner import dims_of, to_megatron
+from converters.planner import MCORE, dialect_of, dims_of, to_megatron
 from verify.checks import Skip
 from verify.expected import config_of
 from verify.megatron_job import RankJob, RankReport
-from verify.megatron_layout import ParallelSizes, check_sizes, default_etp
+from verify.megatron_layout import ParallelSizes, check_sizes, default_etp, with_remainder
 
 if TYPE_CHECKING:
     from verify.subject import Subject
 
 _START_SECONDS = 600  # imports, process groups, building the model
 _BYTES_A_SECOND = 20_000_000  # slower than any disk that still works
+_INDEXER_SINCE = (0, 19)  # the megatron-core whose indexer turns the dimensions that the releases mean
 _GRACE_SECONDS = 5.0  # between the first rank that failed and the end of those that wait for it
 
 
@@ -52,7 +54,7 @@ def sizes_of(subject: Subject) -> ParallelSizes:
         raise Skip("megatron-core is not installed: pip install 'ckptkit[megatron]'")
     dims = dims_of(config_of(subject))
     etp = default_etp(subject.tp, subject.ep) if subject.etp is None else subject.etp
-    sizes = ParallelSizes(subject.tp, subject.pp, subject.ep, etp if dims.experts else 1, subject.vpp)
+    sizes = with_remainder(ParallelSizes(subject.tp, subject.pp, subject.ep, etp if dims.experts else 1, subject.vpp), dims.layers)
     check_sizes(sizes, dims)
     return sizes
 
@@ -64,6 +66,10 @@ def run_megatron(subject: Subject) -> MegatronRun:
     source does not fit its own config.
     """
     sizes = sizes_of(subject)
+    if (dialect := dialect_of(subject.checkpoint.config, subject.checkpoint.specs)) != MCORE:
+        raise Skip(f"these tensors are named for {dialect}'s own modules, which are no part of megatron-core")
+    if dims_of(subject.checkpoint.config).indexer and tuple(map(int, version("megatron-core").split(".")[:2])) < _INDEXER_SINCE:
+        raise Skip(f"the indexer of megatron-core {version('megatron-core')} wants other rows than that of 0.19, which this checkpoint is for; install 0.19")
     if subject.source is not None and subject.source_kind == "hf":
         to_megatron(subject.source, str(subject.source_path))
     gpu = torch.cuda.device_count() >= sizes.world

@@ -6,24 +6,19 @@ Nothing here asks Megatron how it reshards: only its own numbers of layers, expe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ckptkit.checkpoint import Checkpoint
+from converters.module_names import CUT_IN_LOCAL_SPEC
+from converters.ops import Copy
 from converters.planner import Rule
 from verify.megatron_job import TensorSeen
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)")
-# The transformer layer of a multi-token prediction layer: the module's name up to megatron-core 0.16, and from then on.
-_MTP = re.compile(r"(mtp\.layers\.\d+)\.(?:transformer_layer|mtp_model_layer)\.(.+)")
-_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
-_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
-
-# Megatron's local spec keeps norms as modules of their own; the rules have the names of the Transformer Engine spec.
-_LOCAL_SPEC = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 # No checkpoint holds this NaN: what still has it after loading was never written.
 _POISON = {1: 0x7D, 2: 0x7FDE, 4: 0x7FDEADDE, 8: 0x7FDEADDEADDEADDE}
@@ -32,13 +27,17 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank stands: tensor parallel rank and size, those inside experts, and its first and last expert + 1."""
+    """Where a rank stands: tensor parallel rank and size, those inside experts, and its first and last expert + 1.
+
+    `local_spec`: its layers are those of Megatron's own spec, not Transformer Engine's.
+    """
 
     tp_rank: int
     tp: int
     etp_rank: int
     etp: int
     experts: range
+    local_spec: bool = False
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -49,30 +48,6 @@ def bits(tensor: Tensor) -> Tensor:
 def poison(tensor: Tensor) -> None:
     """Overwrites a tensor in place with a NaN that no checkpoint holds."""
     tensor.view(_BITS[tensor.dtype.itemsize]).fill_(_POISON[tensor.dtype.itemsize])
-
-
-def global_name(local: str, layers: Sequence[int], experts: range, rules: Mapping[str, Rule]) -> str:
-    """Name of the global tensor that a parameter is a part of. `layers` are the global numbers of the rank's layers.
-
-    A name that no rule has is returned as it came out; the caller reports it.
-    """
-    if match := _LAYER.fullmatch(local):
-        return _in_layer(f"{match[1]}.{layers[int(match[2])]}.", match[3], experts, rules)
-    if match := _MTP.fullmatch(local):
-        # Megatron keeps all of them on one pipeline stage, so their numbers are global.
-        return _in_layer(f"{match[1]}.transformer_layer.", match[2], experts, rules)
-    # The last pipeline stage of a model with tied embeddings holds a second copy of them.
-    return local if local in rules or local != "output_layer.weight" else "embedding.word_embeddings.weight"
-
-
-def _in_layer(prefix: str, rest: str, experts: range, rules: Mapping[str, Rule]) -> str:
-    """Name of the global tensor of a transformer layer that is called `prefix` on disk; `rest` is the parameter's name in its module."""
-    if expert := _LOCAL_EXPERT.fullmatch(rest):
-        rest = f"mlp.experts.experts.{experts[int(expert[1])]}.{expert[2]}"
-    elif grouped := _GROUPED_EXPERT.fullmatch(rest):
-        rest = f"mlp.experts.experts.{experts[int(grouped[3])]}.{grouped[1]}.{grouped[2]}"
-    renamed = next((new + rest.removeprefix(old) for old, new in _LOCAL_SPEC.items() if rest.startswith(old)), rest)
-    return prefix + (rest if prefix + rest in rules else renamed)
 
 
 def expected_slice(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> tuple[Tensor, Tensor]:
@@ -86,7 +61,8 @@ def expected_slice(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> tu
         rows, vocab = local.shape[0], rule.megatron_shape[0]
         part = whole[:vocab][rank * rows : (rank + 1) * rows]
         return part.to(local.dtype), local[: part.shape[0]]
-    return rule.mapping.op.shard(whole, rank, size).to(local.dtype), local
+    op = Copy(0) if at.local_spec and CUT_IN_LOCAL_SPEC.fullmatch(rule.megatron) else rule.mapping.op
+    return op.shard(whole, rank, size).to(local.dtype), local
 
 
 def compare(local_name: str, rule: Rule, whole: Tensor, local: Tensor, at: Position) -> TensorSeen:

@@ -24,8 +24,10 @@ def indivisible(dims: ModelDims, tp: int, pp: int, ep: int) -> Iterator[Indivisi
     fewer_tp = "choose a --tp that divides it"
     if dims.heads % tp:
         yield Indivisible("num_attention_heads", dims.heads, "tp", tp, fewer_tp)
-    if dims.groups % tp and tp % dims.groups:
+    if not dims.mla and dims.groups % tp and tp % dims.groups:
         yield Indivisible("num_key_value_heads", dims.groups, "tp", tp, fewer_tp)
+    if dims.linear and dims.linear.key_heads % tp:
+        yield Indivisible("linear_num_key_heads", dims.linear.key_heads, "tp", tp, fewer_tp)
     if len(dims.dense) and dims.ffn % tp:
         yield Indivisible("intermediate_size", dims.ffn, "tp", tp, fewer_tp)
     if dims.experts and dims.expert_ffn % tp:

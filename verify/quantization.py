@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.errors import CkptkitError
+from ckptkit.sidefiles import quantization_of
 from ckptkit.specs import TensorSpec
 from verify.checks import Skip
 from verify.packed import format_of
@@ -34,7 +35,7 @@ def config_fault(config: Mapping[str, Any]) -> Fault | None:
     # Imported here because it brings transformers with it, which takes seconds that checks of plain checkpoints do not need.
     from quant.scheme import read_scheme
 
-    content = config.get("quantization_config")
+    content = quantization_of(config)
     hint = "restore the quantization_config of the release, or quantize again with `ckptkit quantize`"
     expected = "a quantization_config that describes the packed weights"
     if not isinstance(content, Mapping) or not content:
@@ -54,7 +55,7 @@ def _valid_elsewhere(config: Mapping[str, Any]) -> bool:
 
     from quant.scheme import read_scheme
 
-    content = config["quantization_config"]
+    content = quantization_of(config)
     if not all(isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping) for group in content["config_groups"].values()):
         return False
     groups = {name: {**group, "weights": {**group["weights"], **_JUDGED}} for name, group in content["config_groups"].items()}

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ckptkit.errors import CkptkitError
-from ckptkit.formats import TRACKER, locate
+from ckptkit.formats import TRACKER, is_legacy, locate, tracked
 from verify.checks import Check, Skip, all_checks, run_checks
 from verify.expected import usable_config
 from verify.megatron_run import sizes_of
@@ -48,6 +48,7 @@ def verify(
     subject.hf_path = Path(os.path.abspath(hf)) if hf is not None else _config_home(subject)
     if subject.source_path:
         locate(subject.source_path)
+    _refuse_legacy(subject.path)
     if "megatron" in against:
         _check_sizes_early(subject)
     chosen, left_out = choose(subject, [one for one in all_checks() if not one.code.startswith(LAUNCH)])
@@ -61,6 +62,16 @@ def verify(
         findings=findings,
         facts=facts | ({"not applicable": left_out} if left_out else {}),
     )
+
+
+def _refuse_legacy(path: Path) -> None:
+    """The checks of Megatron checkpoints are checks of torch_dist. Raises CkptkitError where the legacy format lies."""
+    weights = path
+    with suppress(CkptkitError):
+        weights = tracked(path) if (path / TRACKER).exists() else path
+    if is_legacy(weights):
+        hint = "export it (`ckptkit convert`), then `ckptkit verify` the export with --source and this path"
+        raise CkptkitError(f"{weights} is in Megatron's legacy format (mp_rank_*), which verify cannot look into", hint)
 
 
 def _check_sizes_early(subject: Subject) -> None:

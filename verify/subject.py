@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Literal
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.formats import TRACKER, Location, locate
-from ckptkit.open import open_checkpoint
+from ckptkit.sidefiles import is_quantized
+from converters.open import open_checkpoint
 from verify.hf_files import HfFiles
 from verify.megatron_files import MegatronFiles
+from verify.plain import plain
 
 if TYPE_CHECKING:
     from verify.launch import Launch
@@ -81,8 +83,14 @@ class Subject:
 
     @cached_property
     def source(self) -> Checkpoint | None:
-        """What `--source` names, opened."""
-        return open_checkpoint(self.source_path, hf=self.hf_path) if self.source_path else None
+        """What `--source` names, opened; a quantized release as the weights that it dequantizes to, unless this checkpoint is quantized too.
+
+        Raises CkptkitError where it cannot be opened, or is quantized in a format that is not supported.
+        """
+        if self.source_path is None:
+            return None
+        alike = self.kind == "hf" and is_quantized(self.checkpoint.config)
+        return open_checkpoint(self.source_path, hf=self.hf_path) if alike or self.source_kind == "megatron" else plain(locate(self.source_path).path)
 
     @cached_property
     def source_kind(self) -> Literal["hf", "megatron"]:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError
+from ckptkit.formats import locate
+from ckptkit.join import Joined
 from ckptkit.plan import View
 from ckptkit.progress import progress
 from ckptkit.specs import TensorSpec
+from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from converters.carried import carried_beside
 from converters.experts import is_fused, unfuse
+from converters.legacy import LegacyCheckpoint
 from converters.planner import to_hf
+from verify.plain import plain
 from verify.subject import Subject
 
 _PIECE = 1 << 24  # elements of a tensor that are compared at a time
@@ -77,11 +84,16 @@ class Values:
         self.source_names |= part.source_names
 
 
-def in_hf_space(checkpoint: Checkpoint, where: str, kind: str) -> Checkpoint:
-    """The checkpoint with HF names, one tensor an expert. Raises CkptkitError where its config does not fit it."""
-    if kind == "megatron":
-        return to_hf(checkpoint, where)
-    return View(checkpoint, unfuse(checkpoint.specs, checkpoint.config, where)) if is_fused(checkpoint.specs) else checkpoint
+def in_hf_space(checkpoint: Checkpoint, where: Path, release: Collection[str] = ()) -> Checkpoint:
+    """The checkpoint with HF names, one tensor an expert, with what is only carried. Raises CkptkitError where its config does not fit it.
+
+    `release` are the names to compare with: tensors that it repeats are repeated.
+    """
+    if isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
+        view = to_hf(checkpoint, str(where), release=release)
+        untouched = carried_beside(checkpoint, locate(where).root, plain)
+        return Joined(view, untouched) if untouched else view
+    return View(checkpoint, unfuse(checkpoint.specs, checkpoint.config, str(where))) if is_fused(checkpoint.specs) else checkpoint
 
 
 def read_values(subject: Subject) -> Values:
@@ -90,11 +102,11 @@ def read_values(subject: Subject) -> Values:
     if subject.source is None:
         checkpoint = subject.checkpoint
         if subject.kind == "hf":
-            checkpoint = in_hf_space(checkpoint, str(subject.path), "hf")
+            checkpoint = in_hf_space(checkpoint, subject.path)
         _pass(checkpoint, None, values)
         return values
-    checkpoint = in_hf_space(subject.checkpoint, str(subject.path), subject.kind)
-    _pass(checkpoint, in_hf_space(subject.source, str(subject.source_path), subject.source_kind), values)
+    checkpoint = in_hf_space(subject.checkpoint, subject.path, subject.source.specs)
+    _pass(checkpoint, in_hf_space(subject.source, subject.source_path or subject.path, subject.checkpoint.specs), values)
     return values
 
 

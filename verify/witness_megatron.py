@@ -21,18 +21,20 @@ from torch import Tensor
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.formats import locate
-from ckptkit.safetensors_io import HfCheckpoint
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from converters.module_names import global_name
+from converters.open import open_megatron
 from converters.planner import dims_of, rules_of, to_megatron
 from verify.megatron_job import RankJob, RankReport, TensorSeen
 from verify.megatron_model import Build, build_chunks, connect
-from verify.megatron_slices import Position, compare_all, global_name, poison
+from verify.megatron_slices import Position, compare_all, poison
+from verify.plain import plain
 
 
 def reference_of(source: str, hf: str | None) -> Checkpoint:
-    """The global Megatron tensors to compare with: an HF directory seen through the rules, or a torch_dist directory."""
+    """The global Megatron tensors to compare with: an HF directory seen through the rules, or a Megatron one."""
     location = locate(source)
-    return to_megatron(HfCheckpoint(location.path), source) if location.kind == "hf" else TorchDistCheckpoint(location.path, hf=hf)
+    return to_megatron(plain(location.path), source) if location.kind == "hf" else open_megatron(location, hf)
 
 
 def held_by(chunk: GPTModel) -> dict[str, Tensor]:
@@ -64,7 +66,7 @@ def load(chunks: list[GPTModel], checkpoint: str) -> tuple[int, set[str], set[st
     return requested, missing, unexpected, refused
 
 
-def position(experts: int, ep: int) -> Position:
+def position(experts: int, ep: int, local_spec: bool) -> Position:
     """Where this process stands, as Megatron says."""
     count = experts // ep
     first = parallel_state.get_expert_model_parallel_rank() * count
@@ -74,6 +76,7 @@ def position(experts: int, ep: int) -> Position:
         parallel_state.get_expert_tensor_parallel_rank(),
         parallel_state.get_expert_tensor_parallel_world_size(),
         range(first, first + count),
+        local_spec,
     )
 
 
@@ -95,7 +98,7 @@ def witness(job: RankJob) -> RankReport:
         for tensor in held_by(chunk).values():
             poison(tensor)
     requested, missing, unexpected, refused = load(chunks, job.checkpoint)
-    at = position(dims.experts, job.sizes.ep)
+    at = position(dims.experts, job.sizes.ep, not job.transformer_engine)
     return RankReport(
         rank=job.rank,
         version=__version__,

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from converters.blocks import attention, dense_mlp, embeddings
+from converters.config_values import without_windows
 from converters.dims import ModelDims, base_dims
 from converters.rules import ModelFamily, ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a qwen2 config. Source: transformers `Qwen2Config`; q, k and v always have a bias, o never."""
+    without_windows(config)
     return base_dims(config, qkv_bias=True, qk_norm=False)
 
 

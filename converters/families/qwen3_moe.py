@@ -1,4 +1,4 @@
-"""Qwen3 MoE (30B-A3B, 235B-A22B): every layer routed, softmax router, q/k norms, no shared expert."""
+"""Qwen3 MoE (30B-A3B, 235B-A22B): the released ones with experts on every layer, softmax router, q/k norms, no shared expert."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.errors import CkptkitError
-from converters.blocks import attention, embeddings, moe_mlp
-from converters.config_values import flag, integer
-from converters.dims import ModelDims, base_dims
+from converters.blocks import attention, dense_mlp, embeddings, moe_mlp
+from converters.config_values import flag, integer, without_windows
+from converters.dims import ModelDims, base_dims, layers_without_experts
 from converters.rules import ModelFamily, ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a qwen3_moe config. Source: transformers `Qwen3MoeConfig`."""
-    if config.get("mlp_only_layers") or integer(config, "decoder_sparse_step", 1) != 1:
-        raise CkptkitError("config.json: qwen3_moe with mlp_only_layers or decoder_sparse_step != 1 is not supported", "no released model uses them")
+    without_windows(config)
     if flag(config, "attention_bias", False):
         raise CkptkitError("config.json: qwen3_moe with attention_bias is not supported", "no released model uses it")
     return base_dims(
@@ -25,13 +24,14 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         experts=integer(config, "num_experts" if config.get("num_experts") is not None else "num_local_experts"),
         top_k=integer(config, "num_experts_per_tok"),
         expert_ffn=integer(config, "moe_intermediate_size"),
+        dense_layers=layers_without_experts(config),
         router_normalize=flag(config, "norm_topk_prob", False),
     )
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All rules of a qwen3_moe model."""
-    return (*embeddings(dims), *attention(dims), *moe_mlp(dims))
+    return (*embeddings(dims), *attention(dims), *dense_mlp(dims), *moe_mlp(dims))
 
 
 FAMILY = ModelFamily(("qwen3_moe",), read_dims, mappings)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ckptkit.errors import CkptkitError
-from converters.ops import Copy, GateUp, Qkv
+from converters.ops import Copy, GateUp, Qkv, SwapHalves
 
 
 def rows(*numbers: int) -> torch.Tensor:
@@ -23,6 +23,15 @@ def test_gate_up() -> None:
     assert torch.equal(op.split(merged)[0], gate)
     assert torch.equal(op.split(merged)[1], up)
     assert torch.equal(op.shard(merged, 1, 2), rows(3, 4, 13, 14))
+
+
+def test_swap_halves() -> None:
+    op = SwapHalves()
+    matrix = torch.tensor([[1, 2, 11, 12], [3, 4, 13, 14]])
+    merged = op.merge([matrix])
+    assert merged.tolist() == [[11, 12, 1, 2], [13, 14, 3, 4]]
+    assert torch.equal(op.split(merged)[0], matrix)
+    assert op.shard(merged, 1, 2).tolist() == [[13, 14, 3, 4]]
 
 
 def test_qkv() -> None:

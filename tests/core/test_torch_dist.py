@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import sys
+import types
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import field, make_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -15,6 +18,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptkit.errors import CkptkitError
@@ -150,6 +155,38 @@ def test_optimizer_state_is_left_out(converted: Converted, tmp_path: Path, prefi
     before = TorchDistCheckpoint(path).specs
     models.edit_metadata(path, add)
     assert TorchDistCheckpoint(path).specs == before
+
+
+def test_metadata_in_the_classes_of_older_megatron(converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core 0.13 to 0.15: a Metadata of its own, and with older torch the plans of all ranks. None of it is built."""
+    path = Path(shutil.copytree(converted("qwen2-tied") / "release", tmp_path / "release"))
+    before = TorchDistCheckpoint(path)
+    module = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")
+    for name, base in (("MCoreMetadata", Metadata), ("MCoreSavePlan", SavePlan)):
+        fields = [("mcore_data", dict[str, Any], field(default_factory=dict))]
+        made = make_dataclass(name, fields, bases=(base,), frozen=base is SavePlan)
+        made.__module__ = module.__name__
+        setattr(module, name, made)
+
+    def rebuild(metadata: Metadata) -> None:
+        name = "optimizer.state.exp_avg.decoder.layers.3.mlp.linear_fc2.weight"
+        mcore_data = {name: {"nd_reformulated_orig_global_shape": (128, 288)}}
+        item = _create_write_items("decoder.final_layernorm.weight", torch.ones(128))[0]
+        metadata.__class__ = module.MCoreMetadata
+        metadata.mcore_data = mcore_data  # type: ignore[attr-defined]
+        metadata.all_local_plans = [module.MCoreSavePlan([item], planner_data={"x": item.index}, mcore_data=mcore_data)]  # type: ignore[attr-defined]
+
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)
+        models.edit_metadata(path, rebuild)
+    content = (path / ".metadata").read_bytes()
+    assert b"MCoreMetadata" in content
+    assert b"MCoreSavePlan" in content
+    assert b"WriteItem" in content
+    after = TorchDistCheckpoint(path)
+    assert after.specs == before.specs
+    name = "decoder.layers.3.mlp.linear_fc2.weight"
+    assert torch.equal(after.read([name])[name], before.read([name])[name])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,12 @@ class Case:
     `config` makes the transformers config. `added` gives tensors that a release has and transformers' model has not (MTP
     layers, a vision tower), by HF name; `edit` changes config.json to what the release says; `value` initializes a tensor by name.
     `reference` gives the logits [batch, sequence, vocabulary] to compare with; by default transformers' own model.
-    `mtp` gives those of the first multi-token prediction layer, from the model, the added tensors and the tokens.
-    `witness` says in a few words what those logits were computed with, for docs/families.md.
-    `fused`: whether transformers v5 would also save it with fused experts.
+    `mtp` gives those of all multi-token prediction layers [layers x batch, sequence, vocabulary], from the model, the added
+    tensors and the tokens.
+    `witness` and `mtp_witness` say in a few words what those logits were computed with, for docs/families.md.
+    `fused`: whether transformers v5 would also save it with fused experts. `prefix`: what stands before transformers' names
+    in the release, as before those of the language model of a multimodal one. `stored`: a tensor as it lies there.
+    `since`: the first megatron-core (major, minor) whose modules, with what the witness changes in them, can compute the model.
     """
 
     config: Callable[[], PretrainedConfig]
@@ -59,8 +62,11 @@ class Case:
     reference: Callable[[PreTrainedModel, Tensor], Tensor] = lambda model, tokens: model(tokens).logits
     mtp: Callable[[PreTrainedModel, Mapping[str, Tensor], Tensor], Tensor] | None = None
     witness: str = "transformers"
+    mtp_witness: str = "reference"
     fused: bool = False
-    notes: str = field(default="")
+    prefix: str = ""
+    stored: Callable[[str, Tensor], Tensor] | None = None
+    since: tuple[int, int] = (0, 0)
 
 
 def build(name: str, case: Case, dtype: torch.dtype) -> PreTrainedModel:
@@ -75,24 +81,29 @@ def build(name: str, case: Case, dtype: torch.dtype) -> PreTrainedModel:
     return model.eval()
 
 
-def save(name: str, case: Case, path: Path, dtype: torch.dtype, *, fused: bool = False) -> tuple[PreTrainedModel, Mapping[str, Tensor]]:
+def save(
+    name: str, case: Case, path: Path, dtype: torch.dtype, *, fused: bool = False, shard_size: str = "400KB"
+) -> tuple[PreTrainedModel, Mapping[str, Tensor]]:
     """Builds the model and saves it as its release would look: several shards, an index, side files. Returns it and what was added."""
     model = build(name, case, dtype)
-    model.save_pretrained(path, max_shard_size="400KB", save_original_format=not fused)
+    model.save_pretrained(path, max_shard_size=shard_size, save_original_format=not fused)
+    for file in path.glob("*.safetensors") if case.stored else ():
+        save_file({key: case.stored(key, tensor).contiguous() for key, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
     added = case.added(model, dtype)
     if added:
-        _add(path, added)
+        _add(path, added, case.prefix)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(case.edit(config), indent=2) + "\n")
     (path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 256}))
     return model, added
 
 
-def _add(path: Path, added: Mapping[str, Tensor]) -> None:
-    """One more shard, with the others renamed to count it."""
+def _add(path: Path, added: Mapping[str, Tensor], prefix: str) -> None:
+    """One more shard, with the others renamed to count it, and their tensors with a prefix."""
     files = sorted(path.glob("model*.safetensors"))
     count = len(files) + 1
-    contents = [load_file(file) for file in files] + [{key: tensor.contiguous().clone() for key, tensor in added.items()}]
+    contents = [{prefix + key: tensor for key, tensor in load_file(file).items()} for file in files]
+    contents += [{key: tensor.contiguous().clone() for key, tensor in added.items()}]
     for file in files:
         file.unlink()
     weight_map: dict[str, str] = {}

@@ -1,22 +1,27 @@
-"""GLM-4.5 with its multi-token prediction (MTP) layer.
+"""GLM-4.5 and MiMo with their multi-token prediction (MTP) layers.
 
 No modeling code of transformers has MTP layers; the reference here is transformers' decoder layer inside the published equations
 (DeepSeek-V3 report, section 2.2): h' = projection of [norm of the next token's embedding, norm of the hidden state], a decoder
-layer, a norm, and the model's output layer. The hidden state is the model's after its final norm.
+layer, a norm, and the model's output layer. The hidden state is the model's after its final norm. MiMo's projection takes its
+two inputs in the other order (the published `MiMoMTPLayers`; tests/converters/test_mtp.py asks SGLang's own class too).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from families import glm4_moe
-from families.case import Case, random
+from families.case import SIZES, Case, random
 
 
 def next_tokens(tokens: Tensor) -> Tensor:
@@ -107,12 +112,87 @@ def reference(make: Callable[[Any, int], nn.Module]) -> Callable[[PreTrainedMode
     return logits
 
 
+def mimo_added(count: int) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
+    """The tensors of MiMo's MTP layers."""
+
+    def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = {}
+        hidden = model.config.hidden_size
+        for depth in range(count):
+            prefix = f"model.mtp_layers.{depth}."
+            values |= random_layer(Qwen2DecoderLayer(model.config, 0), prefix, dtype)
+            for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+                values[f"{prefix}{name}.weight"] = random(name, torch.empty(hidden), dtype)
+            values[prefix + "input_proj.weight"] = random("input_proj", torch.empty(hidden, 2 * hidden), dtype)
+        return values
+
+    return added
+
+
+def mimo_reference(model: PreTrainedModel, added: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    """Logits of MiMo's MTP layers: each takes the hidden states of the one before, and tokens one further on."""
+    hidden, eps = model.model(tokens).last_hidden_state, model.config.rms_norm_eps
+    found = []
+    while (prefix := f"model.mtp_layers.{len(found)}.") + "input_proj.weight" in added:
+        layer = Qwen2DecoderLayer(model.config, 0)
+        load_layer(layer, prefix, added)
+        tokens = next_tokens(tokens)
+        embedded = rms_norm(model.model.embed_tokens(tokens), added[prefix + "token_layernorm.weight"], eps)
+        before = rms_norm(hidden, added[prefix + "hidden_layernorm.weight"], eps)
+        joined = nn.functional.linear(torch.cat([before, embedded], dim=-1), added[prefix + "input_proj.weight"])
+        hidden = rms_norm(run_layer(model, layer, joined), added[prefix + "final_layernorm.weight"], eps)
+        found.append(nn.functional.linear(hidden, model.lm_head.weight))
+    return torch.cat(found)
+
+
+def mimo(layers: int, *, tied: bool) -> Case:
+    """MiMo with this many MTP layers; the release has one, and its own embeddings for the output."""
+    return Case(
+        lambda: Qwen2Config(**SIZES, tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": 640000.0}),
+        added=mimo_added(layers),
+        edit=lambda config: (
+            config
+            | {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": layers, "attention_bias": True, "use_mrope": False}
+        ),
+        mtp=mimo_reference,
+        witness="transformers' qwen2; MTP: its decoder layer in the equations of the published modeling code, and SGLang's own class",
+    )
+
+
+def small(case: Case, layers: int) -> Case:
+    """The same model with fewer decoder layers, for tests that compute no logits."""
+
+    def config() -> PretrainedConfig:
+        whole = case.config()
+        whole.num_hidden_layers = layers
+        if getattr(whole, "layer_types", None):
+            whole.layer_types = whole.layer_types[:layers]
+        return whole
+
+    return replace(case, config=config)
+
+
+def with_tensors(case: Case, wanted: Callable[[str], bool]) -> Case:
+    """The same model, of whose added tensors only these are there."""
+    return replace(case, added=lambda model, dtype: {name: tensor for name, tensor in case.added(model, dtype).items() if wanted(name)})
+
+
+def promising(path: Path, layers: int) -> Path:
+    """The same directory, its config.json now promising so many MTP layers."""
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": layers}))
+    return path
+
+
 CASES = {
+    "mimo": mimo(1, tied=False),
+    "mimo-tied-two-layers": mimo(2, tied=True),
     "glm4_moe-mtp": Case(
         glm4_moe.config,
         added=added_layer(Glm4MoeDecoderLayer),
         edit=lambda config: config | {"num_nextn_predict_layers": 1},
         mtp=reference(Glm4MoeDecoderLayer),
-        witness="transformers; MTP: its decoder layer in the equations of the DeepSeek-V3 report",
+        witness="transformers; MTP: its decoder layer in the equations of the DeepSeek-V3 report, and SGLang's own class",
+        fused=True,
     ),
 }

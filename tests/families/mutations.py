@@ -28,7 +28,10 @@ def _of_one_mapping(group: Sequence[Rule], hf: Tensors) -> Iterator[tuple[str, d
     inputs = {rule.megatron: [hf[name] for name in rule.hf] for rule in group}
     right = {name: op.merge(tensors) for name, tensors in inputs.items()}
     yield "dropped", {name: torch.zeros_like(tensor) for name, tensor in right.items()}
-    yield "rows reversed", {name: tensor.flip(0) for name, tensor in right.items()}
+    if any(tensor.shape[0] > 1 for tensor in right.values()):
+        yield "rows reversed", {name: tensor.flip(0) for name, tensor in right.items()}
+    if all(tensor.dim() == 2 and tensor.shape[1] % 2 == 0 for tensor in right.values()):
+        yield "column halves swapped", {name: tensor.roll(tensor.shape[1] // 2, dims=1) for name, tensor in right.items()}
     shapes = [tensor.shape for tensor in next(iter(inputs.values()))]
     for one, other in combinations(range(len(shapes)), 2):
         if shapes[one] == shapes[other]:

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from processes import environment
 from torch import Tensor
-
-TESTS = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
 class Answer:
     """Logits that Megatron computed from a checkpoint that it loaded strictly, and from every wrong mapping of it.
 
-    `mtp` are those of the first multi-token prediction layer. `missing` and `unexpected` are key names, as Megatron's strict
-    load reports them; `mutated` gives for each wrong mapping the largest change of any logit, relative to the largest logit.
+    `mtp` are those of all multi-token prediction layers [layers x batch, sequence, vocabulary], None without such layers.
+    `missing` and `unexpected` are key names, as Megatron's strict load reports them; `mutated` gives for each wrong mapping
+    the largest change of any logit, relative to the largest logit.
     """
 
     logits: Tensor
@@ -42,10 +42,9 @@ class Worker:
         self._count = 0
 
     def _start(self) -> subprocess.Popen[str]:
-        path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ""}
+        found = environment(OMP_NUM_THREADS="2")
         command = [sys.executable, "-W", "ignore", "-m", "families.worker", str(self._scratch / "store")]
-        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, env=found, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, hf: Path, megatron: Path, tokens: Tensor, *, mutate: bool = True) -> Answer:
         """Loads the Megatron checkpoint made of the HF directory. Raises RuntimeError with Megatron's traceback when it cannot."""
@@ -95,11 +94,11 @@ def main() -> None:
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     from ckptkit.formats import locate
     from ckptkit.safetensors_io import HfCheckpoint
+    from converters.module_names import global_name
     from converters.planner import dims_of, rules_of, to_megatron
     from families.mutations import mutations
     from verify import megatron_model
     from verify.megatron_layout import ParallelSizes
-    from verify.megatron_slices import global_name
     from verify.witness_megatron import held_by, layers_of, load
 
     source = HfCheckpoint(question["hf"])
@@ -137,9 +136,8 @@ def _far(found: Tensor, expected: Tensor) -> float:
 def _logits(model: Any, tokens: Tensor, dims: Any) -> tuple[Tensor, Tensor | None]:
     from verify import megatron_model
 
-    logits = megatron_model.logits(model, tokens)[..., : dims.vocab]
-    mtp = megatron_model.mtp_logits(model, tokens)[..., : dims.vocab] if dims.mtp_layers else None
-    return logits, mtp
+    *mtp, logits = (found[..., : dims.vocab] for found in megatron_model.all_logits(model, tokens))
+    return logits, torch.cat(mtp) if mtp else None
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from converters.arguments import megatron_args
 from converters.planner import dims_of
 from verify.arguments import mismatches
 from verify.parallel import indivisible
@@ -206,6 +207,7 @@ def test_a_published_launch_script_that_does_not() -> None:
         ("moe_router_topk_scaling_factor", None, "2.5", "1.0"),
         ("moe_router_num_groups", 8, "1", "8"),
         ("moe_router_group_topk", 4, "1", "4"),
+        ("mtp_num_layers", 1, "0", "1"),
         ("vocab_size", 151329, "151552", "151329"),
         ("padded_vocab_size", 151329, "at least 151552", "151329"),
     ],
@@ -218,6 +220,10 @@ def test_one_wrong_argument(argument: str, value: Any, expected: str, actual: st
     assert len(found) == 1
 
 
+def test_training_without_the_mtp_layer_that_the_config_promises() -> None:
+    assert wrong(GLM45 | {"num_nextn_predict_layers": 1}, ARGS_GLM45) == [("mtp_num_layers", "1", "0")]
+
+
 def test_softmax_before_topk_matters_for_a_softmax_router_only() -> None:
     assert wrong(QWEN3_30B_A3B, ARGS_QWEN3_30B_A3B | {"moe_router_pre_softmax": True}) == [("moe_router_pre_softmax", "False", "True")]
     assert wrong(GLM45, ARGS_GLM45 | {"moe_router_pre_softmax": False}) == []
@@ -225,6 +231,8 @@ def test_softmax_before_topk_matters_for_a_softmax_router_only() -> None:
 
 def test_what_means_the_same_is_no_finding() -> None:
     assert wrong(QWEN3_30B_A3B, ARGS_QWEN3_30B_A3B | {"moe_layer_freq": 1, "ffn_hidden_size": 1, "norm_epsilon": 0.000001}) == []
+    assert wrong(GLM45, ARGS_GLM45 | {"mtp_num_layers": None}) == []
+    assert wrong(GLM45 | {"num_nextn_predict_layers": 1}, ARGS_GLM45 | {"mtp_num_layers": 1}) == []
     older = {key: value for key, value in ARGS_QWEN25_7B.items() if key != "position_embedding_type"} | {"use_rotary_position_embeddings": True}
     assert wrong(QWEN25_7B, older) == []
 
@@ -286,3 +294,34 @@ def test_parallel_sizes_are_a_finding(releases: Make, only: Only) -> None:
     assert (finding.code, finding.actual) == ("CK703", "num_hidden_layers = 12")
     assert "--decoder-last-pipeline-num-layers" in finding.hint
     assert only(verify(releases("qwen2-tied"), ep=2)).code == "CK703"
+
+
+LLAMA_3_2: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 28,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-05,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "rope_theta": 500000.0,
+    "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "said"),
+    [
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, []),
+        # As a published script of this model passes it: that factor is latent attention's, and Megatron would scale by 8.
+        ({"use_rope_scaling": True, "rotary_scaling_factor": 32.0}, [("rope_scaling_factor", "32.0", "8.0")]),
+        ({}, [("use_rope_scaling", "True", "False"), ("rope_scaling_factor", "32.0", "nothing")]),
+    ],
+)
+def test_rope_scaling_of_llama_3(scaling: dict[str, Any], said: list[tuple[str, str, str]]) -> None:
+    args = {name: value for name, value in megatron_args(dims_of(LLAMA_3_2)).items() if "scaling" not in name} | scaling
+    assert [(wrong.argument, wrong.expected, wrong.actual) for wrong in mismatches(dims_of(LLAMA_3_2), args)] == said

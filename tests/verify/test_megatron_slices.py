@@ -8,38 +8,9 @@ import torch
 
 from converters.planner import Rule, rules_of
 from verify.megatron_layout import ParallelSizes, default_etp, padded_vocab
-from verify.megatron_slices import Position, compare, global_name, poison
+from verify.megatron_slices import Position, compare, poison
 
 RULES: dict[str, Rule] = {rule.megatron: rule for rule in rules_of(models.configs()["glm4_moe"].to_dict())}
-TIED: dict[str, Rule] = {rule.megatron: rule for rule in rules_of(models.configs()["qwen2-tied"].to_dict())}
-STAGE = range(6, 12)  # global layers of the second of two pipeline stages
-FIRST = range(6)
-
-
-@pytest.mark.parametrize(
-    ("local", "layers", "name"),
-    [
-        # Megatron's local spec
-        ("decoder.layers.0.input_layernorm.weight", STAGE, "decoder.layers.6.self_attention.linear_qkv.layer_norm_weight"),
-        ("decoder.layers.1.pre_mlp_layernorm.weight", FIRST, "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"),
-        ("decoder.layers.1.pre_mlp_layernorm.weight", STAGE, "decoder.layers.7.pre_mlp_layernorm.weight"),
-        ("decoder.layers.5.mlp.experts.local_experts.2.linear_fc1.weight", STAGE, "decoder.layers.11.mlp.experts.experts.8.linear_fc1.weight"),
-        ("decoder.layers.5.mlp.router.expert_bias", STAGE, "decoder.layers.11.mlp.router.expert_bias"),
-        # Transformer Engine's
-        ("decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", STAGE, "decoder.layers.6.self_attention.linear_qkv.layer_norm_weight"),
-        ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", FIRST, "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"),
-        ("decoder.layers.5.mlp.experts.linear_fc2.weight5", STAGE, "decoder.layers.11.mlp.experts.experts.11.linear_fc2.weight"),
-        ("decoder.final_layernorm.weight", STAGE, "decoder.final_layernorm.weight"),
-    ],
-)
-def test_global_name_of_a_parameter(local: str, layers: range, name: str) -> None:
-    assert global_name(local, layers, range(6, 12), RULES) == name
-    assert name in RULES
-
-
-def test_second_copy_of_tied_embeddings() -> None:
-    assert global_name("output_layer.weight", STAGE, range(0), TIED) == "embedding.word_embeddings.weight"
-    assert global_name("output_layer.weight", STAGE, range(0), RULES) == "output_layer.weight"
 
 
 def at(rank: int, size: int, etp_rank: int = 0, etp: int = 1) -> Position:

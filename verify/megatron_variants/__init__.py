@@ -5,6 +5,14 @@ Only the processes of the witness import this package.
 
 from __future__ import annotations
 
+from verify.megatron_variants.dsa import DSA
+from verify.megatron_variants.full_qk_norm import FULL_QK_NORM
+from verify.megatron_variants.gated_delta_net import GATED_DELTA_NET
+from verify.megatron_variants.gemma3 import GEMMA3
+from verify.megatron_variants.gpt_oss import GPT_OSS
+from verify.megatron_variants.mla import MLA
+from verify.megatron_variants.sandwich import SANDWICH
 from verify.megatron_variants.variant import Variant
+from verify.megatron_variants.zero_centered_norm import ZERO_CENTERED_NORM
 
-VARIANTS: tuple[Variant, ...] = ()
+VARIANTS: tuple[Variant, ...] = (FULL_QK_NORM, MLA, GATED_DELTA_NET, ZERO_CENTERED_NORM, DSA, SANDWICH, GEMMA3, GPT_OSS)

@@ -1,0 +1,91 @@
+"""Gemma 3 (270M to 27B), its language model: four norms a layer, all stored minus one; five layers with a sliding window, then a full one.
+
+The larger releases come with a vision tower, which is carried along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.errors import CkptkitError
+from converters.blocks import attention, embeddings, gated_mlp
+from converters.config_values import flag, integer, number, rope_of, sliding_layers, window_of
+from converters.dims import ModelDims, base_dims
+from converters.rules import ModelFamily, ParamMapping, decoder
+
+# What the releases with a vision tower leave out of their text_config; transformers `Gemma3TextConfig`.
+_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 131072}
+_KINDS = ("full_attention", "sliding_attention")
+_ONLY = {
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "use_bidirectional_attention": False,
+}
+
+
+def read_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of a gemma3 or gemma3_text config. Source: transformers `Gemma3TextConfig`, `Gemma3TextModel`."""
+    nested = config["model_type"] == "gemma3"
+    text = config.get("text_config") if nested else config
+    if not isinstance(text, dict):
+        raise CkptkitError("config.json: gemma3 without a text_config", "compare it with the release")
+    text = _DEFAULTS | {key: value for key, value in text.items() if value is not None}
+    for key, only in _ONLY.items():
+        if text.get(key, only) != only:
+            raise CkptkitError(f"config.json: gemma3 with {key} {text[key]!r} is not supported", "Megatron's attention and MLP would be another model's")
+    full, local_theta = _ropes(text)
+    scalar = number(text, "query_pre_attn_scalar", 256)
+    if scalar <= 0:
+        raise CkptkitError(f"config.json: query_pre_attn_scalar is {scalar}", "compare it with the release")
+    return base_dims(
+        {**text, "rope_parameters": full, "rope_theta": None, "rope_scaling": None},
+        qkv_bias=False,
+        qk_norm=True,
+        activation="gelu_pytorch_tanh",
+        tied=flag(config, "tie_word_embeddings", True),
+        root="language_model.model." if nested else "model.",
+        head="language_model.lm_head.weight" if nested else "lm_head.weight",
+        norm_offset=True,
+        sandwich="linear",
+        window=window_of(text, absent=4096),
+        window_layers=sliding_layers(text, integer(text, "sliding_window_pattern", 6)),
+        local_rope_theta=local_theta,
+        attention_scale=scalar**-0.5,
+        embedding_scale=integer(text, "hidden_size") ** 0.5,
+    )
+
+
+def _ropes(text: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+    """Rotary settings of the full layers, and the base of those with a window; transformers v5 has one object for each kind."""
+    kinds = text.get("rope_parameters") or {}
+    if not isinstance(kinds, dict) or any(value not in (None, "default") for kind, value in kinds.items() if kind not in _KINDS):
+        raise CkptkitError(f"config.json: gemma3 with rope_parameters {kinds!r}", f"they must be under {' and '.join(_KINDS)}; compare with the release")
+    full = rope_of({**text, "rope_parameters": kinds.get(_KINDS[0])}, 1_000_000.0)
+    local = rope_of({"rope_parameters": kinds.get(_KINDS[1]), "rope_theta": text.get("rope_local_base_freq")}, 10_000.0)
+    if full["rope_type"] not in ("default", "linear") or local["rope_type"] != "default":
+        raise CkptkitError(
+            f"config.json: gemma3 with rope {full['rope_type']!r} in full layers and {local['rope_type']!r} in those with a window is not supported",
+            "releases scale linearly, and only the full layers; Megatron-Bridge's model cannot do anything else",
+        )
+    if full["rope_type"] == "linear":
+        number(full, "factor")  # raises where there is none
+    return full, local["rope_theta"]
+
+
+def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All rules of a gemma3 model. The norms after attention and MLP have the names of Megatron-Bridge's modules."""
+    at, norm = decoder(dims, dims.all_layers), (dims.hidden,)
+    return (
+        *embeddings(dims),
+        *attention(dims),
+        at.rule("self_attention.linear_proj.post_layernorm.weight", {"post_attention_layernorm.weight": norm}),
+        at.rule("mlp.linear_fc1.layer_norm_weight", {"pre_feedforward_layernorm.weight": norm}),
+        *gated_mlp(at, "mlp.", "mlp.", dims.hidden, dims.ffn),
+        at.rule("mlp.linear_fc2.post_layernorm.weight", {"post_feedforward_layernorm.weight": norm}),
+    )
+
+
+FAMILY = ModelFamily(("gemma3", "gemma3_text"), read_dims, mappings, carried=("vision_tower.", "multi_modal_projector."))

@@ -1,0 +1,68 @@
+"""GPT-OSS (20B, 120B): every layer routed, with biases everywhere, attention sinks, every other layer with a sliding window, YaRN.
+
+The experts of a layer lie in one tensor, transposed, gate and up taking turns; the HF names below that have an expert's number
+in them are what `converters/experts.py` makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.errors import CkptkitError
+from converters.blocks import attention, embeddings, gated_mlp
+from converters.config_values import flag, integer, number, sliding_layers, window_of
+from converters.dims import ModelDims, base_dims
+from converters.ops import Copy, GateUp
+from converters.rules import FusedExperts, ModelFamily, ParamMapping, decoder
+
+# What transformers takes a config without rope settings to say.
+_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+
+def read_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of a gpt_oss config. Source: transformers `GptOssConfig`, `GptOssAttention`, `GptOssExperts` (which fixes the clamp)."""
+    if not flag(config, "attention_bias", True):
+        raise CkptkitError("config.json: gpt_oss without attention_bias is not supported", "Megatron has one switch for the biases of attention and experts")
+    if number(config, "swiglu_limit", 7.0) != 7.0:
+        raise CkptkitError(f"config.json: swiglu_limit {config['swiglu_limit']} is not supported", "transformers clamps at 7.0 whatever it says")
+    given = dict(config)
+    if not config.get("rope_parameters") and not config.get("rope_scaling"):
+        given["rope_scaling"] = _YARN
+    dims = base_dims(
+        given,
+        qkv_bias=True,
+        qk_norm=False,
+        default_theta=150000.0,
+        out_bias=True,
+        mlp_bias=True,
+        sinks=True,
+        window=window_of(config, absent=128),
+        experts=integer(config, "num_local_experts"),
+        top_k=integer(config, "num_experts_per_tok"),
+        expert_ffn=integer(config, "intermediate_size"),
+        router_linear_bias=True,
+    )
+    # hidden_act says silu, but the gate is x sigmoid(1.702 x).
+    return replace(dims, activation="quick_geglu", window_layers=() if dims.window is None else sliding_layers(config, 2))
+
+
+def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All rules of a gpt_oss model."""
+    at, hidden, ffn = decoder(dims, dims.all_layers), dims.hidden, dims.expert_ffn
+    megatron, hf = "mlp.experts.experts.{expert}.", "mlp.experts.{expert}."
+    return (
+        *embeddings(dims),
+        *attention(dims),
+        at.rule("self_attention.core_attention.softmax_offset", {"self_attn.sinks": (dims.heads,)}, Copy(0)),
+        at.rule("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
+        at.rule("mlp.router.weight", {"mlp.router.weight": (dims.experts, hidden)}),
+        at.rule("mlp.router.bias", {"mlp.router.bias": (dims.experts,)}),
+        *gated_mlp(at, megatron, hf, hidden, ffn),
+        at.rule(megatron + "linear_fc1.bias", {hf + "gate_proj.bias": (ffn,), hf + "up_proj.bias": (ffn,)}, GateUp()),
+        at.rule(megatron + "linear_fc2.bias", {hf + "down_proj.bias": (hidden,)}),
+    )
+
+
+FAMILY = ModelFamily(("gpt_oss",), read_dims, mappings, fused=FusedExperts(transposed=True, interleaved=True, always=True))

@@ -1,0 +1,50 @@
+"""MiMo-7B: Qwen2 with multi-token prediction layers, whose input projection takes [hidden state, embedding]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.errors import CkptkitError
+from converters.blocks import attention, dense_mlp, embeddings
+from converters.config_values import flag, integer, without_windows
+from converters.dims import ModelDims, base_dims
+from converters.ops import SwapHalves
+from converters.rules import ModelFamily, ParamMapping, Place
+
+# What the published modeling code does whatever these keys say; Megatron and SGLang do the same.
+_ONLY = {"attention_bias": True, "use_mrope": False}
+
+
+def read_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of a mimo config. Source: the published `MiMoConfig`, a `Qwen2Config` with `num_nextn_predict_layers`."""
+    without_windows(config)
+    for key, only in _ONLY.items():
+        if flag(config, key, only) != only:
+            raise CkptkitError(f"config.json: mimo with {key} {str(not only).lower()} is not supported", "no released model uses it")
+    return base_dims(config, qkv_bias=True, qk_norm=False, mtp_layers=integer(config, "num_nextn_predict_layers", 0))
+
+
+def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All rules of a mimo model."""
+    rules = [*embeddings(dims), *attention(dims), *dense_mlp(dims)]
+    for depth in range(dims.mtp_layers):
+        rules += _mtp_layer(dims, depth)
+    return tuple(rules)
+
+
+def _mtp_layer(dims: ModelDims, depth: int) -> tuple[ParamMapping, ...]:
+    """Multi-token prediction layer `depth`. Source of the order in input_proj: the published `MiMoMTPLayers`, SGLang's and vLLM's `mimo_mtp`."""
+    megatron, hf, norm = f"mtp.layers.{depth}.", f"model.mtp_layers.{depth}.", (dims.hidden,)
+    at, layer = Place(megatron, hf, None), Place(megatron + "transformer_layer.", hf, None)
+    return (
+        at.rule("enorm.weight", {"token_layernorm.weight": norm}),
+        at.rule("hnorm.weight", {"hidden_layernorm.weight": norm}),
+        at.rule("eh_proj.weight", {"input_proj.weight": (dims.hidden, 2 * dims.hidden)}, SwapHalves()),
+        at.rule("final_layernorm.weight", {"final_layernorm.weight": norm}),
+        *attention(dims, layer),
+        *dense_mlp(dims, layer),
+    )
+
+
+FAMILY = ModelFamily(("mimo",), read_dims, mappings)

@@ -1,0 +1,85 @@
+"""MiniMax-M2 to M2.7: every layer routed, sigmoid router with an fp32 selection bias, q/k norms over all heads at once, partial rope.
+
+Their config.json speaks of multi-token prediction modules (`use_mtp`, `num_mtp_modules`), but the published weights hold none: there
+is nothing to convert, and Megatron is told of none. A checkpoint with tensors of such modules is refused by their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from ckptkit.errors import CkptkitError
+from converters.blocks import attention, embeddings, moe_mlp
+from converters.config_values import integer, number, rope_of
+from converters.dims import ModelDims, base_dims
+from converters.families.mixtral import W1_W3_W2
+from converters.ops import Copy
+from converters.rules import FusedExperts, ModelFamily, ParamMapping, decoder
+
+# What every release says, and the only thing that the rules and Megatron's arguments below stand for.
+_FIXED = {
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "shared_intermediate_size": 0,
+    "sliding_window": None,
+}
+
+
+def read_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of a minimax_m2 config. Source: transformers `MiniMaxM2Config` and the releases' own config.json."""
+    for key, value in _FIXED.items():
+        if config.get(key) not in (None, value):
+            raise CkptkitError(f"config.json: minimax_m2 with {key} {config[key]!r} is not supported", f"the releases are with {value!r}")
+    kinds = config.get("attn_type_list") or []
+    if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
+        raise CkptkitError(f"config.json: attn_type_list is {kinds!r}", "the releases have softmax attention (1) on every layer, and only that is supported")
+    head_dim = integer(config, "head_dim", 128)
+    return base_dims(
+        {**config, "head_dim": head_dim, "partial_rotary_factor": _rotary_fraction(config, head_dim)},
+        qkv_bias=False,
+        qk_norm=True,
+        qk_norm_full=True,
+        default_theta=5e6,
+        experts=integer(config, "num_local_experts"),
+        top_k=integer(config, "num_experts_per_tok"),
+        expert_ffn=integer(config, "intermediate_size"),
+        router_sigmoid=True,
+        router_bias=True,
+    )
+
+
+def _rotary_fraction(config: Mapping[str, Any], head_dim: int) -> float:
+    """The rotary part of a head: `rotary_dim` in the releases, `partial_rotary_factor` in transformers v5. Raises CkptkitError where they disagree.
+
+    transformers 5.12 takes no notice of `rotary_dim`: it runs a release's own config.json with rope over whole heads.
+    """
+    key = "partial_rotary_factor"
+    stated = {number(place, key) for place in (rope_of(config), config) if place.get(key) is not None}
+    stated |= {integer(config, "rotary_dim") / max(head_dim, 1)} if config.get("rotary_dim") is not None else set()
+    if len(stated) > 1:
+        raise CkptkitError(
+            f"config.json: rotary_dim is {config.get('rotary_dim')} of {head_dim} but {key} says otherwise: {sorted(stated)} of a head",
+            "SGLang reads the first and transformers v5 the second; make them equal",
+        )
+    return stated.pop() if stated else 1.0
+
+
+def _mappings(dims: ModelDims, *, norm: str, axis: int | None) -> tuple[ParamMapping, ...]:
+    """All rules of a minimax_m2 model, with q/k norms called `norm` and cut along `axis` over tensor-parallel ranks."""
+    at, heads = decoder(dims, dims.all_layers), {"q": dims.heads, "k": dims.groups}
+    norms = [
+        at.rule(f"self_attention.{norm.format(x)}.weight", {f"self_attn.{x}_norm.weight": (count * dims.head_dim,)}, Copy(axis)) for x, count in heads.items()
+    ]
+    experts = moe_mlp(dims, block="block_sparse_moe.", bias="e_score_correction_bias", names=W1_W3_W2)
+    return (*embeddings(dims), *attention(dims), *norms, *experts)
+
+
+# Two stacks train these models, each with a norm of its own in Megatron's attention: Megatron-Bridge where Megatron has its norms
+# of one head's width, cut with the heads; slime under another name, whole on every rank.
+mappings = partial(_mappings, norm="{}_layernorm", axis=0)
+SLIME = partial(_mappings, norm="{}_norm", axis=None)
+FAMILY = ModelFamily(("minimax_m2",), read_dims, mappings, {"slime": SLIME}, fused=FusedExperts(renamed=True))

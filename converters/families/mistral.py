@@ -1,0 +1,29 @@
+"""Mistral 7B, Nemo 12B and models of their architecture: dense, in the first 7B with a sliding window on every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.errors import CkptkitError
+from converters.blocks import attention, dense_mlp, embeddings
+from converters.config_values import window_of
+from converters.dims import ModelDims, base_dims
+from converters.rules import ModelFamily, ParamMapping
+
+
+def read_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of a mistral config. Source: transformers `MistralConfig`, whose window is 4096 where the key is absent."""
+    if config.get("layer_types") is not None:
+        raise CkptkitError("config.json: mistral with layer_types is not supported", "attention that differs by layer makes it a ministral model")
+    dims = base_dims(config, qkv_bias=False, qk_norm=False, window=window_of(config, absent=4096))
+    return replace(dims, window_layers=dims.all_layers) if dims.window else dims
+
+
+def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All rules of a mistral model."""
+    return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
+
+
+FAMILY = ModelFamily(("mistral",), read_dims, mappings)

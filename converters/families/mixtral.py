@@ -1,0 +1,37 @@
+"""Mixtral 8x7B and 8x22B: every layer routed, experts named w1 (gate), w3 (up) and w2 (down), softmax over the chosen experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from converters.blocks import attention, embeddings, moe_mlp
+from converters.config_values import integer, window_of
+from converters.dims import ModelDims, base_dims
+from converters.rules import FusedExperts, ModelFamily, ParamMapping
+
+W1_W3_W2 = ("w1", "w3", "w2")
+
+
+def read_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of a mixtral config. Source: transformers `MixtralConfig` (no window where the key is absent), `MixtralTopKRouter`."""
+    dims = base_dims(
+        config,
+        qkv_bias=False,
+        qk_norm=False,
+        default_theta=1e6,
+        window=window_of(config),
+        experts=integer(config, "num_local_experts"),
+        top_k=integer(config, "num_experts_per_tok"),
+        expert_ffn=integer(config, "intermediate_size"),
+    )
+    return replace(dims, window_layers=dims.all_layers) if dims.window else dims
+
+
+def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All rules of a mixtral model."""
+    return (*embeddings(dims), *attention(dims), *moe_mlp(dims, block="block_sparse_moe.", names=W1_W3_W2))
+
+
+FAMILY = ModelFamily(("mixtral",), read_dims, mappings, fused=FusedExperts(renamed=True))

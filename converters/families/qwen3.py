@@ -1,0 +1,28 @@
+"""Qwen3, dense (0.6B to 32B): q/k norms, no biases, embeddings tied in the small sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.errors import CkptkitError
+from converters.blocks import attention, dense_mlp, embeddings
+from converters.config_values import flag, integer, without_windows
+from converters.dims import ModelDims, base_dims
+from converters.rules import ModelFamily, ParamMapping
+
+
+def read_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of a qwen3 config. Source: transformers `Qwen3Config`, whose heads are 128 wide where nothing is said."""
+    without_windows(config)
+    if flag(config, "attention_bias", False):
+        raise CkptkitError("config.json: qwen3 with attention_bias is not supported", "Megatron has no bias on o_proj without biases in the MLP")
+    return base_dims({**config, "head_dim": integer(config, "head_dim", 128)}, qkv_bias=False, qk_norm=True)
+
+
+def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All rules of a qwen3 model."""
+    return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
+
+
+FAMILY = ModelFamily(("qwen3",), read_dims, mappings)

@@ -1,0 +1,52 @@
+"""From the names that a rank's modules have in Megatron to the names of the global tensors that they are parts of.
+
+A rank counts its layers and experts from 0. `decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight` of a rank that
+holds layers 6 and 7 and experts 4 to 7 is part of `decoder.layers.7.mlp.experts.experts.4.linear_fc1.weight`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+_LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)")
+# The transformer layer of a multi-token prediction layer: the module's name up to megatron-core 0.16, and from then on.
+_MTP = re.compile(r"(mtp\.layers\.\d+)\.(?:transformer_layer|mtp_model_layer)\.(.+)")
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
+
+# Latent attention: Transformer Engine's spec holds them whole on every rank, the local spec cuts them by rows.
+CUT_IN_LOCAL_SPEC = re.compile(r".*\.self_attention\.linear_(q|kv)_down_proj\.weight")
+
+# Megatron's local spec keeps norms as modules of their own; the rules have the names of the Transformer Engine spec.
+_LOCAL_SPEC = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+
+
+def global_name(local: str, layers: Sequence[int], experts: Sequence[int], rules: Collection[str]) -> str:
+    """Name of the global tensor that a parameter is a part of. `layers` and `experts` are the global numbers of the rank's own.
+
+    A name that is not in `rules` is returned as it came out; the caller reports it. Raises IndexError for a layer or an
+    expert beyond those of the rank.
+    """
+    if match := _LAYER.fullmatch(local):
+        return _in_layer(f"{match[1]}.{layers[int(match[2])]}.", match[3], experts, rules)
+    if match := _MTP.fullmatch(local):
+        # Megatron keeps all of them on one pipeline stage, so their numbers are global.
+        return _in_layer(f"{match[1]}.transformer_layer.", match[2], experts, rules)
+    # The last pipeline stage of a model with tied embeddings holds a second copy of them.
+    return local if local in rules or local != "output_layer.weight" else "embedding.word_embeddings.weight"
+
+
+def _in_layer(prefix: str, rest: str, experts: Sequence[int], rules: Collection[str]) -> str:
+    """Name of the global tensor of a transformer layer that is called `prefix` on disk; `rest` is the parameter's name in its module."""
+    if expert := _LOCAL_EXPERT.fullmatch(rest):
+        rest = f"mlp.experts.experts.{experts[int(expert[1])]}.{expert[2]}"
+    elif grouped := _GROUPED_EXPERT.fullmatch(rest):
+        rest = f"mlp.experts.experts.{experts[int(grouped[3])]}.{grouped[1]}.{grouped[2]}"
+    renamed = next((new + rest.removeprefix(old) for old, new in _LOCAL_SPEC.items() if rest.startswith(old)), rest)
+    return prefix + (rest if prefix + rest in rules else renamed)

@@ -1,0 +1,22 @@
+"""Opens whatever checkpoint lies at a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.formats import Location, locate
+from ckptkit.safetensors_io import HfCheckpoint
+from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from converters.legacy import LegacyCheckpoint
+
+
+def open_checkpoint(path: str | Path, hf: str | Path | None = None) -> Checkpoint:
+    """An HF or Megatron checkpoint. `hf` gives the config for a Megatron one that does not carry its own."""
+    location = locate(path)
+    return HfCheckpoint(location.path) if location.kind == "hf" else open_megatron(location, hf)
+
+
+def open_megatron(location: Location, hf: str | Path | None = None) -> TorchDistCheckpoint | LegacyCheckpoint:
+    """A Megatron checkpoint in either format."""
+    return LegacyCheckpoint(location.path, hf=hf) if location.legacy else TorchDistCheckpoint(location.path, hf=hf)

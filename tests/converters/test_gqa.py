@@ -1,0 +1,245 @@
+"""Configs of Llama, Mistral, Mixtral, Qwen2 MoE, Qwen3 and MiniMax-M2: every spelling gives the same model, what is not supported is refused by name."""
+
+from __future__ import annotations
+
+import filecmp
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CASES
+from families.case import save
+from families.gqa import LLAMA3_ROPE
+from transformers import MiniMaxM2Config
+
+from ckptkit.api import convert
+from ckptkit.errors import CkptkitError
+from ckptkit.safetensors_io import HfCheckpoint
+from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from converters.arguments import megatron_args
+from converters.ops import Copy
+from converters.planner import dims_of, rules_of, to_megatron
+
+Config = dict[str, Any]
+
+
+def config_of(name: str) -> Config:
+    """config.json of a test model, as its release spells it."""
+    case = CASES[name]
+    return case.edit(case.config().to_dict())
+
+
+def without(config: Config, *keys: str) -> Config:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", {"attention_bias": True}, "llama with attention_bias but without mlp_bias is not supported"),
+        ("llama", {"mlp_bias": True}, "llama with mlp_bias but without attention_bias is not supported"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("mistral", {"layer_types": ["sliding_attention", "full_attention"] * 6}, "mistral with layer_types is not supported"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0, not a positive whole number"),
+        ("mistral", {"sliding_window": "4096"}, "sliding_window is '4096', not a positive whole number"),
+        ("mixtral", {"sliding_window": 4.5}, "sliding_window is 4.5, not a positive whole number"),
+        ("qwen2-tied", {"use_sliding_window": True}, "qwen2 with use_sliding_window is not supported"),
+        ("qwen2_moe", {"use_sliding_window": True}, "qwen2_moe with use_sliding_window is not supported"),
+        ("qwen3-tied", {"use_sliding_window": True}, "qwen3 with use_sliding_window is not supported"),
+        ("qwen3-tied", {"layer_types": ["full_attention"] * 11 + ["sliding_attention"]}, "qwen3 with use_sliding_window is not supported"),
+        ("qwen3_moe", {"use_sliding_window": True}, "qwen3_moe with use_sliding_window is not supported"),
+        ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("qwen2_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3, not a list of whole numbers"),
+        ("qwen2_moe", {"mlp_only_layers": ["3"]}, r"mlp_only_layers is \['3'\], not a list of whole numbers"),
+        ("qwen2_moe", {"mlp_only_layers": [12]}, "1 dense layers of 12 layers"),
+        ("qwen3_moe", {"mlp_only_layers": [-1]}, "1 dense layers of 12 layers"),
+        ("qwen3-tied", {"attention_bias": True}, "qwen3 with attention_bias is not supported"),
+        ("minimax_m2", {"use_qk_norm": False}, "minimax_m2 with use_qk_norm False is not supported"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "minimax_m2 with qk_norm_type 'per_head' is not supported"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "minimax_m2 with scoring_func 'softmax' is not supported"),
+        ("minimax_m2", {"use_routing_bias": False}, "minimax_m2 with use_routing_bias False is not supported"),
+        ("minimax_m2", {"shared_intermediate_size": 64}, "minimax_m2 with shared_intermediate_size 64 is not supported"),
+        ("minimax_m2", {"sliding_window": 128}, "minimax_m2 with sliding_window 128 is not supported"),
+        ("minimax_m2", {"attn_type_list": [1] * 11 + [0]}, "attn_type_list is .*, 0]"),
+        ("minimax_m2", {"attn_type_list": 1}, "attn_type_list is 1"),
+        ("minimax_m2", {"partial_rotary_factor": 1.0}, r"rotary_dim is 16 of 32 but partial_rotary_factor says otherwise: \[0.5, 1.0\]"),
+    ],
+)
+def test_refused_by_name(name: str, change: Config, message: str) -> None:
+    config = config_of(name)
+    assert dims_of(config).layers == 12
+    with pytest.raises(CkptkitError, match=message):
+        dims_of(config | change)
+
+
+@pytest.mark.parametrize(
+    "change", [{"low_freq_factor": 2.0}, {"high_freq_factor": 2.0}, {"original_max_position_embeddings": 4096}, {"original_max_position_embeddings": None}]
+)
+def test_llama3_rope_scaling_with_other_numbers_than_megatrons_own_is_refused(change: Config) -> None:
+    config = config_of("llama-tied")
+    assert megatron_args(dims_of(config))["rope_scaling_factor"] == 32.0
+    with pytest.raises(CkptkitError, match="rope scaling 'llama3' as it stands there has no Megatron arguments"):
+        megatron_args(dims_of(config | {"rope_parameters": LLAMA3_ROPE | change}))
+
+
+def test_llama_spellings() -> None:
+    v4, v5 = config_of("llama"), CASES["llama"].config().to_dict()
+    assert v4["rope_scaling"]["rope_type"] == "llama3"
+    assert "rope_parameters" not in v4
+    assert megatron_args(dims_of(v4)) == megatron_args(dims_of(v5))
+    said = {"rotary_base": 500000, "use_rope_scaling": True, "rope_scaling_factor": 8.0, "add_bias_linear": False, "add_qkv_bias": False, "kv_channels": 40}
+    assert megatron_args(dims_of(v4)).items() >= said.items()
+    old = v4 | {"rope_scaling": without(v4["rope_scaling"], "rope_type") | {"type": "llama3"}}
+    assert megatron_args(dims_of(old)) == megatron_args(dims_of(v4))
+    released = config_of("llama-tied")
+    assert "head_dim" not in released
+    assert dims_of(released) == dims_of(released | {"head_dim": 16}) == dims_of(released | {"head_dim": None})
+    assert dims_of(without(config_of("mistral"), "rope_theta")).rope_theta == 10000.0
+
+
+def test_llama_biases() -> None:
+    args = megatron_args(dims_of(config_of("llama-biases")))
+    assert args["add_bias_linear"]
+    assert args["add_qkv_bias"]
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "said"),
+    [
+        ("mistral", {"sliding_window": 4096}, {"window_size": (4095, 0), "window_attn_skip_freq": None}),
+        ("mistral", {}, {"window_size": (4095, 0), "window_attn_skip_freq": None}),
+        ("mistral", {"sliding_window": None}, {}),
+        ("mistral", {"sliding_window": 32768}, {}),
+        ("mixtral", {"sliding_window": 4096}, {"window_size": (4095, 0), "window_attn_skip_freq": None}),
+        ("mixtral", {}, {}),
+        ("mixtral", {"sliding_window": None}, {}),
+    ],
+)
+def test_sliding_window(name: str, window: Config, said: Config) -> None:
+    config = without(config_of(name), "sliding_window") | {"max_position_embeddings": 32768} | window
+    assert {key: value for key, value in megatron_args(dims_of(config)).items() if "window" in key} == said
+
+
+@pytest.mark.parametrize("name", ["ministral", "ministral3", "mistral3", "mistral4"])
+def test_models_of_other_architecture_with_mistral_in_their_name_are_refused(name: str) -> None:
+    with pytest.raises(CkptkitError, match=f"model_type '{name}' is not supported"):
+        dims_of(config_of("mistral") | {"model_type": name})
+
+
+@pytest.mark.parametrize(("name", "theta"), [("llama", 10000.0), ("mistral", 10000.0), ("mixtral", 1e6), ("qwen3-tied", 10000.0), ("minimax_m2", 5e6)])
+def test_rotary_base_that_a_config_without_one_means(name: str, theta: float) -> None:
+    config = without(config_of(name), "rope_parameters", "rope_theta", "rope_scaling")
+    assert dims_of(config).rope_theta == dims_of(config | {"rope_theta": None}).rope_theta == theta
+    # Stated in one spelling, the other is not what nothing would mean.
+    assert dims_of(config | {"rope_parameters": {"rope_theta": 7e5, "rope_type": "default"}}).rope_theta == 7e5
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "minimax_m2"])
+def test_head_size_that_a_config_without_one_means(name: str) -> None:
+    assert dims_of(without(config_of(name), "head_dim", "rotary_dim")).head_dim == 128
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("said", "dense"),
+    [
+        ({}, ()),
+        ({"mlp_only_layers": None, "decoder_sparse_step": None}, ()),
+        ({"mlp_only_layers": [7, 2, 2]}, (2, 7)),
+        ({"decoder_sparse_step": 5}, (0, 1, 2, 3, 5, 6, 7, 8, 10, 11)),
+        ({"mlp_only_layers": [4, 0], "decoder_sparse_step": 5}, (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11)),
+    ],
+)
+def test_dense_layers_between(name: str, said: Config, dense: tuple[int, ...]) -> None:
+    config = without(config_of(name), "mlp_only_layers", "decoder_sparse_step") | said
+    assert dims_of(config).dense == dense
+    assert megatron_args(dims_of(config))["moe_layer_freq"] == [int(layer not in dense) for layer in range(12)]
+
+
+def test_qwen2_moe_switches() -> None:
+    config = config_of("qwen2_moe")
+    args = megatron_args(dims_of(config))
+    said = {"moe_shared_expert_gate": True, "moe_shared_expert_intermediate_size": 72, "moe_router_pre_softmax": True, "add_qkv_bias": True}
+    assert args.items() >= said.items()
+    assert dims_of(without(config, "qkv_bias")) == dims_of(config)
+    assert not megatron_args(dims_of(config | {"qkv_bias": False}))["add_qkv_bias"]
+    assert not megatron_args(dims_of(config | {"norm_topk_prob": True}))["moe_router_pre_softmax"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rotary_dim": 16},
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_theta": 5e6, "rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"rope_parameters": {"rope_theta": 5e6, "rope_type": "default", "partial_rotary_factor": 0.5}, "rotary_dim": 16},
+    ],
+)
+def test_minimax_rotary_part_of_a_head(said: Config) -> None:
+    config = without(config_of("minimax_m2"), "rotary_dim", "rope_theta", "rope_scaling")
+    assert dims_of(config).rotary_fraction == 1.0
+    assert megatron_args(dims_of(config | said)) == megatron_args(dims_of(config_of("minimax_m2")))
+    assert megatron_args(dims_of(config | said))["rotary_percent"] == 0.5
+
+
+def test_transformers_takes_no_notice_of_rotary_dim() -> None:
+    """Why rotary_dim is read here and the test model's config.json is written with it: the releases say nothing else."""
+    config = MiniMaxM2Config.from_dict({"rotary_dim": 64, "head_dim": 128, "rope_theta": 5000000})
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5000000}
+
+
+def test_minimax_null_means_what_the_releases_say() -> None:
+    config = config_of("minimax_m2")
+    keys = ("use_qk_norm", "qk_norm_type", "scoring_func", "use_routing_bias", "shared_intermediate_size", "attn_type_list", "use_mtp", "num_mtp_modules")
+    assert dims_of(config | dict.fromkeys(keys)) == dims_of(without(config, *keys)) == dims_of(config)
+
+
+def test_minimax_tensors_of_multi_token_prediction_are_refused(tmp_path: Path) -> None:
+    extra = "model.layers.12.self_attn.q_norm.weight"
+    case = CASES["minimax_m2"]
+    save("minimax_m2", case, tmp_path / "as released", torch.bfloat16)
+    save("minimax_m2", replace(case, added=lambda model, dtype: {extra: torch.ones(320, dtype=dtype)}), tmp_path / "with more", torch.bfloat16)
+    assert HfCheckpoint(tmp_path / "as released").config["use_mtp"]
+    to_megatron(HfCheckpoint(tmp_path / "as released"), "this release")
+    with pytest.raises(CkptkitError, match=re.escape(extra)):
+        to_megatron(HfCheckpoint(tmp_path / "with more"), "this release")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "minimax_m2"])
+def test_experts_under_names_that_only_transformers_v5_has_are_refused(tmp_path: Path, name: str) -> None:
+    save(name, CASES[name], tmp_path / "v5", torch.bfloat16, fused=True)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in HfCheckpoint(tmp_path / "v5").specs
+    with pytest.raises(CkptkitError, match=f"under transformers v5's own names for {name}") as error:
+        convert(tmp_path / "v5", tmp_path / "megatron")
+    assert "save_original_format=True" in str(error.value.hint)
+
+
+def test_minimax_norms_in_both_dialects() -> None:
+    """Megatron-Bridge cuts them with the heads, slime has them whole on every rank, under names of its own."""
+    config, whole = config_of("minimax_m2"), torch.arange(320)
+    found = {dialect: {rule.megatron: rule for rule in rules_of(config, dialect)} for dialect in ("mcore", "slime")}
+    for dialect, query, key, axis in (("mcore", "q_layernorm", "k_layernorm", 0), ("slime", "q_norm", "k_norm", None)):
+        for name, width in ((query, 320), (key, 64)):
+            rule = found[dialect][f"decoder.layers.11.self_attention.{name}.weight"]
+            assert rule.hf == {f"model.layers.11.self_attn.{name[0]}_norm.weight": (width,)}
+            assert rule.mapping.op == Copy(axis)
+    assert len(found["mcore"].keys() - found["slime"].keys()) == 2 * 12
+    norm = "decoder.layers.0.self_attention.{}.weight"
+    assert found["mcore"][norm.format("q_layernorm")].mapping.op.shard(whole, 1, 2).tolist() == list(range(160, 320))
+    assert found["slime"][norm.format("q_norm")].mapping.op.shard(whole, 1, 2).tolist() == list(range(320))
+
+
+def test_minimax_in_slimes_dialect_comes_back_byte_for_byte(tmp_path: Path) -> None:
+    save("minimax_m2", CASES["minimax_m2"], tmp_path / "release", torch.bfloat16)
+    convert(tmp_path / "release", tmp_path / "megatron", dialect="slime")
+    names = TorchDistCheckpoint(tmp_path / "megatron" / "release").specs
+    assert names["decoder.layers.0.self_attention.q_norm.weight"].shape == (320,)
+    assert "decoder.layers.0.self_attention.q_layernorm.weight" not in names
+    bias = names["decoder.layers.0.mlp.router.expert_bias"]
+    assert bias.dtype == torch.float32
+    convert(tmp_path / "megatron", tmp_path / "back")
+    for file in (tmp_path / "release").glob("*.safetensors"):
+        assert filecmp.cmp(file, tmp_path / "back" / file.name, shallow=False), file.name

@@ -1,0 +1,396 @@
+"""Qwen3-Next, Qwen3.5 and Qwen3-VL: configs, arguments, both dialects, and what lies on disk of linear attention."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CASES
+from families.case import Case, save
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
+
+from ckptkit.api import convert
+from ckptkit.errors import CkptkitError
+from ckptkit.safetensors_io import HfCheckpoint
+from ckptkit.specs import TensorSpec
+from ckptkit.torch_dist_reader import TorchDistCheckpoint, read_metadata
+from converters.arguments import megatron_args
+from converters.experts import fuse, is_fused
+from converters.planner import dims_of, expected_hf, rules_of
+from verify.arguments import mismatches
+from verify.parallel import indivisible
+
+Config = dict[str, Any]
+
+
+def config_of(name: str) -> Config:
+    """config.json of a test model, as its release spells it."""
+    case = CASES[name]
+    return case.edit(case.config().to_dict())
+
+
+def changed(config: Config, change: Config) -> Config:
+    """The config with other values in its language part."""
+    return config | {"text_config": config["text_config"] | change} if "text_config" in config else config | change
+
+
+KINDS = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 3
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe_text"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias true is not supported"),
+        ({"attn_output_gate": False}, "attn_output_gate false is not supported"),
+        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings true is not supported"),
+        ({"mlp_only_layers": [3]}, "mlp_only_layers or decoder_sparse_step != 1 is not supported"),
+        ({"decoder_sparse_step": 2}, "mlp_only_layers or decoder_sparse_step != 1 is not supported"),
+        ({"full_attention_interval": 0}, "full_attention_interval is 0"),
+        ({"full_attention_interval": 3}, "layer_types is not what full_attention_interval 3 makes of 12 layers"),
+        ({"layer_types": KINDS[:11]}, "layer_types must name one of linear_attention, full_attention for each of 12 layers"),
+        ({"layer_types": [*KINDS[:11], "sliding_attention"]}, "layer_types must name one of linear_attention, full_attention"),
+        ({"linear_num_value_heads": 6}, "6 value heads do not divide into 4 key heads"),
+        ({"linear_key_head_dim": 0}, "key_dim must be positive, not 0"),
+        ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers 2 is not supported"),
+        ({"mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 0}, "mtp_num_hidden_layers is 1 but num_nextn_predict_layers is 0"),
+        (
+            {"mtp_num_hidden_layers": 1, "layer_types": KINDS[::-1]},
+            "a multi-token prediction layer, but decoder layer 11, the last, has linear attention",
+        ),
+    ],
+)
+def test_refused_by_name(name: str, change: Config, message: str) -> None:
+    config = config_of(name)
+    assert dims_of(config).layers == 12
+    with pytest.raises(CkptkitError, match=message):
+        dims_of(changed(config, change))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("qwen3_5", {"text_config": None}, "text_config is None, not an object"),
+        ("qwen3_vl-tied", {"text_config": "qwen3"}, "text_config is 'qwen3', not an object"),
+    ],
+)
+def test_a_multimodal_config_must_have_its_language_part(name: str, change: Config, message: str) -> None:
+    with pytest.raises(CkptkitError, match=message):
+        dims_of(config_of(name) | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "qwen3_vl_moe with attention_bias is not supported"),
+        ({"norm_topk_prob": False}, "qwen3_vl_moe with norm_topk_prob false is not supported"),
+    ],
+)
+def test_qwen3_vl_refused_by_name(change: Config, message: str) -> None:
+    with pytest.raises(CkptkitError, match=message):
+        dims_of(changed(config_of("qwen3_vl_moe"), change))
+
+
+def test_layers_follow_from_either_spelling() -> None:
+    """transformers writes `layer_types`, the releases `full_attention_interval` or both; without either every fourth layer has full attention."""
+    config = config_of("qwen3_next")
+    linear = (0, 1, 2, 4, 5, 6, 8, 9, 10)
+    without = {key: value for key, value in config.items() if key != "layer_types"}
+    for spelled in (config, without, without | {"full_attention_interval": 4}, config | {"full_attention_interval": 4}):
+        net = dims_of(spelled).linear
+        assert net is not None
+        assert net.layers == linear
+    other = dims_of(without | {"full_attention_interval": 2, "mtp_num_hidden_layers": 0})
+    assert other.softmax_layers == (1, 3, 5, 7, 9, 11)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "layers"),
+    [
+        ("qwen3_next", {}, 1),  # the releases have the layer, and no key
+        ("qwen3_next", {"mtp_num_hidden_layers": 0}, 0),
+        ("qwen3_next", {"num_nextn_predict_layers": 0}, 0),
+        ("qwen3_5", {}, 1),
+        ("qwen3_5", {"mtp_num_hidden_layers": None}, 0),
+        ("qwen3_5", {"mtp_num_hidden_layers": 0}, 0),
+    ],
+)
+def test_the_mtp_layer_follows_from_the_config(name: str, change: Config, layers: int) -> None:
+    config = changed(config_of(name), change)
+    assert dims_of(config).mtp_layers == layers
+    assert ("mtp.fc.weight" in expected_hf(config)) == bool(layers)
+
+
+@pytest.mark.parametrize(("top", "text", "tied"), [(True, False, True), (False, True, False), (None, True, True), (None, None, False)])
+def test_tied_embeddings_are_said_at_the_top(top: bool | None, text: bool | None, tied: bool) -> None:
+    """transformers reads the top, and writes a default of its own into qwen3_vl_moe's `text_config`."""
+    config = changed(config_of("qwen3_vl_moe") | {"tie_word_embeddings": top}, {"tie_word_embeddings": text})
+    assert dims_of(config).tied is tied
+
+
+def test_arguments_are_those_of_slimes_and_megatrons_scripts() -> None:
+    """slime's qwen3-next-80B-A3B.sh, of which megatron-core's names for linear attention are no part."""
+    args = megatron_args(dims_of(config_of("qwen3_next")))
+    slime: Config = {
+        "qk_layernorm": True,
+        "group_query_attention": True,
+        "apply_layernorm_1p": True,
+        "attention_output_gate": True,
+        "moe_shared_expert_gate": True,
+        "moe_shared_expert_intermediate_size": 72,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.25,
+        "mtp_num_layers": 1,
+        "add_bias_linear": False,
+    }
+    own: Config = {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+    }
+    assert {key: args[key] for key in slime | own} == slime | own
+    in_slime = megatron_args(dims_of(config_of("qwen3_next")), "slime")
+    assert in_slime == {key: value for key, value in args.items() if key not in own}
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, []),
+        ({"linear_attention_freq": 4}, []),  # a number means all but every fourth
+        ({"linear_attention_freq": 3}, ["linear_attention_freq"]),
+        ({"linear_num_value_heads": 4}, ["linear_num_value_heads"]),
+        ({"linear_num_value_heads": None}, ["linear_num_value_heads"]),  # Megatron's default is 32
+        ({"attention_output_gate": False}, ["attention_output_gate"]),
+        ({"apply_layernorm_1p": None}, ["apply_layernorm_1p"]),
+        ({"moe_shared_expert_gate": False}, ["moe_shared_expert_gate"]),
+        # slime's module takes the sizes from the HF config, whatever Megatron's defaults say.
+        ({"experimental_attention_variant": None, "linear_attention_freq": None, "linear_key_head_dim": 128}, []),
+    ],
+)
+def test_arguments_of_another_model_are_found(change: Config, found: list[str]) -> None:
+    dims = dims_of(config_of("qwen3_next"))
+    assert [wrong.argument for wrong in mismatches(dims, megatron_args(dims) | change)] == found
+
+
+def test_key_heads_must_divide_over_the_ranks() -> None:
+    dims = dims_of(changed(config_of("qwen3_5"), {"linear_num_key_heads": 2}))
+    assert [wrong.what for wrong in indivisible(dims, 4, 1, 1)] == ["num_attention_heads", "linear_num_key_heads"]
+
+
+def test_a_moe_config_of_qwen3_5_needs_no_intermediate_size() -> None:
+    config = config_of("qwen3_5_moe")
+    assert "intermediate_size" not in config["text_config"]
+    assert megatron_args(dims_of(config))["ffn_hidden_size"] == 96
+
+
+def test_rotary_embedding_of_text_is_the_plain_one() -> None:
+    """All three axes of a text token's position are the same, so it does not matter which frequencies belong to which axis."""
+    config = CASES["qwen3_5"].config().text_config
+    rotary, plain = Qwen3_5TextRotaryEmbedding(config), 10000.0 ** -(torch.arange(0, 8, 2) / 8)
+    positions = torch.arange(16)[None].expand(3, 1, -1)
+    angles = torch.arange(16)[:, None] * plain
+    cosine, sine = rotary(torch.zeros(1), positions)
+    assert torch.allclose(cosine[0], torch.cat([angles, angles], dim=-1).cos(), atol=1e-6)
+    assert torch.allclose(sine[0], torch.cat([angles, angles], dim=-1).sin(), atol=1e-6)
+    moved = positions + torch.tensor([0, 3, 5])[:, None, None]
+    assert not torch.allclose(rotary(torch.zeros(1), moved)[0], cosine, atol=1e-2)
+
+
+def four_layers(name: str) -> Case:
+    """A smaller model of the same family."""
+    case = CASES[name]
+
+    def config() -> Any:
+        made = case.config()
+        text = getattr(made, "text_config", made)
+        text.num_hidden_layers = 4
+        if hasattr(text, "layer_types"):
+            text.layer_types = text.layer_types[:4]
+        return made
+
+    return replace(case, config=config)
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hybrid") / "release"
+    save("hybrid", four_layers("qwen3_5"), path, torch.bfloat16)
+    return path
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+IN_PROJ = "decoder.layers.2.self_attention.in_proj.weight"
+CONV = "decoder.layers.2.self_attention.conv1d.weight"
+
+
+def test_on_disk_the_input_projection_lies_in_six_parts_and_the_convolution_in_three(release: Path, tmp_path: Path) -> None:
+    convert(release, tmp_path / "megatron")
+    stored = read_metadata(tmp_path / "megatron" / "release").tensors
+    assert not {IN_PROJ, CONV} & stored.keys()
+    shapes = {key.removeprefix(IN_PROJ): stored[key].shape for key in stored if key.startswith(IN_PROJ)}
+    assert shapes == {".query": (48, 128), ".key": (48, 128), ".value": (160, 128), ".z": (160, 128), ".beta": (8, 128), ".alpha": (8, 128)}
+    shapes = {key.removeprefix(CONV): stored[key].shape for key in stored if key.startswith(CONV)}
+    assert shapes == {".query": (48, 1, 4), ".key": (48, 1, 4), ".value": (160, 1, 4)}
+    hf, layer = tensors_of(release), "model.language_model.layers.2.linear_attn."
+    read = TorchDistCheckpoint(tmp_path / "megatron" / "release").read([IN_PROJ, CONV])
+    assert torch.equal(read[IN_PROJ], torch.cat([hf[f"{layer}in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")]))
+    assert torch.equal(read[CONV], hf[layer + "conv1d.weight"])
+
+
+def test_a_part_that_is_missing_is_named(release: Path, tmp_path: Path) -> None:
+    import pickle
+
+    convert(release, tmp_path / "megatron")
+    file = tmp_path / "megatron" / "release" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    del metadata.state_dict_metadata[IN_PROJ + ".z"]
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CkptkitError, match=rf"{IN_PROJ} lacks its part \.z"):
+        TorchDistCheckpoint(file.parent)
+
+
+def test_float32_state_is_never_rounded_and_the_norm_is_exact(release: Path, tmp_path: Path) -> None:
+    """A_log of Qwen3.5 is float32 in a bfloat16 release. Its gated norm is stored less one in Megatron, in the next wider dtype."""
+    before, layer = tensors_of(release), "model.language_model.layers.1.linear_attn."
+    assert before[layer + "A_log"].dtype == before[layer + "norm.weight"].dtype == torch.float32
+    convert(release, tmp_path / "same")
+    convert(release, tmp_path / "narrow", dtype="bfloat16")
+    for name, dtype in (("same", torch.float64), ("narrow", torch.float32)):
+        megatron = TorchDistCheckpoint(tmp_path / name / "release").specs
+        assert megatron["decoder.layers.1.self_attention.A_log"].dtype == torch.float32
+        assert megatron["decoder.layers.1.self_attention.out_norm.weight"].dtype == dtype
+        convert(tmp_path / name, tmp_path / f"{name}-back")
+    same, narrow = tensors_of(tmp_path / "same-back"), tensors_of(tmp_path / "narrow-back")
+    assert all(torch.equal(same[name], tensor) and same[name].dtype == tensor.dtype for name, tensor in before.items())
+    assert torch.equal(narrow[layer + "A_log"], before[layer + "A_log"])
+    assert torch.equal(narrow[layer + "norm.weight"], before[layer + "norm.weight"].bfloat16())
+
+
+def test_a_norm_that_would_be_rounded_is_refused(release: Path, tmp_path: Path) -> None:
+    name = "model.language_model.layers.1.linear_attn.norm.weight"
+    source = tmp_path / "tiny"
+    source.mkdir()
+    for file in release.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    shard = source / json.loads((source / "model.safetensors.index.json").read_text())["weight_map"][name]
+    content = load_file(shard)
+    content[name] = content[name].bfloat16()
+    content[name][3] = 1e-9
+    save_file(content, shard, metadata={"format": "pt"})
+    with pytest.raises(CkptkitError, match=rf"{name} holds values that decoder\.layers\.1\.self_attention\.out_norm\.weight would round"):
+        convert(source, tmp_path / "out")
+
+
+SLIME = {
+    "qwen3_next": {
+        "self_attention.linear_attn.in_proj_qkvz.weight": ("linear_attn.in_proj_qkvz.weight", (416, 128)),
+        "self_attention.linear_attn.in_proj_ba.weight": ("linear_attn.in_proj_ba.weight", (16, 128)),
+    },
+    "qwen3_5": {
+        "self_attention.linear_attn.in_proj_qkv.weight": ("linear_attn.in_proj_qkv.weight", (256, 128)),
+        "self_attention.linear_attn.in_proj_z.weight": ("linear_attn.in_proj_z.weight", (160, 128)),
+        "self_attention.linear_attn.in_proj_b.weight": ("linear_attn.in_proj_b.weight", (8, 128)),
+        "self_attention.linear_attn.in_proj_a.weight": ("linear_attn.in_proj_a.weight", (8, 128)),
+    },
+}
+SLIME_BOTH = {
+    "self_attention.input_layernorm.weight": ("input_layernorm.weight", (128,)),
+    "self_attention.linear_attn.A_log": ("linear_attn.A_log", (8,)),
+    "self_attention.linear_attn.dt_bias": ("linear_attn.dt_bias", (8,)),
+    "self_attention.linear_attn.conv1d.weight": ("linear_attn.conv1d.weight", (256, 1, 4)),
+    "self_attention.linear_attn.norm.weight": ("linear_attn.norm.weight", (20,)),
+    "self_attention.linear_attn.out_proj.weight": ("linear_attn.out_proj.weight", (128, 160)),
+}
+FULL_ATTENTION = {
+    "self_attention.linear_qkv.layer_norm_weight",
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_proj.weight",
+    "self_attention.q_layernorm.weight",
+    "self_attention.k_layernorm.weight",
+}
+
+
+@pytest.mark.parametrize("name", list(SLIME))
+def test_in_slime_linear_attention_is_the_hf_module(name: str) -> None:
+    """Names of slime_plugins/models/qwen3_next.py and qwen3_5.py: `self.linear_attn` and `self.input_layernorm` of its `Attention`."""
+    config = config_of(name)
+    root = "model.language_model." if "text_config" in config else "model."
+    rules = {rule.megatron: rule for rule in rules_of(config, "slime") if ".self_attention." in rule.megatron}
+    linear = {key: rule for key, rule in rules.items() if key.startswith("decoder.layers.5.")}
+    expected = SLIME[name] | SLIME_BOTH
+    assert {key.removeprefix("decoder.layers.5.") for key in linear} == expected.keys()
+    for key, rule in linear.items():
+        hf, shape = expected[key.removeprefix("decoder.layers.5.")]
+        assert dict(rule.hf) == {f"{root}layers.5.{hf}": shape}
+        whole = torch.randn(shape)
+        assert torch.equal(rule.mapping.op.merge([whole]), whole)
+        assert torch.equal(rule.mapping.op.shard(whole, 1, 2), whole)
+    assert {key.removeprefix("decoder.layers.7.") for key in rules if key.startswith("decoder.layers.7.")} == FULL_ATTENTION
+    assert {key.removeprefix("mtp.layers.0.transformer_layer.") for key in rules if key.startswith("mtp.")} == FULL_ATTENTION
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_slimes_dialect_comes_back_byte_for_byte(tmp_path: Path, name: str) -> None:
+    case = four_layers(name)
+    save(name, case, tmp_path / "release", torch.bfloat16, fused=case.fused)
+    convert(tmp_path / "release", tmp_path / "megatron", dialect="slime")
+    checkpoint = TorchDistCheckpoint(tmp_path / "megatron" / "release")
+    assert "decoder.layers.2.self_attention.linear_attn.A_log" in checkpoint.specs
+    assert "experimental_attention_variant" not in checkpoint.args
+    convert(tmp_path / "megatron", tmp_path / "back")
+    for file in (tmp_path / "release").iterdir():
+        if file.name != "model.safetensors.index.json":
+            assert filecmp.cmp(file, tmp_path / "back" / file.name, shallow=False), file.name
+
+
+def test_experts_are_fused_only_where_the_release_has_them_so() -> None:
+    """Qwen3.5 has the decoder's in one tensor and the MTP layer's one by one; Qwen3.6 all in one."""
+    config = config_of("qwen3_5_moe")
+    names = expected_hf(config)
+    specs = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in names.items()}
+    decoder, mtp = "model.language_model.layers.3.mlp.experts.gate_up_proj", "mtp.layers.0.mlp.experts.gate_up_proj"
+
+    def fused_like(*release: str) -> set[str]:
+        plan = fuse(specs, config, "the model", release)
+        return {spec.name for step in plan.steps for spec in step.outputs if is_fused([spec.name])}
+
+    of_decoder = {f"model.language_model.layers.{layer}.mlp.experts.{name}" for layer in range(12) for name in ("gate_up_proj", "down_proj")}
+    of_mtp = {"mtp.layers.0.mlp.experts.gate_up_proj", "mtp.layers.0.mlp.experts.down_proj"}
+    assert fused_like(decoder) == of_decoder
+    assert fused_like(mtp) == of_mtp
+    assert fused_like(decoder, mtp) == fused_like() == of_decoder | of_mtp
+
+
+def test_experts_of_qwen3_vl_as_transformers_saves_them_are_refused(tmp_path: Path) -> None:
+    """[experts, 2 x ffn, hidden] under the names that the release has [experts, hidden, 2 x ffn] under: transformers tells them by shape."""
+    save("vl", replace(four_layers("qwen3_vl_moe"), stored=None), tmp_path / "hf", torch.bfloat16)
+    with pytest.raises(CkptkitError, match=r"experts\.0\.gate_proj\.weight \[64, 192\] bfloat16: the config promises shape \[96, 128\]"):
+        convert(tmp_path / "hf", tmp_path / "megatron")
+
+
+def test_the_vision_tower_is_carried_untouched(release: Path, tmp_path: Path) -> None:
+    convert(release, tmp_path / "megatron")
+    before = {name: tensor for name, tensor in tensors_of(release).items() if name.startswith("model.visual.")}
+    assert len(before) > 20
+    assert not [name for name in TorchDistCheckpoint(tmp_path / "megatron" / "release").specs if "visual" in name]
+    assert HfCheckpoint(tmp_path / "megatron" / "carried").specs.keys() == before.keys()
+    convert(tmp_path / "megatron", tmp_path / "back")
+    after = tensors_of(tmp_path / "back")
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -1,0 +1,241 @@
+"""The indexer of sparse attention: which rows Megatron wants, slime's rows, what configs may say, and what its arguments must be.
+
+Which rows Megatron wants is settled by its own indexer's choice of tokens against transformers' (families/indexer_choice.py).
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CASES
+from families.case import save
+from processes import environment
+
+from ckptkit.api import convert
+from ckptkit.errors import CkptkitError
+from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from converters.arguments import megatron_args
+from converters.indexer import RotaryLast
+from converters.planner import dims_of, rules_of
+from verify.arguments import mismatches
+from verify.check_megatron import right_slices, strict_load
+from verify.checks import Skip, Tally
+from verify.megatron_run import run_megatron
+from verify.subject import Subject
+
+Config = dict[str, Any]
+SINCE_0_19 = find_spec("megatron") is not None and tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 19)
+
+
+def config_of(name: str) -> Config:
+    """config.json of a test model, as its release spells it."""
+    case = CASES[name]
+    return case.edit(case.config().to_dict())
+
+
+@pytest.fixture(scope="module")
+def choices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """Of 128 queries, for how many Megatron's indexer chooses other tokens than transformers': by release, rows and Megatron's option."""
+    pytest.importorskip("megatron.core")
+    answer = tmp_path_factory.mktemp("choices") / "answer.json"
+    found = environment(OMP_NUM_THREADS="2")
+    subprocess.run([sys.executable, "-W", "ignore", "-m", "families.indexer_choice", str(answer)], env=found, check=True)
+    return dict(json.loads(answer.read_text()))
+
+
+def test_rows_that_megatrons_indexer_wants(choices: dict[str, int]) -> None:
+    """Exactly one arrangement of the release's rows is right, and every other is wrong nearly everywhere."""
+    if SINCE_0_19:
+        # The last has the same rows turned in the same pairs, said twice: rows laid out in pairs, and Megatron told so.
+        right = {"halves, as released, halves", "pairs, as released, pairs", "halves, paired, pairs"}
+    else:
+        right = {"halves, paired and rotary last, pairs", "pairs, rotary last, pairs"}
+    assert {name for name, wrong in choices.items() if wrong == 0} == right
+    assert min(wrong for name, wrong in choices.items() if name not in right) > 64
+
+
+def test_rotary_last() -> None:
+    # Two heads of four rows, of which the first three turn.
+    op = RotaryLast(head_dim=4, rope=3)
+    released = torch.tensor([[0, 10], [1, 11], [2, 12], [3, 13], [4, 14], [5, 15], [6, 16], [7, 17]])
+    moved = torch.tensor([[3, 13], [0, 10], [1, 11], [2, 12], [7, 17], [4, 14], [5, 15], [6, 16]])
+    assert torch.equal(op.merge([released]), moved)
+    assert torch.equal(op.split(moved)[0], released)
+    assert torch.equal(op.shard(moved, 1, 2), moved)
+    assert op.merge([torch.tensor([0, 1, 2, 3])]).tolist() == [3, 0, 1, 2]
+
+
+def slime_swap(tensor: torch.Tensor) -> torch.Tensor:
+    """Heads of 128 with their halves swapped, one by one."""
+    return torch.cat([half for head in tensor.split(128) for half in (head[64:], head[:64])])
+
+
+def test_slimes_rows_for_the_sizes_of_all_released_models() -> None:
+    op = RotaryLast(head_dim=128, rope=64)
+    for rows in (128, 3 * 128):
+        numbers = torch.arange(rows * 2).reshape(rows, 2)
+        assert torch.equal(op.merge([numbers]), slime_swap(numbers))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa-shared"])
+def test_slime_dialect(tmp_path: Path, name: str) -> None:
+    """slime's names and rows for whatever the indexer is made of, and the same release again."""
+    save(name, CASES[name], tmp_path / "release", torch.bfloat16)
+    convert(tmp_path / "release", tmp_path / "megatron", dialect="slime")
+    convert(tmp_path / "release", tmp_path / "mcore")
+    slime, mcore = (TorchDistCheckpoint(tmp_path / path / "release") for path in ("megatron", "mcore"))
+    sizes = dims_of(config_of(name)).indexer
+    assert sizes is not None
+    places = [f"decoder.layers.{layer}." for layer in sizes.layers] + ["mtp.layers.0.transformer_layer."]
+    names = {"linear_wq_b.weight": "wq_b.weight", "linear_wk.weight": "wk.weight", "linear_weights_proj.weight": "weights_proj.weight"}
+    names |= {"k_norm.weight": "k_norm.weight", "k_norm.bias": "k_norm.bias"}
+    renamed = {f"{at}self_attention.core_attention.indexer.{own}": f"{at}self_attention.{new}" for at in places for own, new in names.items()}
+    assert {renamed.get(own, own) for own in mcore.specs} == set(slime.specs)
+    before, after = mcore.read(list(renamed)), slime.read(list(renamed.values()))
+    for own, new in renamed.items():
+        released, rope = before[own], 16
+        expected = released if "weights_proj" in own else torch.cat([part for head in released.split(64) for part in (head[rope:], head[:rope])])
+        assert torch.equal(after[new], expected), new
+    convert(tmp_path / "megatron", tmp_path / "back")
+    files = sorted(path.name for path in (tmp_path / "release").glob("*.safetensors"))
+    assert all(filecmp.cmp(tmp_path / "release" / file, tmp_path / "back" / file, shallow=False) for file in files)
+
+
+def test_every_rank_holds_the_whole_indexer(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    save("glm_moe_dsa-shared", CASES["glm_moe_dsa-shared"], tmp_path / "release", torch.bfloat16)
+    convert(tmp_path / "release", tmp_path / "megatron")
+    subject = Subject(tmp_path / "megatron", tmp_path / "release", tp=2, ep=2)
+    if not SINCE_0_19:
+        with pytest.raises(Skip, match="wants other rows than that of 0.19"):
+            run_megatron(subject)
+        return
+    assert subject.megatron_run.failures == {}
+    tallies = [Tally() for _ in range(2)]
+    assert [finding for check, tally in zip((strict_load, right_slices), tallies, strict=True) for finding in check(subject, tally)] == []
+    for report in subject.megatron_run.reports:
+        held = {seen.name: seen.elements for seen in report.tensors if ".indexer." in seen.name}
+        assert len(held) == 6 * 5
+        assert held["decoder.layers.10.self_attention.core_attention.indexer.linear_wq_b.weight"] == 14 * 64 * 48
+
+
+def test_layers_that_share_have_no_rules() -> None:
+    shared = {rule.megatron for rule in rules_of(config_of("glm_moe_dsa-shared"))}
+    every = {rule.megatron for rule in rules_of(config_of("glm_moe_dsa"))}
+    gone = {name for name in every - shared if ".indexer." in name}
+    assert shared == every - gone
+    assert {int(name.split(".")[2]) for name in gone} == {3, 4, 5, 7, 8, 9, 11}
+    assert len(gone) == 7 * 5
+
+
+@pytest.mark.parametrize(
+    ("change", "every", "first", "layers"),
+    [
+        ({"indexer_types": ["full"] * 12}, 1, 0, range(12)),
+        ({"indexer_types": None}, 1, 0, range(12)),
+        ({"indexer_types": None, "index_topk_pattern": "FFFSSSFSSSFS"}, 4, 3, [0, 1, 2, 6, 10]),
+        ({"indexer_types": None, "index_topk_freq": 4, "index_skip_topk_offset": 3}, 4, 3, [0, 1, 2, 6, 10]),
+        # Without an offset transformers and SGLang take 2.
+        ({"indexer_types": None, "index_topk_freq": 5}, 5, 2, [0, 1, 6, 11]),
+        ({"indexer_types": None, "index_topk_freq": 2, "index_skip_topk_offset": 1}, 2, 1, [0, 2, 4, 6, 8, 10]),
+        # Nothing comes after: any distance that reaches beyond the last layer is right.
+        ({"indexer_types": ["full"] * 9 + ["shared"] * 3}, 4, 9, range(9)),
+    ],
+)
+def test_which_layers_have_an_indexer(change: Config, every: int, first: int, layers: list[int]) -> None:
+    sizes = dims_of(config_of("glm_moe_dsa") | change).indexer
+    assert sizes is not None
+    assert (sizes.every, sizes.first, sizes.layers) == (every, first, tuple(layers))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("glm_moe_dsa", {"indexer_rope_interleave": None}, "config.json has no 'indexer_rope_interleave'"),
+        ("glm_moe_dsa", {"indexer_rope_interleave": "yes"}, "indexer_rope_interleave is 'yes', not true or false"),
+        ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank null with an indexer is not supported"),
+        ("deepseek_v32", {"index_topk": None}, "config.json has no 'index_topk'"),
+        ("deepseek_v32", {"index_n_heads": 0}, "index_heads must be positive"),
+        ("deepseek_v32", {"index_head_dim": 8}, "index_head_dim 8 is less than qk_rope_head_dim 16"),
+        ("deepseek_v32", {"index_k_norm_type": "rms"}, "index_k_norm_type 'rms' is not supported"),
+        ("deepseek_v32", {"index_init_tokens": 4}, "index_init_tokens 4 is not supported"),
+        ("deepseek_v32", {"index_local_tokens": 4}, "index_local_tokens 4 is not supported"),
+        ("deepseek_v32", {"cli_factor": 2}, "cli_factor 2 is not supported"),
+        ("glm_moe_dsa", {"index_kpool": 4}, "index_kpool 4 is not supported"),
+        ("glm_moe_dsa", {"indexer_types": ["full"] * 11}, "indexer_types does not say 'full' or 'shared' for each of 12 layers"),
+        ("glm_moe_dsa", {"indexer_types": ["full"] * 11 + ["own"]}, "indexer_types does not say 'full' or 'shared' for each of 12 layers"),
+        ("glm_moe_dsa", {"indexer_types": [["full"]] * 12}, "indexer_types does not say 'full' or 'shared' for each of 12 layers"),
+        ("glm_moe_dsa", {"indexer_types": 12}, "indexer_types does not say 'full' or 'shared' for each of 12 layers"),
+        ("glm_moe_dsa", {"index_topk_pattern": "FFFFFFFFFFFX"}, "index_topk_pattern does not say 'full' or 'shared' for each of 12 layers"),
+        ("glm_moe_dsa", {"index_topk_freq": 0}, "an indexer every 0 layers from layer 2 on cannot be right"),
+        ("glm_moe_dsa", {"index_topk_freq": 2, "index_skip_topk_offset": 0}, "an indexer every 2 layers from layer 0 on cannot be right"),
+        ("glm_moe_dsa", {"index_topk_freq": 2}, "indexer_types and index_topk_freq name different layers with an indexer"),
+        ("glm_moe_dsa", {"index_topk_pattern": "FSFSFSFSFSFS"}, "indexer_types and index_topk_pattern name different layers with an indexer"),
+        ("glm_moe_dsa", {"indexer_types": ["shared"] + ["full"] * 11}, "the first layer shares an indexer"),
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full", "full"] * 3}, "do not follow one another at one distance"),
+        ("glm_moe_dsa-shared", {"num_nextn_predict_layers": 2}, "2 multi-token prediction layers with shared indexers are not supported"),
+        ("glm_moe_dsa", {"first_k_dense_replace": 2}, "first_k_dense_replace says 2 dense layers, mlp_layer_types says something else"),
+        ("deepseek_v32", {"mlp_layer_types": 12}, "first_k_dense_replace says 3 dense layers, mlp_layer_types says something else"),
+        ("deepseek_v32", {"mlp_layer_types": ["dense"] * 12}, "first_k_dense_replace says 3 dense layers, mlp_layer_types says something else"),
+    ],
+)
+def test_refused_by_name(name: str, change: Config, message: str) -> None:
+    config = config_of(name)
+    assert dims_of(config).indexer is not None
+    with pytest.raises(CkptkitError, match=message):
+        dims_of(config | change)
+
+
+def test_how_an_indexer_turns() -> None:
+    """DeepSeek's as halves unless the config says otherwise."""
+    assert not megatron_args(dims_of(config_of("deepseek_v32")))["dsa_indexer_rope_interleaved"]
+    assert megatron_args(dims_of(config_of("deepseek_v32") | {"indexer_rope_interleave": True}))["dsa_indexer_rope_interleaved"]
+    assert megatron_args(dims_of(config_of("glm_moe_dsa")))["dsa_indexer_rope_interleaved"]
+
+
+def test_megatrons_arguments() -> None:
+    sizes = {"dsa_indexer_n_heads": 14, "dsa_indexer_head_dim": 64, "dsa_indexer_topk": 5, "dsa_indexer_topk_freq": 4, "dsa_indexer_skip_topk_offset": 3}
+    args = megatron_args(dims_of(config_of("glm_moe_dsa-shared")))
+    assert args.items() >= {"experimental_attention_variant": "dsa", "dsa_indexer_k_norm_epsilon": 1e-6, **sizes}.items()
+    slime = megatron_args(dims_of(config_of("glm_moe_dsa-shared")), "slime")
+    assert [name for name in slime if "dsa" in name or "experimental" in name] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experimental_attention_variant": "gated_delta_net"}, "experimental_attention_variant"),
+        ({"dsa_indexer_n_heads": 7}, "dsa_indexer_n_heads"),
+        ({"dsa_indexer_head_dim": 128}, "dsa_indexer_head_dim"),
+        ({"dsa_indexer_topk": 2048}, "dsa_indexer_topk"),
+        ({"dsa_indexer_topk_freq": 2}, "dsa_indexer_topk_freq"),
+        ({"dsa_indexer_skip_topk_offset": 2}, "dsa_indexer_skip_topk_offset"),
+        ({"dsa_indexer_rope_interleaved": False}, "dsa_indexer_rope_interleaved"),
+        ({"dsa_indexer_k_norm_epsilon": 1e-5}, "dsa_indexer_k_norm_epsilon"),
+        ({"dsa_indexer_scoring_relu": False}, "dsa_indexer_scoring_relu"),
+    ],
+)
+def test_arguments_of_another_indexer(change: Config, message: str) -> None:
+    dims = dims_of(config_of("glm_moe_dsa-shared"))
+    args = megatron_args(dims)
+    assert list(mismatches(dims, args)) == []
+    assert [wrong.argument for wrong in mismatches(dims, args | change)] == [message]
+
+
+def test_arguments_from_before_0_19_and_without_an_indexer() -> None:
+    dims = dims_of(config_of("deepseek_v32"))
+    args = {name: value for name, value in megatron_args(dims).items() if name != "dsa_indexer_rope_interleaved"}
+    (wrong,) = mismatches(dims, args)
+    assert (wrong.argument, wrong.expected) == ("dsa_indexer_rope_interleaved", "False")
+    assert "before 0.19" in wrong.actual
+    # A run with slime's module stores no size of it.
+    assert list(mismatches(dims, megatron_args(dims, "slime") | {"dsa_indexer_n_heads": None, "experimental_attention_variant": None})) == []

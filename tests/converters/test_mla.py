@@ -1,0 +1,288 @@
+"""Latent attention: what its configs may say, that every number of them matters, and the two names of its norms on disk."""
+
+from __future__ import annotations
+
+import filecmp
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from families import CASES
+from families.case import Case, build, save, tokens
+from families.mla import KIMI_YARN, YARN
+from megatron_saves import Save, save_with_megatron
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from transformers import PretrainedConfig
+
+from ckptkit.api import convert
+from ckptkit.errors import CkptkitError
+from ckptkit.safetensors_io import HfCheckpoint
+from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from converters.arguments import megatron_args
+from converters.planner import dims_of, rules_of
+from verify.check_megatron import all_layers, right_slices, strict_load
+from verify.checks import Tally
+from verify.megatron_layout import ParallelSizes, check_sizes
+from verify.megatron_slices import Position, compare
+from verify.subject import Subject
+
+Config = dict[str, Any]
+LAYER = "decoder.layers.11."
+# As Transformer Engine's spec calls them, and as the local spec does.
+NORMS = {
+    "decoder.layers.2.mlp.linear_fc1.layer_norm_weight": "decoder.layers.2.pre_mlp_layernorm.weight",
+    LAYER + "self_attention.linear_q_up_proj.layer_norm_weight": LAYER + "self_attention.q_layernorm.weight",
+    LAYER + "self_attention.linear_kv_up_proj.layer_norm_weight": LAYER + "self_attention.kv_layernorm.weight",
+}
+
+
+def config_of(name: str) -> Config:
+    """config.json of a test model, as its release spells it."""
+    case = CASES[name]
+    return case.edit(case.config().to_dict())
+
+
+def yarn(**changes: Any) -> Config:
+    return {"rope_parameters": YARN | changes}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias with latent attention is not supported"),
+        ("deepseek_v3", {"num_key_value_heads": 5}, "num_key_value_heads is not the 10 of num_attention_heads"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave false is not supported"),
+        ("deepseek_v3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor with latent attention is not supported"),
+        ("deepseek_v3", yarn(partial_rotary_factor=0.5), "partial_rotary_factor with latent attention is not supported"),
+        ("deepseek_v3", {"q_lora_rank": 0}, "q_rank must be positive, not 0"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "config.json has no 'kv_lora_rank'"),
+        ("deepseek_v3", {"first_k_dense_replace": None}, "config.json has no 'first_k_dense_replace'"),
+        ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "deepseek_v3 with scoring_func 'softmax' is not supported"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "deepseek_v3 with topk_method 'greedy' is not supported"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "deepseek_v3 with moe_layer_freq 2 is not supported"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "deepseek_v3 with norm_topk_prob false is not supported"),
+        ("deepseek_v3", {"n_shared_experts": 0}, "deepseek_v3 without shared experts is not supported"),
+        ("deepseek_v3", {"n_group": None}, "config.json has no 'n_group'"),
+        ("deepseek_v3", {"n_group": 5}, "2 of 5 groups of 12 experts cannot be right"),
+        ("deepseek_v3", {"topk_group": 5}, "5 of 4 groups of 12 experts cannot be right"),
+        ("deepseek_v3", {"num_experts_per_tok": 3}, "3 experts a token out of 2 groups is not supported"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types does not say 'dense' or 'sparse' for every layer"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"] + ["moe"] * 11}, "mlp_layer_types does not say 'dense' or 'sparse' for every layer"),
+        ("glm4_moe_lite", {"mlp_layer_types": 12}, "mlp_layer_types does not say 'dense' or 'sparse' for every layer"),
+        ("glm4_moe_lite", {"first_k_dense_replace": 2}, r"first_k_dense_replace says 2 dense layers, mlp_layer_types says layers \[0\]"),
+        ("kimi_k25", {"text_config": None}, "text_config of kimi_k25 is not that of a kimi_k2 model"),
+        ("kimi_k25", {"text_config": {"model_type": "qwen3"}}, "text_config of kimi_k25 is not that of a kimi_k2 model"),
+    ],
+)
+def test_refused_by_name(name: str, change: Config, message: str) -> None:
+    config = config_of(name)
+    assert dims_of(config).experts == 12
+    with pytest.raises(CkptkitError, match=message):
+        dims_of(config | change)
+
+
+def test_a_config_must_say_whether_queries_are_compressed() -> None:
+    config = config_of("moonlight")
+    assert dims_of(config).mla == replace(dims_of(config_of("kimi_k2")).mla, q_rank=None)
+    with pytest.raises(CkptkitError, match="config.json has no 'q_lora_rank'"):
+        dims_of({key: value for key, value in config.items() if key != "q_lora_rank"})
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, "rope scaling 'linear' with latent attention has no Megatron arguments"),
+        (YARN | {"attention_factor": 1.2}, "yarn with attention_factor 1.2 has no Megatron arguments"),
+        (YARN | {"truncate": False}, "yarn with truncate False has no Megatron arguments"),
+        (YARN | {"mscale_all_dim": 0}, "yarn with mscale 1.5 and mscale_all_dim 0 is not supported"),
+        (YARN | {"mscale": None}, "yarn with mscale 0 and mscale_all_dim 0.7 is not supported"),
+        (YARN | {"factor": None}, "has no 'factor'"),
+        (YARN | {"original_max_position_embeddings": None}, "has no 'original_max_position_embeddings'"),
+    ],
+)
+def test_rope_scaling_that_megatron_has_no_words_for(rope: Config, message: str) -> None:
+    dims = dims_of(config_of("deepseek_v3") | {"rope_parameters": rope})
+    with pytest.raises(CkptkitError, match=message):
+        megatron_args(dims)
+
+
+def test_megatrons_words_for_yarn() -> None:
+    """Without a word on mscale, both sides multiply cosines and sines by 0.1 ln(factor) + 1."""
+    said = {"rotary_scaling_factor": 8.0, "original_max_position_embeddings": 512, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.5, "mscale_all_dim": 0.7}
+    assert megatron_args(dims_of(config_of("deepseek_v3"))).items() >= {"rope_type": "yarn", **said}.items()
+    silent = {key: value for key, value in YARN.items() if "mscale" not in key and "beta" not in key}
+    args = megatron_args(dims_of(config_of("deepseek_v3") | {"rope_parameters": silent}))
+    assert args.items() >= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}.items()
+    assert megatron_args(dims_of(config_of("moonlight"))).items() >= {"rope_type": "rope", "rotary_scaling_factor": 1.0}.items()
+
+
+def logits(name: str, case: Case) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = build(name, case, torch.float32)(tokens()).logits
+    return result
+
+
+@cache
+def unchanged_logits(name: str) -> torch.Tensor:
+    return logits(name, CASES[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *[("deepseek_v3", yarn(**change)) for change in ({"factor": 4.0}, {"original_max_position_embeddings": 256}, {"beta_fast": 32.0}, {"beta_slow": 1.0})],
+        *[("deepseek_v3", yarn(**change)) for change in ({"mscale": 1.0}, {"mscale_all_dim": 1.0}, {"rope_theta": 1000.0})],
+        ("deepseek_v3", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+        ("deepseek_v3", {"rope_interleave": False}),
+        ("deepseek_v3", {"n_group": 1, "topk_group": 1}),
+        ("deepseek_v3", {"topk_group": 3}),
+        ("deepseek_v3", {"num_experts_per_tok": 5}),
+        ("deepseek_v3", {"routed_scaling_factor": 1.0}),
+        ("moonlight", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+        ("kimi_k2", {"rope_parameters": KIMI_YARN | {"beta_fast": 32.0}}),
+        ("kimi_k2", {"rope_parameters": KIMI_YARN | {"factor": 64.0}}),
+        ("glm4_moe_lite", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+        ("glm4_moe_lite", {"rope_interleave": False}),
+    ],
+)
+def test_every_number_matters_to_the_test_models(name: str, change: Config) -> None:
+    """Otherwise equal logits would not show that Megatron was told it."""
+    case = CASES[name]
+
+    def changed() -> PretrainedConfig:
+        config = case.config()
+        for key, value in change.items():
+            setattr(config, key, value)
+        return config
+
+    before, after = unchanged_logits(name), logits(name, replace(case, config=changed))
+    assert float((after - before).abs().max() / before.abs().max()) > 1e-3
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("deepseek_v3") / "release"
+    save("deepseek_v3", CASES["deepseek_v3"], path, torch.bfloat16)
+    return path
+
+
+@pytest.fixture(scope="module")
+def megatron(release: Path) -> Path:
+    path = release.parent / "megatron"
+    convert(release, path)
+    return path
+
+
+def same_weights(release: Path, back: Path) -> bool:
+    files = sorted(path.name for path in release.glob("*.safetensors"))
+    return all(filecmp.cmp(release / file, back / file, shallow=False) for file in files) and bool(files)
+
+
+def remove(metadata: Metadata, key: str) -> None:
+    del metadata.state_dict_metadata[key]
+    for index in [index for index in metadata.storage_data if index.fqn == key]:
+        del metadata.storage_data[index]
+
+
+def test_a_norm_has_both_its_names_on_disk_and_one_in_the_tensors(megatron: Path) -> None:
+    checkpoint = TorchDistCheckpoint(megatron / "release")
+    stored = checkpoint.metadata.tensors
+    for engine, local in NORMS.items():
+        assert [chunk.blob for chunk in stored[engine].chunks] == [chunk.blob for chunk in stored[local].chunks]
+        assert engine in checkpoint.specs
+        assert local not in checkpoint.specs
+    # Both specs call these the same in layers of latent attention.
+    for name in (LAYER + "pre_mlp_layernorm.weight", LAYER + "input_layernorm.weight"):
+        assert name in checkpoint.specs
+    assert LAYER + "mlp.linear_fc1.layer_norm_weight" not in stored
+    assert LAYER + "self_attention.linear_qkv.layer_norm_weight" not in stored
+
+
+@pytest.mark.parametrize("kept", ["engine", "local"])
+def test_either_name_is_read(release: Path, megatron: Path, copy_of: Callable[[Path], Path], tmp_path: Path, kept: str) -> None:
+    copy = copy_of(megatron)
+
+    def change(metadata: Metadata) -> None:
+        engine = [key for key in metadata.state_dict_metadata if key.endswith(".layer_norm_weight")]
+        local = [
+            key
+            for key in metadata.state_dict_metadata
+            if key.endswith((".q_layernorm.weight", ".kv_layernorm.weight"))
+            or any(key == f"decoder.layers.{layer}.pre_mlp_layernorm.weight" for layer in range(3))
+        ]
+        assert len(engine) == len(local) == 2 * 13 + 3
+        for key in local if kept == "engine" else engine:
+            remove(metadata, key)
+
+    models.edit_metadata(copy / "release", change)
+    convert(copy, tmp_path / "back")
+    assert same_weights(release, tmp_path / "back")
+
+
+def test_two_names_of_one_norm_must_not_be_stored_apart(megatron: Path, copy_of: Callable[[Path], Path]) -> None:
+    copy, wrong = copy_of(megatron), LAYER + "self_attention.q_layernorm.weight"
+
+    def change(metadata: Metadata) -> None:
+        (index,) = [index for index in metadata.storage_data if index.fqn == wrong]
+        other = MetadataIndex(wrong.replace(".11.", ".10."), index.offset)
+        metadata.storage_data[index] = metadata.storage_data[other]
+
+    models.edit_metadata(copy / "release", change)
+    with pytest.raises(CkptkitError, match=r"q_layernorm.weight and .*linear_q_up_proj.layer_norm_weight are two names of one norm but are stored apart"):
+        _ = TorchDistCheckpoint(copy / "release").specs
+
+
+def test_objects_that_either_spec_asks_for(megatron: Path) -> None:
+    keys = set(TorchDistCheckpoint(megatron / "release").metadata.objects)
+    linears = ("q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj")
+    for module in (*(f"self_attention.linear_{name}" for name in linears), "self_attention.core_attention", "input_layernorm", "pre_mlp_layernorm"):
+        for layer in (LAYER, "mtp.layers.0.transformer_layer."):
+            assert f"{layer}{module}._extra_state/shard_0_1" in keys
+
+
+def test_what_megatron_saved_comes_back(release: Path, megatron: Path, tmp_path: Path) -> None:
+    """The local spec saves its own names, and the down projections in two parts, one a rank."""
+    pytest.importorskip("megatron.core")
+    save_with_megatron([Save(HfCheckpoint(release).config, megatron / "release", tmp_path / "saved", ParallelSizes(tp=2, etp=2))], world=2)
+    stored = TorchDistCheckpoint(tmp_path / "saved" / "iter_0000010", hf=release).metadata.tensors
+    assert not set(NORMS) & set(stored)
+    assert set(NORMS.values()) <= set(stored)
+    assert len(stored[LAYER + "self_attention.linear_kv_down_proj.weight"].chunks) == 2
+    convert(tmp_path / "saved", tmp_path / "back", hf=release)
+    before, after = models.tensors(release), models.tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert [name for name, tensor in before.items() if after[name].dtype != tensor.dtype or not torch.equal(after[name], tensor)] == []
+
+
+def test_every_rank_holds_its_slice(release: Path, megatron: Path) -> None:
+    pytest.importorskip("megatron.core")
+    subject = Subject(megatron, release, tp=2, ep=2)
+    tallies = [Tally() for _ in range(3)]
+    assert [finding for check, tally in zip((strict_load, right_slices, all_layers), tallies, strict=True) for finding in check(subject, tally)] == []
+    by_name = [{seen.name: seen.elements for seen in report.tensors} for report in subject.megatron_run.reports]
+    assert [one[LAYER + "self_attention.linear_kv_down_proj.weight"] for one in by_name] == [28 * 128] * 2
+    assert [one[LAYER + "self_attention.linear_proj.weight"] for one in by_name] == [128 * 100] * 2
+    assert [one[LAYER + "self_attention.linear_q_up_proj.layer_norm_weight"] for one in by_name] == [48] * 2
+
+
+def test_latent_attention_is_cut_by_heads() -> None:
+    dims = dims_of(config_of("deepseek_v3"))
+    check_sizes(ParallelSizes(tp=2), dims)
+    with pytest.raises(CkptkitError, match="10 attention heads do not divide by --tp 4"):
+        check_sizes(ParallelSizes(tp=4), dims)
+
+
+def test_down_projections_are_whole_with_transformer_engine_only() -> None:
+    (rule,) = [rule for rule in rules_of(config_of("deepseek_v3")) if rule.megatron == LAYER + "self_attention.linear_kv_down_proj.weight"]
+    whole = torch.arange(56 * 128, dtype=torch.float32).reshape(56, 128)
+    engine, local = (Position(1, 2, 0, 1, range(12), local_spec) for local_spec in (False, True))
+    assert compare("x", rule, whole, whole, engine).verdict == "equal"
+    assert compare("x", rule, whole, whole[28:], local).verdict == "equal"
+    assert compare("x", rule, whole, whole[28:], engine).verdict == "differs"
+    assert compare("x", rule, whole, whole[:28], local).verdict == "differs"

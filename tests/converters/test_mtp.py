@@ -1,0 +1,155 @@
+"""Multi-token prediction (MTP): the order of the projection's inputs, repeated tensors, and configs that say more or less than the weights."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import sglang_mtp
+import torch
+from families import CASES
+from families.case import build, save, tokens
+from families.mtp import next_tokens, promising, small, with_tensors
+from torch import nn
+
+from ckptkit.api import convert
+from ckptkit.errors import CkptkitError
+from converters.arguments import megatron_args
+from converters.planner import dims_of
+
+EMBED, HEAD = "model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"
+
+SMALL = small(CASES["glm4_moe-mtp"], 3)
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mtp") / "release"
+    save("mtp", SMALL, path, torch.bfloat16)
+    return path
+
+
+@pytest.fixture(scope="module")
+def megatron(release: Path) -> Path:
+    path = release.parent / "megatron"
+    convert(release, path)
+    return path
+
+
+@pytest.mark.parametrize(("name", "model"), [("mimo", "mimo"), ("glm4_moe-mtp", "glm4_moe")])
+def test_sglangs_own_class_computes_the_logits_of_the_reference(tmp_path: Path, name: str, model: str) -> None:
+    """Megatron is held against the same reference in test_families.py, and shows there when the two inputs change places."""
+    pytest.importorskip("sglang", reason="the witness is SGLang's own class")
+    case = CASES[name]
+    hf = build(name, case, torch.float32)
+    added = case.added(hf, torch.float32)
+    assert case.mtp is not None
+    with torch.no_grad():
+        expected = case.mtp(hf, added, tokens())[0]
+        hidden, embedded = hf.model(tokens()).last_hidden_state[0], hf.model.embed_tokens(next_tokens(tokens()))[0]
+        found = nn.functional.linear(sglang_mtp.run(tmp_path, model, hf.config, added, embedded, hidden), hf.lm_head.weight)
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(("copy", "original"), [(EMBED, "model.embed_tokens.weight"), (HEAD, "lm_head.weight")])
+def test_a_copy_that_differs_is_refused_with_both_names(release: Path, tmp_path: Path, copy: str, original: str) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(release, changed)
+    tensor = models.tensors(changed)[copy]
+    tensor.view(torch.int16)[7, 5] ^= 1
+    models.edit(changed, copy, tensor)
+    with pytest.raises(CkptkitError, match=f"{copy} is not the same as {original}, but Megatron holds one tensor for both"):
+        convert(changed, tmp_path / "megatron")
+    assert not (tmp_path / "megatron").exists()
+
+
+@pytest.mark.parametrize("names", [(), (EMBED,), (HEAD,), (EMBED, HEAD)], ids=["none", "embedding", "output layer", "both"])
+def test_only_the_copies_of_the_release_come_back(tmp_path: Path, names: tuple[str, ...]) -> None:
+    case = with_tensors(SMALL, lambda name: name not in {EMBED, HEAD} or name in names)
+    save("mtp", case, tmp_path / "release", torch.bfloat16)
+    convert(tmp_path / "release", tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    there, back = (json.loads((tmp_path / side / "model.safetensors.index.json").read_text())["weight_map"] for side in ("release", "back"))
+    assert back == there
+    assert {EMBED, HEAD} & back.keys() == set(names)
+    for file in set(back.values()):
+        assert filecmp.cmp(tmp_path / "release" / file, tmp_path / "back" / file, shallow=False), file
+
+
+LACKING = r"lacks all {count} tensor\(s\) of multi-token prediction that its config promises: {name}, .* more"
+NEXT = r"left out on purpose \(training without --mtp-num-layers\), set num_nextn_predict_layers \(mtp_num_hidden_layers\) in config.json to 0"
+
+
+def test_a_promise_without_weights_is_refused(tmp_path: Path) -> None:
+    """HF has 56: 36 of the experts, 3 of the shared one, 2 of the router, 7 of q, k, v, o, 4 norms, 4 around. Megatron joins them to 39."""
+    plain = tmp_path / "plain"
+    save("mtp", with_tensors(SMALL, lambda name: False), plain, torch.bfloat16)
+    promising(plain, 0)
+    convert(plain, tmp_path / "trained-without")
+    promising(plain, 1)
+    with pytest.raises(CkptkitError, match=LACKING.format(count=56, name=r"model\.layers\.3\.enorm\.weight") + f"(?s:.*){NEXT}"):
+        convert(plain, tmp_path / "megatron")
+    with pytest.raises(CkptkitError, match=LACKING.format(count=39, name=r"mtp\.layers\.0\.enorm\.weight") + f"(?s:.*){NEXT}"):
+        convert(tmp_path / "trained-without", tmp_path / "back", hf=plain)
+    promising(plain, 0)
+    convert(tmp_path / "trained-without", tmp_path / "back", hf=plain)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+UNKNOWN = r"holds {count} tensor\(s\) that no rule of this model family knows: .*{name}(?s:.*)check num_hidden_layers, num_nextn_predict_layers"
+
+
+def test_weights_that_the_config_does_not_promise_are_refused(release: Path, megatron: Path, tmp_path: Path) -> None:
+    silent = tmp_path / "silent"
+    shutil.copytree(release, silent)
+    promising(silent, 0)
+    with pytest.raises(CkptkitError, match=UNKNOWN.format(count=58, name=r"model\.layers\.3\.")):
+        convert(silent, tmp_path / "megatron")
+    with pytest.raises(CkptkitError, match=UNKNOWN.format(count=39, name=r"mtp\.layers\.0\.")):
+        convert(megatron, tmp_path / "back", hf=silent)
+
+
+def test_a_layer_that_is_half_there_is_named_tensor_by_tensor(tmp_path: Path) -> None:
+    save("mtp", with_tensors(SMALL, lambda name: ".experts.11." not in name), tmp_path / "half", torch.bfloat16)
+    with pytest.raises(CkptkitError, match=r"lacks 3 tensor\(s\) that its config promises: model\.layers\.3\.mlp\.experts\.11\.gate_proj"):
+        convert(tmp_path / "half", tmp_path / "megatron")
+
+
+MIMO_7B_RL = {
+    "model_type": "mimo", "attention_bias": True, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 32768, "max_window_layers": 32, "num_attention_heads": 32,
+    "num_hidden_layers": 36, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05, "rope_theta": 640000,
+    "sliding_window": 32768, "tie_word_embeddings": False, "use_mrope": False, "use_sliding_window": False, "vocab_size": 151680,
+}  # fmt: skip
+
+
+def test_mimos_megatron_arguments_are_those_of_its_launch_script() -> None:
+    args = megatron_args(dims_of(MIMO_7B_RL))
+    for key, value in {
+        "num_layers": 36, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32, "num_query_groups": 8, "vocab_size": 151680,
+        "rotary_base": 640000, "rotary_percent": 1.0, "norm_epsilon": 1e-05, "add_qkv_bias": True, "qk_layernorm": False,
+        "untie_embeddings_and_output_weights": True, "max_position_embeddings": 32768, "mtp_num_layers": 1,
+    }.items():  # fmt: skip
+        assert args[key] == value, key
+    # Megatron-LM's own value without --mtp-num-layers.
+    assert megatron_args(dims_of(MIMO_7B_RL | {"num_nextn_predict_layers": 0}))["mtp_num_layers"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": False}, "mimo with attention_bias false is not supported"),
+        ({"use_mrope": True}, "mimo with use_mrope true is not supported"),
+        ({"use_sliding_window": True}, "mimo with use_sliding_window is not supported"),
+        ({"num_nextn_predict_layers": -1}, "-1 multi-token prediction layers cannot be right"),
+        ({"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers is '1', not a whole number"),
+    ],
+)
+def test_what_a_mimo_config_may_not_say(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CkptkitError, match=message):
+        dims_of(MIMO_7B_RL | change)

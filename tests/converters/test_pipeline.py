@@ -1,0 +1,172 @@
+"""Layers of pipeline stages: by hand, and against megatron-core's own functions on every combination of small numbers."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from ckptkit.errors import CkptkitError
+from converters.pipeline import Pipeline
+
+Stages = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "stages"),
+    [
+        (Pipeline(3), (((0, 1, 2),),)),
+        (Pipeline(6, 2), (((0, 1, 2),), ((3, 4, 5),))),
+        (Pipeline(8, 2, vpp=2), (((0, 1), (4, 5)), ((2, 3), (6, 7)))),
+        (Pipeline(7, 3, first=1), (((0,),), ((1, 2, 3),), ((4, 5, 6),))),
+        (Pipeline(7, 3, last=1), (((0, 1, 2),), ((3, 4, 5),), ((6,),))),
+        (Pipeline(8, 3, vpp=2, first=2, last=2), (((0,), (4,)), ((1, 2), (5, 6)), ((3,), (7,)))),
+        (Pipeline(6, 2, vpp=2, embedding=True, loss=True), (((0,), (3, 4)), ((1, 2), (5,)))),
+        (Pipeline(5, 2, layout="Et|tttt,L"), (((0,),), ((1, 2, 3, 4),))),
+        # stage 0 has the 1st and 3rd part, stage 1 the 2nd and the 4th
+        (Pipeline(5, 2, layout="Et*2|(t|)*2tmL", mtp=1), (((0, 1), (3,)), ((2,), (4,)))),
+        (Pipeline(2, 2, layout=[["embedding"], ["decoder", "decoder", "loss"]]), (((),), ((0, 1),))),
+    ],
+)
+def test_layers_of_each_stage_and_chunk(pipeline: Pipeline, stages: Stages) -> None:
+    assert pipeline.stages == stages
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "said"),
+    [
+        (Pipeline(7, 2), "the layers do not divide over the stages: num_layers 7, pipeline_model_parallel_size 2"),
+        (Pipeline(8, 3, first=1), "7 layers do not divide over the 2 other stages"),
+        (Pipeline(8, 3, first=9), "-1 layers"),
+        (Pipeline(6, 2, vpp=2), "stages of 3, 3 layers do not divide into 2 chunks"),
+        (Pipeline(8, 2, vpp=2, first=4, last=4), "chunks need a stage between"),
+        (Pipeline(6, vpp=2), "in a pipeline of one"),
+        (Pipeline(6, 0, layout="EL"), "make no pipeline"),
+        (Pipeline(7, 3, first=1, loss=True), "embedding or loss count as layers"),
+        (Pipeline(4, 2, layout="Ett|ttL", first=2), "together with other pipeline arguments"),
+        (Pipeline(4, 2, layout="Ett|tt"), "does not begin with its only E and end with its only L"),
+        (Pipeline(5, 2, layout="Ett|ttL"), "the layout has 4 layers and 0 for multi-token prediction, the model 5 and 0"),
+        (Pipeline(4, 2, layout="Ett|ttmL"), "the layout has 4 layers and 1 for multi-token prediction, the model 4 and 0"),
+        (Pipeline(4, 2, layout="Ett|t|tL"), "the layout has 3 stages"),
+        (Pipeline(4, 2, layout="Etm|tttL", mtp=1), "not together behind all others"),
+        (Pipeline(4, 2, layout="Etx|tttL"), "is no layout"),
+        (Pipeline(4, 2, layout=7), "is no layout"),
+        (Pipeline(4, 2, layout="E(t)*99999999999|L"), "too long"),
+    ],
+)
+def test_what_megatron_refuses_is_refused(pipeline: Pipeline, said: str) -> None:
+    with pytest.raises(CkptkitError) as error:
+        pipeline.stages  # noqa: B018 - a cached property that raises
+    assert said in error.value.message
+
+
+def test_from_training_arguments() -> None:
+    args = {
+        "num_layers": 61,
+        "pipeline_model_parallel_size": 4,
+        "virtual_pipeline_model_parallel_size": None,
+        "decoder_first_pipeline_num_layers": 7,
+        "decoder_last_pipeline_num_layers": 6,
+        "account_for_embedding_in_pipeline_split": False,
+        "mtp_num_layers": 1,
+        "hidden_size": 64,
+    }
+    pipeline = Pipeline.from_args(args)
+    assert pipeline == Pipeline(61, 4, first=7, last=6, mtp=1)
+    assert [len(chunk) for (chunk,) in pipeline.stages] == [7, 24, 24, 6]
+    with pytest.raises(CkptkitError, match="decoder_last_pipeline_num_layers is 'six'"):
+        Pipeline.from_args(args | {"decoder_last_pipeline_num_layers": "six"})
+    with pytest.raises(CkptkitError, match="have no num_layers"):
+        Pipeline.from_args({})
+
+
+def of_megatron(pipeline: Pipeline) -> Stages | None:
+    """What megatron-core makes of the same numbers; None where it refuses them."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    def layers(config: Any, stage: int, chunk: int | None) -> tuple[int, ...]:
+        if config.pipeline_model_parallel_layout is not None:
+            return tuple(config.pipeline_model_parallel_layout.get_layer_id_list(vp_stage=chunk, pp_rank=stage))
+        start = get_transformer_layer_offset(config, chunk, stage)
+        return tuple(range(start, start + get_num_layers_to_build(config, chunk, stage)))
+
+    try:
+        config = TransformerConfig(
+            num_layers=pipeline.layers,
+            hidden_size=8,
+            num_attention_heads=1,
+            pipeline_model_parallel_size=pipeline.pp,
+            virtual_pipeline_model_parallel_size=pipeline.vpp if pipeline.vpp > 1 else None,
+            num_layers_in_first_pipeline_stage=pipeline.first,
+            num_layers_in_last_pipeline_stage=pipeline.last,
+            account_for_embedding_in_pipeline_split=pipeline.embedding,
+            account_for_loss_in_pipeline_split=pipeline.loss,
+            pipeline_model_parallel_layout=pipeline.layout,
+            mtp_num_layers=pipeline.mtp or None,
+            pipeline_dtype=torch.float32,
+        )
+        vpp = config.virtual_pipeline_model_parallel_size
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(vpp)
+        chunks = range(vpp) if vpp else [None]
+        return tuple(tuple(layers(config, stage, chunk) for chunk in chunks) for stage in range(pipeline.pp))
+    except (AssertionError, ValueError, ZeroDivisionError):
+        return None
+    finally:
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+
+
+def ours(pipeline: Pipeline) -> Stages | None:
+    try:
+        return pipeline.stages
+    except CkptkitError:
+        return None
+
+
+SIZES = (None, 1, 2, 3, 4)
+LAYOUTS = [
+    "Ettttt|tttL",
+    "E|t*8|L",
+    "Et|tttt|t|t|t|L",
+    "E(t|t)*4|L",
+    "Ett,(t|)*4,t|tL",
+    "Et*4|t*4|mL",
+    "Et*4|t*4mL",
+    "Et*7|tmmL",
+    "Etm|t*7L",
+    "Et*8|mm|L|",
+    "E|t|L|L",
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("vpp", [1, 2, 3])
+def test_megatron_agrees(vpp: int) -> None:
+    pytest.importorskip("megatron.core")
+    agreed = 0
+    for layers, pp, first, last in product(range(4, 13, 2), (2, 3, 4), SIZES, SIZES):
+        if (first or 0) + (last or 0) > layers:
+            continue  # Megatron does not notice
+        pipeline = Pipeline(layers, pp, vpp, first, last)
+        assert ours(pipeline) == of_megatron(pipeline), pipeline
+        agreed += ours(pipeline) is not None
+    for layers, pp, embedding, loss in product(range(1, 13), (1, 2, 3, 4), (False, True), (False, True)):
+        if pp == 1 and vpp > 1:
+            continue  # Megatron builds all layers into every chunk
+        pipeline = Pipeline(layers, pp, vpp, embedding=embedding, loss=loss)
+        assert ours(pipeline) == of_megatron(pipeline), pipeline
+        agreed += ours(pipeline) is not None
+    assert agreed > 20
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_megatron_agrees_on_layouts(layout: str) -> None:
+    pytest.importorskip("megatron.core")
+    for pp, mtp in product((2, 3, 4), (0, 1, 2)):
+        pipeline = Pipeline(8, pp, layout=layout, mtp=mtp)
+        assert ours(pipeline) == of_megatron(pipeline), pipeline

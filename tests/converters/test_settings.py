@@ -1,0 +1,109 @@
+"""Settings of a config that change no tensor: real Megatron computes transformers' logits with the right value, and others with a wrong one.
+
+Weights are given to Megatron by name, float32, one process, on the CPU. Positions go far enough for scaled rotary frequencies to turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CASES
+from families.case import SIZES, Case, random, save
+from families.gpt_oss import ROPE as GPT_OSS_ROPE
+from families.gpt_oss import ROUNDED as GPT_OSS_ROUNDED
+from megatron_runs import Case as Run
+from megatron_runs import logits_of
+from torch import Tensor
+from transformers import MixtralConfig
+
+from ckptkit.safetensors_io import HfCheckpoint
+from converters.planner import to_megatron
+
+pytest.importorskip("megatron.core")
+
+TOLERANCE = 1e-4
+LENGTH = 512
+
+
+def sharp(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `random`, with attention far from uniform, so that positions matter."""
+    return random(name, tensor, dtype) * (5 if "q_proj.weight" in name or "k_proj.weight" in name else 1)
+
+
+def long(case: Case) -> Case:
+    return replace(case, value=sharp)
+
+
+MODELS = {name: long(CASES[name]) for name in ("llama", "llama-tied", "mistral-window", "qwen2_moe", "minimax_m2")}
+MODELS["mixtral-window"] = long(Case(lambda: MixtralConfig(**SIZES | {"intermediate_size": 96}, num_local_experts=12, num_experts_per_tok=3, sliding_window=7)))
+MODELS |= {"glm4-tied": long(CASES["glm4-tied"])} | {name: CASES[name] for name in ("gemma3_text-v4", "gpt_oss", "gpt_oss-v4")}
+# Label -> model and what config.json then says wrong.
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "rope scaling factor": ("llama", {"rope_scaling": {**CASES["llama"].config().rope_parameters, "factor": 32.0}}),
+    "rope scaling left out": ("llama", {"rope_scaling": None}),
+    "Megatron's default factor": ("llama-tied", {"rope_parameters": CASES["llama"].config().rope_parameters}),
+    "window one longer": ("mistral-window", {"sliding_window": 6}),
+    "window one shorter": ("mistral-window", {"sliding_window": 4}),
+    "window left out": ("mistral-window", {"sliding_window": None}),
+    "window of experts' model left out": ("mixtral-window", {"sliding_window": None}),
+    "router normalization": ("qwen2_moe", {"norm_topk_prob": True}),
+    "rotary part of a head": ("minimax_m2", {"rotary_dim": 32}),
+    "rotary base": ("minimax_m2", {"rope_theta": 10000.0}),
+    "interpolation left out": ("glm4-tied", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "base of layers with a window": ("gemma3_text-v4", {"rope_local_base_freq": 20000}),
+    "base of full layers": ("gemma3_text-v4", {"rope_theta": 10000}),
+    "scaling of full layers left out": ("gemma3_text-v4", {"rope_scaling": None}),
+    "another layer full": ("gemma3_text-v4", {"sliding_window_pattern": 5}),
+    "softmax scale of the head's size": ("gemma3_text-v4", {"query_pre_attn_scalar": 40}),
+    "window as NVIDIA's GPT-OSS script counts it": ("gpt_oss", {"sliding_window": 8}),
+    "original length as NVIDIA's GPT-OSS script has it": ("gpt_oss", {"rope_parameters": GPT_OSS_ROPE | {"original_max_position_embeddings": 131072}}),
+    "YaRN's range rounded": ("gpt_oss", {"rope_parameters": GPT_OSS_ROPE | {"truncate": True}}),
+    "YaRN left out": ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}}),
+    "windows in the other layers": ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"] * 6}),
+    "YaRN's magnitudes left out": ("gpt_oss-v4", {"rope_scaling": GPT_OSS_ROUNDED | {"mscale": None, "mscale_all_dim": None}}),
+}
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, SIZES["vocab_size"], (1, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def far(found: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest logit."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.fixture(scope="module")
+def logits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """Logits by case: `hf NAME` by transformers, everything else by Megatron."""
+    root = tmp_path_factory.mktemp("settings")
+    found: dict[str, Tensor] = {}
+    runs: dict[str, Run] = {}
+    for name, case in MODELS.items():
+        model, _ = save(name, case, root / name, torch.float32)
+        with torch.no_grad():
+            found[f"hf {name}"] = model(tokens()).logits
+        runs[name] = Run(HfCheckpoint(root / name).config, in_megatron(root / name))
+    for label, (name, change) in WRONG.items():
+        runs[label] = replace(runs[name], config={**runs[name].config, **change})
+    return found | logits_of(runs, tokens())
+
+
+def in_megatron(path: Path) -> dict[str, Tensor]:
+    """Every tensor of an HF directory as the rules map it."""
+    view = to_megatron(HfCheckpoint(path), str(path))
+    return {name: tensor for names in view.groups for name, tensor in view.read(names).items()}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_megatron_computes_the_logits_of_transformers(logits: dict[str, Tensor], name: str) -> None:
+    assert far(logits[name], logits[f"hf {name}"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("label", list(WRONG))
+def test_a_wrong_setting_shows(logits: dict[str, Tensor], label: str) -> None:
+    assert far(logits[label], logits[f"hf {WRONG[label][0]}"]) > 10 * TOLERANCE

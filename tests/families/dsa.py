@@ -1,0 +1,113 @@
+"""Families with sparse attention: DeepSeek V3.2, GLM-5, and GLM-5.2, in which most layers share an indexer.
+
+Attention sees 5 of up to 16 tokens, so that a wrong choice of the indexer changes the logits. transformers 5.12 turns GLM-5's indexer
+as DeepSeek's, whatever `indexer_rope_interleave` says (corrected later: huggingface/transformers#46842); here it is told to
+turn in pairs, as SGLang does and the releases mean it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from transformers import DeepseekV32Config, GlmMoeDsaConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32DecoderLayer
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaDecoderLayer
+
+from families.case import Case, random
+from families.mla import DEEPSEEK_ROUTER, MLA, UNGROUPED, YARN
+from families.mtp import added_layer, reference
+
+# A head's size is a power of two (Hadamard transform), and no half of it turns. 14 heads: scores are hardly ever all zero.
+INDEXER: dict[str, Any] = {"index_n_heads": 14, "index_head_dim": 64, "index_topk": 5}
+
+
+def strong(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `random`, with attention that is far from uniform, and an indexer that every one of its tensors decides."""
+    return stronger(name, random(name, tensor, dtype))
+
+
+def stronger(name: str, value: Tensor) -> Tensor:
+    """A random value of a release's tensor, made to matter."""
+    return value * 5 if ".self_attn." in name and value.dim() > 1 else value
+
+
+class SparseGlmLayer(GlmMoeDsaDecoderLayer):
+    """A decoder layer of GLM-5 without its second result, the tokens chosen."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = super().forward(*args, **kwargs)[0]
+        return result
+
+
+def deepseek_layer(config: Any, number: int) -> nn.Module:
+    """The kinds of layers are listed without the MTP layer, which is like layer 10: routed, with an indexer of its own."""
+    return DeepseekV32DecoderLayer(config, 10)
+
+
+def glm_layer(config: Any, number: int) -> nn.Module:
+    """As `deepseek_layer`."""
+    return SparseGlmLayer(config, 10)
+
+
+def strong_layer(make: Callable[[Any, int], nn.Module]) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
+    """As `added_layer`, with attention as in `strong`."""
+
+    def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {name: stronger(name, value) for name, value in added_layer(make)(model, dtype).items()}
+
+    return added
+
+
+def in_pairs(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`compute` with transformers' GLM-5 indexer turning in pairs: the function that its attention calls in place of its own."""
+
+    def run(*args: Any) -> Tensor:
+        with mock.patch.object(modeling_glm_moe_dsa, "apply_rotary_pos_emb", modeling_glm_moe_dsa.apply_rotary_pos_emb_interleave):
+            return compute(*args)
+
+    return run
+
+
+def deepseek() -> PretrainedConfig:
+    """DeepSeek V3.2, with yarn as in the release. transformers makes `num_experts` experts and routes over `n_routed_experts`."""
+    routing = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "num_experts": 12}
+    return DeepseekV32Config(**MLA, **INDEXER, **routing, n_shared_experts=1, first_k_dense_replace=3, routed_scaling_factor=2.5, rope_parameters=YARN)
+
+
+def glm(**sharing: Any) -> PretrainedConfig:
+    """GLM-5."""
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    return GlmMoeDsaConfig(**MLA, **INDEXER, **UNGROUPED, **sharing, n_shared_experts=1, first_k_dense_replace=3, rope_parameters=rope)
+
+
+def glm_case(since: tuple[int, int] = (0, 0), **sharing: Any) -> Case:
+    """With `indexer_rope_interleave`, as all releases have it."""
+    return Case(
+        lambda: glm(**sharing),
+        added=strong_layer(glm_layer),
+        edit=lambda config: config | {"num_nextn_predict_layers": 1, "indexer_rope_interleave": True},
+        value=strong,
+        reference=in_pairs(lambda model, tokens: model(tokens).logits),
+        mtp=in_pairs(reference(glm_layer)),
+        witness="transformers, its indexer turned in pairs; MTP: its decoder layer in the equations of the DeepSeek-V3 report",
+        since=since,
+    )
+
+
+CASES = {
+    "deepseek_v32": Case(
+        deepseek,
+        added=strong_layer(deepseek_layer),
+        edit=lambda config: config | DEEPSEEK_ROUTER | {"num_nextn_predict_layers": 1},
+        value=strong,
+        mtp=reference(deepseek_layer),
+        witness="transformers; MTP: its decoder layer in the equations of the DeepSeek-V3 report",
+    ),
+    "glm_moe_dsa": glm_case(),
+    "glm_moe_dsa-shared": glm_case((0, 19), index_topk_freq=4, index_skip_topk_offset=3),
+}

@@ -1,0 +1,55 @@
+"""GPT-OSS, with its experts as every release has them: fused, transposed, gate and up taking turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GptOssConfig
+
+from families.case import SIZES, Case, random
+
+ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+# The window is shorter than the test's tokens.
+GPT_OSS: dict[str, Any] = SIZES | {"intermediate_size": 96, "num_local_experts": 12, "num_experts_per_tok": 3, "sliding_window": 7, "rope_parameters": ROPE}
+
+# Standard deviations: many gates and ups beyond the clamp at 7, sinks that take a good part of the attention, and queries and
+# keys large enough for their rotation to matter.
+_LARGE = {"gate_up_proj": 0.3, "gate_up_proj_bias": 2.0, "down_proj_bias": 0.5, "sinks": 1.0, "bias": 0.3, "q_proj.weight": 0.1, "k_proj.weight": 0.1}
+
+
+def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As in every test model, but larger where a clamp, a sink or a bias has to show."""
+    scale = next((scale for end, scale in _LARGE.items() if name.endswith("." + end)), None)
+    return random(name, tensor, dtype) if scale is None else (scale * torch.randn(tensor.shape)).to(dtype)
+
+
+# As no release has it: the range of corrected frequencies rounded, and magnitudes of their own.
+ROUNDED = ROPE | {"truncate": True, "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.7, "mscale_all_dim": 0.4}
+
+
+def as_released(config: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings as transformers v4 spells them, and keys that only the releases have."""
+    rope = dict(config.pop("rope_parameters"))
+    return config | {
+        "rope_theta": int(rope.pop("rope_theta")),
+        "rope_scaling": rope,
+        "experts_per_token": 3,
+        "initial_context_length": 4096,
+        "swiglu_limit": 7.0,
+    }
+
+
+CASES = {
+    "gpt_oss": Case(lambda: GptOssConfig(**GPT_OSS), value=value),
+    "gpt_oss-v4": Case(lambda: GptOssConfig(**GPT_OSS | {"rope_parameters": ROUNDED}), value=value, edit=as_released),
+}

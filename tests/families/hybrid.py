@@ -1,0 +1,203 @@
+"""The hybrid Qwen families (Qwen3-Next, Qwen3.5 and 3.6): linear attention, gated attention, MTP layer; and Qwen3-VL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+)
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRMSNorm
+
+from families.case import MOE, SIZES, Case, random
+from families.mtp import load_layer, next_tokens, random_layer
+
+# Every fourth layer has full attention. Key heads, value heads, their sizes, and those of attention all differ.
+LINEAR: dict[str, Any] = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 4,
+    # What a query and a key agree in is about 0 now and then. With a smaller epsilon the norm after linear attention would make
+    # something of the rounding error that is then left.
+    "rms_norm_eps": 1e-2,
+}
+ROUTED: dict[str, Any] = MOE | {"num_experts": 12, "shared_expert_intermediate_size": 72}
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+MROPE: dict[str, Any] = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 128,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+
+
+def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `random`, with norms around 0 where 1 is added to them, and strong enough attention of both kinds and MTP layer.
+
+    Linear attention forgets slowly, over some tokens: what it sums up over time stays small, and exact to a float32's last bits.
+    """
+    if name.endswith(("A_log", "dt_bias")):
+        return (torch.randn(tensor.shape) * 0.5 - 1).to(dtype)
+    result = random(name, tensor, dtype)
+    if name.endswith("linear_attn.norm.weight") or name.startswith("model.visual."):
+        return result
+    if "norm" in name:
+        return result - 1
+    if "conv1d" in name:
+        return result * 20
+    if name.startswith("mtp.layers.") or "shared_expert" in name:
+        return result * 5
+    return result * 3 if "_attn." in name else result
+
+
+def wide_state(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `value`, with A_log and the norm of linear attention in float32, as Qwen3.5 has them."""
+    return value(name, tensor, torch.float32 if name.endswith(("A_log", "linear_attn.norm.weight")) else dtype)
+
+
+def text_config(config: PretrainedConfig) -> Any:
+    """The language part of a config."""
+    return getattr(config, "text_config", config)
+
+
+def _mtp_config(model: PreTrainedModel) -> Any:
+    """That of a decoder layer with full attention, as the last layer is."""
+    return text_config(model.config)
+
+
+def added_mtp(layer: Callable[[Any, int], nn.Module], *, fused: bool = False) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
+    """The tensors of the MTP layer, around a decoder layer of this class; `fused`: with one tensor for all experts."""
+
+    def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+        config = _mtp_config(model)
+        hidden, made = config.hidden_size, layer(config, config.num_hidden_layers - 1)
+        whole = {"mtp.layers.0." + name: tensor for name, tensor in made.state_dict().items()}
+        tensors = whole if fused else random_layer(made, "mtp.layers.0.", dtype)
+        shapes = {f"mtp.{norm}.weight": torch.empty(hidden) for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+        shapes["mtp.fc.weight"] = torch.empty(hidden, 2 * hidden)
+        return {name: value(name, tensor, dtype) for name, tensor in {**tensors, **shapes}.items()}
+
+    return added
+
+
+def mtp_logits(layer: Callable[[Any, int], nn.Module]) -> Callable[[PreTrainedModel, Mapping[str, Tensor], Tensor], Tensor]:
+    """Logits of the MTP layer: transformers' decoder layer in the equations of `families.mtp`, with this family's norms.
+
+    That `fc` takes the embedding first is what SGLang's classes do (tests/converters/test_qwen_mtp.py runs them).
+    """
+
+    def logits(model: PreTrainedModel, added: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+        config, language = _mtp_config(model), getattr(model.model, "language_model", model.model)
+        made = layer(config, config.num_hidden_layers - 1)
+        if "mtp.layers.0.mlp.experts.gate_up_proj" in added:
+            made.load_state_dict({name: added["mtp.layers.0." + name] for name in made.state_dict()})
+        else:
+            load_layer(made, "mtp.layers.0.", added)
+
+        def norm(name: str, hidden: Tensor) -> Tensor:
+            module = Qwen3NextRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            module.load_state_dict({"weight": added[f"mtp.{name}.weight"]})
+            result: Tensor = module(hidden)
+            return result
+
+        embedded = norm("pre_fc_norm_embedding", language.embed_tokens(next_tokens(tokens)))
+        hidden = norm("pre_fc_norm_hidden", language(input_ids=tokens).last_hidden_state)
+        joined = nn.functional.linear(torch.cat([embedded, hidden], dim=-1), added["mtp.fc.weight"])
+        length = joined.shape[1]
+        mask = torch.full((length, length), torch.finfo(joined.dtype).min).triu(1)[None, None]
+        rotary = language.rotary_emb(joined, position_ids=torch.arange(length)[None])
+        result = made.eval()(joined, attention_mask=mask, position_embeddings=rotary)
+        return nn.functional.linear(norm("norm", result), model.lm_head.weight)
+
+    return logits
+
+
+def _with_mtp(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a release with an MTP layer: Qwen3.5's says so in its language part."""
+    if "text_config" in config:
+        return config | {"text_config": config["text_config"] | {"mtp_num_hidden_layers": 1}}
+    return config | {"mtp_num_hidden_layers": 1}
+
+
+def _sizes(*left_out: str) -> dict[str, Any]:
+    return {key: size for key, size in SIZES.items() if key not in left_out}
+
+
+DENSE = _sizes() | LINEAR | {"rope_parameters": ROPE | MROPE}
+SPARSE = _sizes("intermediate_size") | LINEAR | ROUTED | {"rope_parameters": ROPE | MROPE}
+WITNESS = "reference, and SGLang's own class"
+
+VL_ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}}
+VL_VISION = VISION | {"deepstack_visual_indexes": [0, 1]}
+
+NEXT = Case(
+    # Releases say nothing of their MTP layer.
+    lambda: Qwen3NextConfig(**_sizes(), **LINEAR, **ROUTED, rope_parameters=ROPE),
+    added=added_mtp(Qwen3NextDecoderLayer),
+    value=value,
+    mtp=mtp_logits(Qwen3NextDecoderLayer),
+    mtp_witness=WITNESS,
+)
+QWEN3_5 = Case(
+    lambda: Qwen3_5Config(text_config=DENSE, vision_config=VISION),
+    added=added_mtp(Qwen3_5DecoderLayer),
+    edit=_with_mtp,
+    value=wide_state,
+    auto=AutoModelForImageTextToText,
+    mtp=mtp_logits(Qwen3_5DecoderLayer),
+    mtp_witness=WITNESS,
+)
+
+CASES = {
+    "qwen3_next": NEXT,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_text-tied": Case(lambda: Qwen3_5TextConfig(**DENSE, tie_word_embeddings=True), value=wide_state),
+    # Fused as Qwen3.5 ships it: experts of the decoder in one tensor, those of the MTP layer in one each.
+    "qwen3_5_moe": replace(
+        QWEN3_5,
+        config=lambda: Qwen3_5MoeConfig(text_config=SPARSE, vision_config=VISION),
+        added=added_mtp(Qwen3_5MoeDecoderLayer),
+        mtp=mtp_logits(Qwen3_5MoeDecoderLayer),
+        fused=True,
+    ),
+    # Fused as Qwen3.6 ships it: both.
+    "qwen3_5_moe_text": Case(
+        lambda: Qwen3_5MoeTextConfig(**SPARSE),
+        added=added_mtp(Qwen3_5MoeDecoderLayer, fused=True),
+        edit=_with_mtp,
+        value=wide_state,
+        mtp=mtp_logits(Qwen3_5MoeDecoderLayer),
+        mtp_witness=WITNESS,
+        fused=True,
+    ),
+    "qwen3_vl-tied": Case(
+        lambda: Qwen3VLConfig(text_config=_sizes() | VL_ROPE, vision_config=VL_VISION, tie_word_embeddings=True),
+        auto=AutoModelForImageTextToText,
+    ),
+    "qwen3_vl_moe": Case(
+        lambda: Qwen3VLMoeConfig(text_config=_sizes() | MOE | {"num_experts": 12} | VL_ROPE, vision_config=VL_VISION),
+        auto=AutoModelForImageTextToText,
+        stored=lambda name, tensor: tensor.transpose(1, 2) if ".mlp.experts." in name else tensor,
+    ),
+}

@@ -1,0 +1,164 @@
+"""Families with latent attention: DeepSeek V3, Moonlight, Kimi K2 and K2.5, GLM-4.7-Flash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DeepseekV3Config, Glm4MoeLiteConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
+from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteDecoderLayer
+
+from families.case import SIZES, Case, random
+from families.gqa import Fp32RouterBias
+from families.mtp import added_layer, reference
+
+# No two of heads x head sizes, ranks, hidden size and MLP sizes are equal. transformers gives the norms of the compressed
+# queries and keys an epsilon of 1e-6 whatever the config says, Megatron and SGLang that of the config.
+MLA: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "head_dim"} | {
+    "num_key_value_heads": 10,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "rms_norm_eps": 1e-6,
+    "moe_intermediate_size": 96,
+    "n_routed_experts": 12,
+}
+UNGROUPED: dict[str, Any] = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
+DEEPSEEK_ROUTER: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+# The slope between fast and slow frequencies covers dimensions 2 to 7 of 8, and every number moves it.
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 512,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+    "mscale": 1.5,
+    "mscale_all_dim": 0.7,
+}
+KIMI_YARN: dict[str, Any] = YARN | {"rope_theta": 50000.0, "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+def stronger(name: str, tensor: Tensor) -> Tensor:
+    """Attention that is far from uniform, so that rotary embedding and softmax scale matter, and experts that differ much."""
+    factor = 5 if ".self_attn." in name or name.endswith(".gate.weight") else 2 if ".mlp." in name else 1
+    return tensor * factor if tensor.dim() > 1 else tensor
+
+
+def strong(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `random`, but stronger."""
+    return stronger(name, random(name, tensor, dtype))
+
+
+def strong_layer(make: Callable[[Any, int], nn.Module]) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
+    """As `added_layer`, but stronger."""
+
+    def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {name: stronger(name, value) for name, value in added_layer(make)(model, dtype).items()}
+
+    return added
+
+
+def deepseek() -> PretrainedConfig:
+    """Every kind of layer of DeepSeek V3; four groups of three experts."""
+    sizes = MLA | {"max_position_embeddings": 4096, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+    return DeepseekV3Config(**sizes, n_shared_experts=1, first_k_dense_replace=3, routed_scaling_factor=2.5, rope_parameters=YARN)
+
+
+def moonlight() -> PretrainedConfig:
+    """Queries that are not compressed, plain rotary embedding, two shared experts."""
+    rope = {"rope_type": "default", "rope_theta": 50000.0}
+    sizes = MLA | UNGROUPED | {"q_lora_rank": None}
+    return DeepseekV3Config(**sizes, n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=2.446, rope_parameters=rope)
+
+
+def kimi() -> PretrainedConfig:
+    """Kimi K2's yarn, which has no slope between fast and slow frequencies."""
+    sizes = MLA | UNGROUPED | {"max_position_embeddings": 16384}
+    return DeepseekV3Config(**sizes, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=2.827, rope_parameters=KIMI_YARN)
+
+
+def glm() -> PretrainedConfig:
+    """GLM-4.7-Flash."""
+    return Glm4MoeLiteConfig(**MLA, **UNGROUPED, n_shared_experts=1, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+
+
+def glm_layer(config: Any, number: int) -> nn.Module:
+    """Its kinds of layers are listed without the MTP layer, which is like the last."""
+    return Glm4MoeLiteDecoderLayer(config, number - 1)
+
+
+def rotary_frequencies(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
+    """Moonlight and Kimi K2 ship these in float32."""
+    return {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": model.model.rotary_emb.inv_freq.float() for layer in range(12)}
+
+
+def vision(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
+    """A few tensors of Kimi K2.5's vision tower and projector."""
+    shapes = {"vision_tower.encoder.blocks.0.wqkv.weight": (96, 32), "vision_tower.patch_embed.pos_emb.weight": (4, 4, 32), "mm_projector.proj.0.bias": (64,)}
+    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+
+
+def as_v4(config: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings as the releases spell them, which transformers v4 wrote."""
+    rope = dict(config.pop("rope_parameters"))
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    return config | {"rope_theta": theta, "rope_scaling": None if kind == "default" else rope | {"type": kind}}
+
+
+def as_k25(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's config inside that of a multimodal model."""
+    return {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": as_v4(config) | {"model_type": "kimi_k2"}}
+
+
+CASES = {
+    "deepseek_v3": Case(
+        deepseek,
+        added=strong_layer(DeepseekV3DecoderLayer),
+        edit=lambda config: config | DEEPSEEK_ROUTER | {"num_nextn_predict_layers": 1},
+        value=strong,
+        auto=Fp32RouterBias,
+        mtp=reference(DeepseekV3DecoderLayer),
+        witness="transformers; MTP: its decoder layer in the equations of the DeepSeek-V3 report",
+    ),
+    "moonlight": Case(
+        moonlight,
+        added=rotary_frequencies,
+        edit=lambda config: as_v4(config) | DEEPSEEK_ROUTER,
+        value=strong,
+        auto=Fp32RouterBias,
+        witness="transformers' DeepSeek V3",
+        fused=True,
+    ),
+    "kimi_k2": Case(
+        kimi,
+        added=rotary_frequencies,
+        edit=lambda config: as_v4(config) | DEEPSEEK_ROUTER | {"model_type": "kimi_k2"},
+        value=strong,
+        auto=Fp32RouterBias,
+        witness="transformers' DeepSeek V3, of which it is a copy",
+    ),
+    "kimi_k25": Case(
+        kimi,
+        added=vision,
+        edit=as_k25,
+        value=strong,
+        auto=Fp32RouterBias,
+        prefix="language_model.",
+        witness="transformers' DeepSeek V3 for the language model; the vision tower is carried",
+    ),
+    "glm4_moe_lite": Case(
+        glm,
+        added=strong_layer(glm_layer),
+        edit=lambda config: config | {"num_nextn_predict_layers": 1},
+        value=strong,
+        auto=Fp32RouterBias,
+        mtp=reference(glm_layer),
+        witness="transformers; MTP: its decoder layer in the equations of the DeepSeek-V3 report",
+    ),
+}

@@ -1,0 +1,60 @@
+"""docs/families.md's table, from the registry and the test models: `make families` writes it, a test compares it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from converters.planner import dims_of
+from converters.registry import FAMILIES
+from families import CASES
+from families.case import Case
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+HEAD = ("`model_type`", "family file", "test models", "logits compared with", "first MTP layer with", "dialects", "carried along")
+
+
+def config_of(case: Case) -> dict[str, Any]:
+    """What stands in config.json of a test model."""
+    return dict(case.edit(json.loads(case.config().to_json_string(use_diff=False))))
+
+
+def rows() -> Iterator[tuple[str, ...]]:
+    """One row a `model_type` of the registry, in the order of the columns."""
+    by_type: dict[str, dict[str, Case]] = {}
+    for name, case in CASES.items():
+        by_type.setdefault(config_of(case)["model_type"], {})[name] = case
+    for model_type, family in sorted(FAMILIES.items()):
+        cases = by_type[model_type]
+        witnesses = dict.fromkeys(case.witness for case in cases.values())
+        mtp = any(dims_of(config_of(case)).mtp_layers for case in cases.values())
+        yield (
+            f"`{model_type}`",
+            f"[{Path(sys.modules[family.read_dims.__module__].__file__ or '').name}](../{family.read_dims.__module__.replace('.', '/')}.py)",
+            ", ".join(cases),
+            "; ".join(witnesses),
+            "; ".join(dict.fromkeys(case.mtp_witness for case in cases.values() if case.mtp)) if mtp else "",
+            ", ".join(["mcore", *family.dialects]),
+            ", ".join(f"`{prefix}*`" for prefix in family.carried),
+        )
+
+
+def table() -> str:
+    """The table in Markdown."""
+    lines = [HEAD, ("---",) * len(HEAD), *rows()]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def main() -> None:
+    """Puts the table between the marks in docs/families.md."""
+    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

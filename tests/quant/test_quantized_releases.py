@@ -1,0 +1,208 @@
+"""Quantized releases, end to end: to Megatron, back to HF in bfloat16, and what other readers make of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import quantized
+import torch
+from families import CASES
+from families.case import save, tokens
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.quantizers import quantizer_finegrained_fp8
+
+from ckptkit.api import convert, inspect, quantize
+from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from converters.planner import to_megatron
+from quant.scheme import QuantScheme
+from verify.run import verify
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+
+
+@dataclass(frozen=True)
+class Release:
+    """How a model is released: which of the test models, which tensors are quantized and how, and what its config says.
+
+    `inside`: says it in `text_config`. `copies`: quantized tensors that repeat one that is not quantized, and come back as that.
+    """
+
+    case: str
+    wanted: Callable[[str], bool]
+    quantizer: quantized.Quantizer
+    says: Mapping[str, Any]
+    words: str
+    inside: bool = False
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+    def edit(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Puts what the release says into its config, or into its `text_config`."""
+        if self.inside:
+            return config | {"text_config": config["text_config"] | {"quantization_config": dict(self.says)}}
+        return config | {"quantization_config": dict(self.says)}
+
+
+def linear(name: str) -> bool:
+    """Projections of attention, dense layers, experts and shared experts."""
+    return name.endswith((".weight",)) and ("_proj" in name or ".experts." in name) and "norm" not in name and "eh_proj" not in name
+
+
+def fused_experts(name: str) -> bool:
+    return name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+
+
+CHANNEL = quantized.compressed_config("float-quantized", num_bits=8, type="float", strategy="channel")
+RELEASES = {
+    "Qwen3, scales in bfloat16": Release(
+        "qwen3_moe",
+        linear,
+        quantized.fp8_blocks(32, 32, torch.bfloat16),
+        FP8 | {"weight_block_size": [32, 32], "modules_to_not_convert": ["lm_head"]},
+        "FP8 (float8_e4m3fn, one scale for each block of 32 x 32)",
+    ),
+    "DeepSeek V3.1": Release(
+        "deepseek_v3",
+        linear,
+        quantized.fp8_blocks(128, 128, torch.float8_e8m0fnu),
+        FP8 | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+        "FP8 (float8_e4m3fn, one scale for each block of 128 x 128)",
+    ),
+    "MiniMax": Release(
+        "minimax_m2",
+        linear,
+        quantized.fp8_blocks(50, 70),
+        FP8 | {"fmt": "float8_e4m3fn", "weight_block_size": [50, 70], "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
+        "FP8 (float8_e4m3fn, one scale for each block of 50 x 70)",
+    ),
+    "GLM, with a quantized copy of the output layer": Release(
+        "glm4_moe-mtp",
+        lambda name: linear(name) or name.endswith(("eh_proj.weight", "shared_head.head.weight")),
+        quantized.fp8_blocks(1, 0, torch.bfloat16, "_scale"),
+        CHANNEL,
+        "FP8 (float8_e4m3fn, one scale for each row)",
+        copies={"model.layers.12.shared_head.head.weight": "lm_head.weight"},
+    ),
+    "Kimi K2.5": Release(
+        "kimi_k25",
+        lambda name: ".mlp.experts." in name,
+        quantized.int4(symmetric=True, strategy="group", group_size=32),
+        quantized.compressed_config("pack-quantized", strategy="group", group_size=32),
+        "INT4 (compressed-tensors pack-quantized, symmetric, one scale for each 32 weights)",
+        inside=True,
+    ),
+    "asymmetric INT4": Release(
+        "qwen2-tied",
+        lambda name: "_proj.weight" in name,
+        quantized.int4(symmetric=False, strategy="group", group_size=32),
+        quantized.compressed_config("pack-quantized", strategy="group", group_size=32, symmetric=False),
+        "INT4 (compressed-tensors pack-quantized, asymmetric, one scale for each 32 weights)",
+    ),
+    "gpt-oss": Release(
+        "gpt_oss-v4",
+        fused_experts,
+        quantized.mxfp4,
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]},
+        "MXFP4 (4-bit floats, one power of two for each 32 weights)",
+    ),
+}
+
+
+MODULES = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+
+
+def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
+    """Asserts equal names, dtypes, shapes and bytes."""
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype, name
+        assert torch.equal(tensor.contiguous().view(torch.uint8), right[name].contiguous().view(torch.uint8)), name
+
+
+def errors(path: Path, source: Path | None = None) -> list[str]:
+    """What verify finds wrong, and checks that did not run although they compare values."""
+    report = verify(path, source=source)
+    skipped = [f"{check.code}: {check.reason}" for check in report.checks if check.status == "skipped" and check.code.startswith("CK2")]
+    return [str(finding) for finding in report.findings if finding.severity == "error"] + skipped
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_there_and_back(name: str, tmp_path: Path) -> None:
+    release = RELEASES[name]
+    save(release.case, CASES[release.case], tmp_path / "plain", torch.bfloat16)
+    meant = quantized.write(tmp_path / "plain", tmp_path / "release", release.wanted, release.quantizer, release.edit)
+    said = json.loads((tmp_path / "plain/config.json").read_text())
+
+    written = convert(tmp_path / "release", tmp_path / "megatron")
+    assert written.dequantized == release.words
+    count = sum(map(release.wanted, meant))
+    assert count > 0
+    assert inspect(tmp_path / "release")["quantization"] == f"{release.words}: {count} tensors; `ckptkit convert` dequantizes them"
+
+    meant |= {copy: meant[original] for copy, original in release.copies.items()}
+    megatron = TorchDistCheckpoint(tmp_path / "megatron/release")
+    view = to_megatron(models.InMemory(said, meant), "meant")
+    same(megatron.read(list(megatron.specs)), {key: tensor for names in view.groups for key, tensor in view.read(names).items()})
+
+    convert(tmp_path / "megatron", tmp_path / "back")
+    same(models.tensors(tmp_path / "back"), meant)
+    convert(tmp_path / "megatron", tmp_path / "back-with-hf", hf=tmp_path / "release")
+    for side in ("back", "back-with-hf"):
+        assert json.loads((tmp_path / side / "config.json").read_text()) == said
+        names = {file.name for file in (tmp_path / "plain").iterdir() if not file.name.startswith("model")}
+        assert {file.name for file in (tmp_path / side).iterdir()} == {"ckptkit.json", "model.safetensors", *names}
+    assert (tmp_path / "back/model.safetensors").read_bytes() == (tmp_path / "back-with-hf/model.safetensors").read_bytes()
+
+    assert errors(tmp_path / "megatron", tmp_path / "release") == []
+    assert errors(tmp_path / "release") == []
+
+
+def test_transformers_loads_the_same_model_from_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers dequantizes FP8 itself where there is no GPU; what came through Megatron is the same model, to the last bit."""
+    # It asks for a package that would only place modules on devices.
+    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
+    release = RELEASES["Qwen3, scales in bfloat16"]
+    save(release.case, CASES[release.case], tmp_path / "plain", torch.bfloat16)
+    quantized.write(tmp_path / "plain", tmp_path / "release", release.wanted, release.quantizer, release.edit)
+    convert(tmp_path / "release", tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    expected, found = (AutoModelForCausalLM.from_pretrained(tmp_path / side, dtype=torch.bfloat16) for side in ("release", "back"))
+    same(found.state_dict(), expected.state_dict())
+    assert torch.equal(found(tokens()).logits, expected(tokens()).logits)
+
+
+def test_the_int4_that_ckptkit_writes(tmp_path: Path) -> None:
+    """transformers runs the packed model with compressed-tensors' own unpacking; what came through Megatron gives its logits."""
+    save("qwen2-untied", CASES["qwen2-untied"], tmp_path / "plain", torch.bfloat16)
+    quantize(tmp_path / "plain", tmp_path / "release", QuantScheme(32, "qmax7"))
+    convert(tmp_path / "release", tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    packed, found = (AutoModelForCausalLM.from_pretrained(tmp_path / side, dtype=torch.bfloat16) for side in ("release", "back"))
+    assert any(name.endswith("weight_packed") for name in packed.state_dict())
+    assert torch.equal(found(tokens()).logits, packed(tokens()).logits)
+
+
+def test_real_megatron_holds_the_dequantized_weights(tmp_path: Path) -> None:
+    release = RELEASES["asymmetric INT4"]
+    save(release.case, CASES[release.case], tmp_path / "plain", torch.bfloat16)
+    quantized.write(tmp_path / "plain", tmp_path / "release", release.wanted, release.quantizer, release.edit)
+    convert(tmp_path / "release", tmp_path / "megatron")
+    report = verify(tmp_path / "megatron", source=tmp_path / "release", tp=2, against=frozenset({"megatron"}))
+    assert report.findings == []
+    assert [check.status for check in report.checks if check.code == "CK402"] == ["passed"]
+
+
+def test_values_that_are_not_the_release_s_are_found(tmp_path: Path) -> None:
+    release = RELEASES["asymmetric INT4"]
+    save(release.case, CASES[release.case], tmp_path / "plain", torch.bfloat16)
+    quantized.write(tmp_path / "plain", tmp_path / "release", release.wanted, release.quantizer, release.edit)
+    convert(tmp_path / "plain", tmp_path / "megatron")
+    report = verify(tmp_path / "megatron", source=tmp_path / "release")
+    names = {finding.tensor for finding in report.findings if finding.code == "CK202"}
+    assert names == {f"model.layers.{{0..11}}.{module}.weight" for module in MODULES}

@@ -1,0 +1,100 @@
+"""Quantized releases made from plain ones, by formulas of their own, with the weights that they mean."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+# A weight to its parts, by what is appended to its name, and to what these mean.
+Quantizer = Callable[[Tensor], tuple[Mapping[str, Tensor], Tensor]]
+Edit = Callable[[dict[str, Any]], dict[str, Any]]
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def write(plain: Path, target: Path, wanted: Callable[[str], bool], quantizer: Quantizer, edit: Edit) -> dict[str, Tensor]:
+    """A copy of an HF directory with its `wanted` tensors quantized and its config edited. Returns every plain tensor that it means."""
+    shutil.copytree(plain, target)
+    meant: dict[str, Tensor] = {}
+    weight_map, total = {}, 0
+    for file in sorted(target.glob("*.safetensors")):
+        stored: dict[str, Tensor] = {}
+        for name, tensor in load_file(file).items():
+            parts, meant[name] = quantizer(tensor) if wanted(name) else ({"": tensor}, tensor)
+            stored |= {name + ending: part.contiguous() for ending, part in parts.items()}
+        save_file(stored, file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(stored, file.name)
+        total += sum(tensor.nbytes for tensor in stored.values())
+    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(edit(config), indent=2))
+    return meant
+
+
+def fp8_blocks(height: int, width: int, dtype: torch.dtype = torch.float32, ending: str = "_scale_inv") -> Quantizer:
+    """One scale a block, looped over block by block; in float8_e8m0fnu it is rounded up to a power of two. A `width` of 0 is a whole row."""
+
+    def quantize(weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        rows, columns = weight.shape
+        across = width or columns
+        codes, meant = torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(rows, columns, dtype=torch.bfloat16)
+        scales = torch.empty(-(-rows // height), -(-columns // across), dtype=dtype)
+        for down in range(scales.shape[0]):
+            for right in range(scales.shape[1]):
+                block = slice(down * height, (down + 1) * height), slice(right * across, (right + 1) * across)
+                scale = weight[block].float().abs().max() / 448
+                scales[down, right] = torch.exp2(torch.ceil(torch.log2(scale))) if dtype is torch.float8_e8m0fnu else scale
+                exact = float(scales[down, right].float())
+                codes[block] = (weight[block].float() / exact).clamp(-448, 448).to(torch.float8_e4m3fn)
+                meant[block] = (codes[block].float() * exact).to(torch.bfloat16)
+        return {"": codes, ending: scales}, meant
+
+    return quantize
+
+
+def int4(**arguments: Any) -> Quantizer:
+    """compressed-tensors' own compressor, and its decompressor for what is meant."""
+    args = QuantizationArgs(num_bits=4, type="int", **arguments)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format="pack-quantized")
+
+    def quantize(weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        together = weight.reshape(weight.shape[0], -1, args.group_size or weight.shape[1])
+        scale, zero_point = calculate_qparams(together.amin(-1), together.amax(-1), args)
+        stored = PackedQuantizationCompressor.compress({"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}, scheme)
+        meant = PackedQuantizationCompressor.decompress(dict(stored), scheme)["weight"]
+        return {name.removeprefix("weight"): part for name, part in stored.items()}, meant
+
+    return quantize
+
+
+def mxfp4(experts: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+    """[experts, in, out], 32 inputs with one power of two: each weight to the nearest of the 16 numbers."""
+    groups = experts.float().transpose(1, 2).unflatten(-1, (-1, 32))
+    exponents = torch.floor(torch.log2(groups.abs().amax(-1))) - 2
+    codes = (groups.unsqueeze(-1) / torch.exp2(exponents)[..., None, None] - E2M1).abs().argmin(-1)
+    meant = (E2M1[codes] * torch.exp2(exponents).unsqueeze(-1)).flatten(-2).transpose(1, 2)
+    blocks = codes[..., 0::2] + 16 * codes[..., 1::2]
+    return {"_blocks": blocks.to(torch.uint8), "_scales": (exponents + 127).to(torch.uint8)}, meant.to(torch.bfloat16).contiguous()
+
+
+def compressed_config(form: str, **weights: Any) -> dict[str, Any]:
+    """A quantization_config as the releases have it."""
+    arguments = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "observer": "minmax", "observer_kwargs": {}, **weights}
+    group = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": arguments}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }

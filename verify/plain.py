@@ -1,0 +1,20 @@
+"""Opens an HF directory as plain weights, whether or not it is a quantized release."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptkit.plan import View
+from ckptkit.safetensors_io import HfCheckpoint
+from ckptkit.sidefiles import is_quantized
+from converters.planner import copies_of
+
+
+def plain(path: Path) -> HfCheckpoint | View:
+    """The checkpoint, a quantized one as the weights that it dequantizes to. Raises CkptkitError as `quant.dequantize.dequantized`."""
+    source = HfCheckpoint(path)
+    if not is_quantized(source.config):
+        return source
+    from quant.dequantize import dequantized
+
+    return dequantized(source, str(path), copies_of(source.config))
