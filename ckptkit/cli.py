@@ -219,15 +219,31 @@ def verify(
 @_parallel
 @click.option("--strict", is_flag=True, help="Exit 1 when a check was skipped.")
 @_json
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- LAUNCH ARGUMENTS]")
 def preflight(
-    hf_checkpoint: Path | None, load: Path | None, ref_load: Path | None, ckpt_step: int | None, tp: int, pp: int, ep: int, strict: bool, as_json: bool
+    hf_checkpoint: Path | None,
+    load: Path | None,
+    ref_load: Path | None,
+    ckpt_step: int | None,
+    tp: int,
+    pp: int,
+    ep: int,
+    strict: bool,
+    as_json: bool,
+    arguments: tuple[str, ...],
 ) -> None:
-    """Before a training job: which weights each side would really load, and whether they belong together. Reads no weights."""
+    """Before a training job: which weights each side would really load, and whether they belong together. Reads no weights.
+
+    Of the launch script's own arguments, given behind --, those about parallel sizes and pipeline stages are looked at.
+    """
     from verify.preflight import preflight as run
 
     if hf_checkpoint is None and load is None and ref_load is None:
         raise click.UsageError("give at least one of --hf-checkpoint, --load and --ref-load")
-    _print_report(run(hf_checkpoint=hf_checkpoint, load=load, ref_load=ref_load, ckpt_step=ckpt_step, tp=tp, pp=pp, ep=ep), as_json, strict)
+    if arguments and not arguments[0].startswith("-"):
+        raise click.UsageError(f"unexpected argument {arguments[0]!r}; launch arguments come behind --")
+    report = run(hf_checkpoint=hf_checkpoint, load=load, ref_load=ref_load, ckpt_step=ckpt_step, tp=tp, pp=pp, ep=ep, arguments=arguments)
+    _print_report(report, as_json, strict)
 
 
 def _print_report(report: Report, as_json: bool, strict: bool) -> None:

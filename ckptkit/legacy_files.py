@@ -18,6 +18,7 @@ from ckptkit.formats import LEGACY_FILE, LEGACY_RANK
 from ckptkit.saved_file import SavedFile, SavedTensor
 
 _EXTRA = "_extra_state"
+_MOST = 100_000  # ranks of a kind
 _LEGACY_GROUPED = re.compile(r".*\.mlp\.experts\.weight[12]")
 
 
@@ -114,7 +115,7 @@ def _args_of(file: SavedFile) -> Mapping[str, Any]:
 
 def _whole(file: SavedFile, args: Mapping[str, Any], name: str, default: int | None) -> int:
     value = args.get(name) if args.get(name) is not None else default
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 0 < value <= _MOST:
         raise CkptkitError(f"{file.path}: the training argument {name} is {value!r}", "the file is damaged; copy it again")
     return value
 

@@ -9,11 +9,15 @@ from typing import Any
 from ckptkit.errors import CkptkitError
 from converters.arguments import comparable_args
 from converters.config_values import rope_of
+from converters.dims import ModelDims
+from converters.pipeline import Pipeline
 from converters.planner import dims_of
 from verify.arguments import compared, mismatches
 from verify.check_values import needs_source
 from verify.checks import Skip, Tally, check
 from verify.expected import config_of
+from verify.folding import chunk_ranges
+from verify.megatron_layout import ParallelSizes, with_remainder
 from verify.parallel import indivisible
 from verify.report import Finding
 from verify.subject import Subject
@@ -21,6 +25,10 @@ from verify.subject import Subject
 # Keys that say how a checkpoint is stored or run, and the rotary settings, which have two spellings.
 _STORAGE = ("dtype", "torch_dtype", "quantization_config", "transformers_version", "use_cache", "architectures", "auto_map", "_name_or_path")
 _MAY_DIFFER = frozenset({*_STORAGE, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"})
+
+
+# The fact that says which layers the stages of a launch hold.
+STAGES = "pipeline stages"
 
 
 def _config(subject: Subject) -> Mapping[str, Any]:
@@ -128,9 +136,30 @@ def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, An
     unless=lambda subject: None if max(subject.tp, subject.pp, subject.ep) > 1 else "no --tp, --pp or --ep above 1 was given",
 )
 def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Heads, key-value heads, MLP sizes, layers and experts against tp, pp and ep."""
+    """Heads, key-value heads, MLP sizes and experts against tp and ep; layers against pp and the pipeline options of a launch."""
     dims = dims_of(_config(subject))
     tally.compared(0)
-    for wrong in indivisible(dims, subject.tp, subject.pp, subject.ep):
+    yield from _stages(dims, subject, tally)
+    for wrong in indivisible(dims, subject.tp, subject.ep):
         expected = f"{wrong.what} that divides by {wrong.parallel} = {wrong.ranks}"
         yield Finding("CK703", expected, f"{wrong.what} = {wrong.size}", wrong.hint, file=str(subject.path))
+
+
+def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Whether the layers make a pipeline. Without a launch's own options, what `verify` does with a remainder is only a warning."""
+    options, pp, where = subject.arguments, subject.pp, str(subject.path)
+    try:
+        stages = (options.pipeline(dims.layers, pp) if options else Pipeline(dims.layers, pp)).stages
+    except CkptkitError as error:
+        if options and options.uneven:
+            yield Finding("CK703", "pipeline options that Megatron accepts", error.message, error.hint or "", file=where)
+            return
+        last = with_remainder(ParallelSizes(pp=pp), dims.layers).last
+        hint = "give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers in the launch, or choose another --pp"
+        if last:
+            hint = f"the launch must say so, for example by --decoder-last-pipeline-num-layers {last}"
+        expected, actual = f"num_hidden_layers that divides by pp = {pp}", f"num_hidden_layers = {dims.layers}"
+        yield Finding("CK703", expected, actual, hint, file=where, severity="warning" if last and options is None else "error")
+        return
+    if options and options.uneven:
+        tally.facts[STAGES] = [f"pp rank {stage}: layers {chunk_ranges(chunks)}" for stage, chunks in enumerate(stages)]

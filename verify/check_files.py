@@ -152,7 +152,7 @@ def _verdict(subject: Subject, name: str, stored: bool, listed: bool, promised: 
         if name == "lm_head.weight":
             return "no output layer: tie_word_embeddings is true", "stored", "set tie_word_embeddings to false, or remove the tensor"
         place = "stored" if stored else "in the index, but in no shard"
-        return "only tensors that config.json promises", place, "check the numbers of layers, of MTP layers and of experts, and model_type in config.json"
+        return "only tensors that config.json promises", place, "check num_hidden_layers, num_nextn_predict_layers, experts and model_type in config.json"
     if not stored:
         place = f"in no {holder}, though the index lists it" if indexed and listed else f"in no {holder}" if subject.kind == "hf" else "not in .metadata"
         return "stored, as config.json promises" if promised else "stored", place, "convert or download it again; loading leaves it random"

@@ -11,7 +11,7 @@ from ckptkit.torch_dist_reader import NOT_WEIGHTS
 from converters.planner import dims_of, rules_of
 from verify.checks import Skip, Tally, check
 from verify.expected import config_of
-from verify.folding import LAYER, by_pattern
+from verify.folding import LAYER, by_pattern, chunk_ranges
 from verify.megatron_job import RankReport, TensorSeen
 from verify.megatron_run import MegatronRun
 from verify.report import Finding
@@ -68,7 +68,7 @@ def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> It
     missing = set(reports[0].missing) if reports else set()
     left = [key for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key) and not _is_alias(key, missing, names)]
     for text, names in by_pattern(left):
-        hint = "the checkpoint holds more than the model that config.json describes: check its numbers of layers, of MTP layers and of experts"
+        hint = "the checkpoint holds more than config.json describes: check num_hidden_layers, num_nextn_predict_layers and the number of experts"
         yield Finding("CK401", "loaded by some rank", "no rank asks for it", hint, text, len(names))
 
 
@@ -144,14 +144,10 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Finding]:
     for report in run.reports:
         tally.tensors += sum(map(len, report.layers))
         if stages.setdefault(report.pp, report.layers) != report.layers:
-            expected, actual = (_layers(layers) for layers in (stages[report.pp], report.layers))
+            expected, actual = (chunk_ranges(layers) for layers in (stages[report.pp], report.layers))
             yield Finding("CK403", expected, actual, "ranks of one pipeline stage must hold the same layers", rank=_ranks([report.rank]))
-    tally.facts["pipeline stages"] = [f"pp rank {stage}: layers {_layers(stages[stage])}" for stage in sorted(stages)]
+    tally.facts["pipeline stages"] = [f"pp rank {stage}: layers {chunk_ranges(stages[stage])}" for stage in sorted(stages)]
     yield from _coverage(stages, dims_of(config_of(subject)).layers)
-
-
-def _layers(chunks: Sequence[Sequence[int]]) -> str:
-    return " and ".join(ranges(chunk).strip("{}") for chunk in chunks)
 
 
 def _coverage(stages: Mapping[int, Sequence[Sequence[int]]], count: int) -> Iterator[Finding]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from ckptkit.specs import summarize
+from ckptkit.specs import ranges, summarize
 
 LAYER = re.compile(r"(?:model\.|language_model\.|decoder\.)+layers\.(\d+)\.")
 # Multi-token prediction layers that are not numbered on from the last decoder layer: Megatron and Qwen, MiMo.
@@ -20,3 +20,8 @@ def by_pattern(names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
         groups.setdefault(_NUMBER.sub("#", name), []).append(name)
     for group in groups.values():
         yield summarize(group), group
+
+
+def chunk_ranges(chunks: Sequence[Sequence[int]]) -> str:
+    """The layers of a pipeline stage, chunk by chunk: `0..1 and 4..5`; `none` for a chunk without layers."""
+    return " and ".join(ranges(chunk).strip("{}") if chunk else "none" for chunk in chunks)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckptkit.errors import CkptkitError
-from ckptkit.formats import ITERATION, TRACKER, tracked
+from ckptkit.formats import ITERATION, TRACKER, is_legacy, tracked
 from ckptkit.safetensors_io import read_json
 from converters.registry import family_of
 from verify.report import Severity
@@ -98,7 +98,7 @@ def _fall_through(load: Path, ref_load: Path | None) -> Trouble:
     """A directory that is not there yet is how a first run starts; one that holds something is a mistake."""
     inside = sorted(entry.name for entry in load.iterdir()) if load.is_dir() else []
     expected = f"{TRACKER} or a supported config.json"
-    if ITERATION.fullmatch(load.name) or ".metadata" in inside:
+    if ITERATION.fullmatch(load.name) or ".metadata" in inside or is_legacy(load):
         step = f" --ckpt-step {int(load.name[5:])}" if ITERATION.fullmatch(load.name) else ""
         return Trouble("--load", load, expected, "an iteration directory, which has no tracker", f"give its parent: --load {load.parent}{step}")
     if iterations := [name for name in inside if ITERATION.fullmatch(name) or name == "release"]:
@@ -115,7 +115,7 @@ def _fall_through(load: Path, ref_load: Path | None) -> Trouble:
 def _megatron(role: str, option: str, root: Path, step: int | None) -> Side:
     """The iteration that Megatron would load from `root`; slime loads `root` as HF when it is one."""
     if not (root / TRACKER).exists():
-        if ITERATION.fullmatch(root.name) or (root / ".metadata").exists():
+        if ITERATION.fullmatch(root.name) or (root / ".metadata").exists() or is_legacy(root):
             hint = f"give its parent: {option} {root.parent}"
             trouble = Trouble(option, root, f"a directory with {TRACKER}", "an iteration directory, which has no tracker", hint)
             return Side(role, None, None, f"{option} {root} has no tracker", (trouble,))
@@ -147,7 +147,7 @@ def _step(role: str, option: str, root: Path, step: int) -> Side:
 def _rollout(path: Path) -> Side:
     if (path / "config.json").exists():
         return Side(_ROLLOUT, "hf", path, "--hf-checkpoint")
-    megatron = (path / TRACKER).exists() or (path / ".metadata").exists()
+    megatron = (path / TRACKER).exists() or (path / ".metadata").exists() or is_legacy(path)
     actual = "no such directory" if not path.exists() else "a Megatron checkpoint" if megatron else "no config.json in it"
     trouble = Trouble("--hf-checkpoint", path, "an HF directory with config.json", actual, "give the HF directory of the same model")
     return Side(_ROLLOUT, None, None, f"--hf-checkpoint {path} is no HF directory: {actual}", (trouble,))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _START_SECONDS = 600  # imports, process groups, building the model
 _BYTES_A_SECOND = 20_000_000  # slower than any disk that still works
 _INDEXER_SINCE = (0, 19)  # the megatron-core whose indexer turns the dimensions that the releases mean
+_QUERY_NORM_SINCE = (0, 19)  # the megatron-core whose latent attention normalizes queries that are not compressed (`mla_qk_norm_config.py`)
 _GRACE_SECONDS = 5.0  # between the first rank that failed and the end of those that wait for it
 
 
@@ -68,8 +69,12 @@ def run_megatron(subject: Subject) -> MegatronRun:
     sizes = sizes_of(subject)
     if (dialect := dialect_of(subject.checkpoint.config, subject.checkpoint.specs)) != MCORE:
         raise Skip(f"these tensors are named for {dialect}'s own modules, which are no part of megatron-core")
-    if dims_of(subject.checkpoint.config).indexer and tuple(map(int, version("megatron-core").split(".")[:2])) < _INDEXER_SINCE:
-        raise Skip(f"the indexer of megatron-core {version('megatron-core')} wants other rows than that of 0.19, which this checkpoint is for; install 0.19")
+    dims, found = dims_of(subject.checkpoint.config), version("megatron-core")
+    release = tuple(map(int, found.split(".")[:2]))
+    if dims.indexer and release < _INDEXER_SINCE:
+        raise Skip(f"the indexer of megatron-core {found} wants other rows than that of 0.19, which this checkpoint is for; install 0.19")
+    if dims.mla and dims.mla.q_rank is None and release >= _QUERY_NORM_SINCE:
+        raise Skip(f"megatron-core {found} puts a norm before linear_q_proj, which no model without q_lora_rank has; install one before 0.19")
     if subject.source is not None and subject.source_kind == "hf":
         to_megatron(subject.source, str(subject.source_path))
     gpu = torch.cuda.device_count() >= sizes.world

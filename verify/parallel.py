@@ -19,8 +19,8 @@ class Indivisible:
     hint: str
 
 
-def indivisible(dims: ModelDims, tp: int, pp: int, ep: int) -> Iterator[Indivisible]:
-    """Everything that does not divide. Source: the checks of megatron-core's `TransformerConfig` and its parallel linears."""
+def indivisible(dims: ModelDims, tp: int, ep: int) -> Iterator[Indivisible]:
+    """Everything but layers that does not divide. Source: the checks of megatron-core's `TransformerConfig` and its parallel linears."""
     fewer_tp = "choose a --tp that divides it"
     if dims.heads % tp:
         yield Indivisible("num_attention_heads", dims.heads, "tp", tp, fewer_tp)
@@ -34,9 +34,6 @@ def indivisible(dims: ModelDims, tp: int, pp: int, ep: int) -> Iterator[Indivisi
         yield Indivisible("moe_intermediate_size", dims.expert_ffn, "tp", tp, "choose a --tp that divides it, or expert tensor parallelism of 1")
     if dims.experts and dims.shared_ffn % tp:
         yield Indivisible("the shared experts' size", dims.shared_ffn, "tp", tp, fewer_tp)
-    if dims.layers % pp:
-        hint = "give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers in the launch, or choose another --pp"
-        yield Indivisible("num_hidden_layers", dims.layers, "pp", pp, hint)
     if dims.experts and dims.experts % ep:
         yield Indivisible("the number of experts", dims.experts, "ep", ep, "choose an --ep that divides it")
     if not dims.experts and ep > 1:

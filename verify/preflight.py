@@ -11,8 +11,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ckptkit.errors import CkptkitError
+from verify.check_config import STAGES
 from verify.checks import Check, Skip, Tally, all_checks, check, run_checks
 from verify.launch import Launch, Side, Trouble, sides_of
+from verify.launch_arguments import LaunchArguments
 from verify.report import CheckResult, Finding, Report
 from verify.run import LAUNCH, choose
 from verify.subject import Subject
@@ -92,19 +94,24 @@ def preflight(
     tp: int = 1,
     pp: int = 1,
     ep: int = 1,
+    arguments: Sequence[str] = (),
 ) -> Report:
     """What a launch with these arguments would load, and every trouble that headers and JSON files can tell; reads no weight.
 
-    Raises CkptkitError when no path is given.
+    `arguments` are those of the launch script, of which the ones about parallel sizes are read. Raises CkptkitError when no
+    path is given, and when a size is given twice, differently.
     """
     if hf_checkpoint is None and load is None and ref_load is None:
         raise CkptkitError("nothing to look at", "give at least one of --hf-checkpoint, --load and --ref-load")
     hf, actor, reference = (Path(path) if path else None for path in (hf_checkpoint, load, ref_load))
     launch = Launch(hf, actor, reference, ckpt_step)
+    options = LaunchArguments.read(arguments)
+    tp, pp, ep = (_agreed(name, given, said) for name, given, said in (("tp", tp, options.tp), ("pp", pp, options.pp), ("ep", ep, options.ep)))
     checks = all_checks()
     sides = sides_of(launch)
     runs = [run_checks(Subject(hf or actor or reference or Path(), launch=launch), [one for one in checks if one.code.startswith(LAUNCH)])]
     for subject in _subjects(sides, hf, tp, pp, ep):
+        subject.arguments = options
         wanted = [one for one in checks if one.code.startswith(_HEADERS_ONLY) and not one.code.startswith(LAUNCH)]
         runs.append(run_checks(subject, choose(subject, wanted)[0]))
     return Report(
@@ -114,8 +121,15 @@ def preflight(
         source=None,
         checks=_merged(checks, [result for run in runs for result in run[0]]),
         findings=list(dict.fromkeys(finding for run in runs for finding in run[1])),
-        facts={"what would be loaded": [str(side) for side in sides]},
+        facts={"what would be loaded": [str(side) for side in sides]} | {key: lines for run in runs for key, lines in run[2].items() if key == STAGES},
     )
+
+
+def _agreed(name: str, given: int, said: int | None) -> int:
+    """A parallel size, by option or among the launch arguments."""
+    if said is not None and given not in (1, said):
+        raise CkptkitError(f"--{name} {given}, but the launch arguments say {said}", f"leave --{name} out")
+    return given if said is None else said
 
 
 def _subjects(sides: Sequence[Side], hf: Path | None, tp: int, pp: int, ep: int) -> Iterator[Subject]:

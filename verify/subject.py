@@ -18,6 +18,7 @@ from verify.plain import plain
 
 if TYPE_CHECKING:
     from verify.launch import Launch
+    from verify.launch_arguments import LaunchArguments
     from verify.megatron_run import MegatronRun
     from verify.sglang_run import SglangRun
     from verify.values import Values
@@ -29,7 +30,8 @@ class Subject:
 
     `tp`, `pp`, `ep`, `etp` (inside experts; None: as launch scripts choose) and `vpp` are the parallel sizes to load Megatron
     with; `against` holds "megatron" and "sglang" as asked for.
-    `launch` says how a training job would find this checkpoint; only preflight gives it.
+    `launch` says how a training job would find this checkpoint, `arguments` what its launch script says of parallel sizes;
+    only preflight gives them.
     """
 
     path: Path
@@ -42,6 +44,7 @@ class Subject:
     launch: Launch | None = None
     etp: int | None = None
     vpp: int = 1
+    arguments: LaunchArguments | None = None
 
     def __post_init__(self) -> None:
         """Makes paths absolute and free of `..`: the directory above an iteration is looked at by its name."""

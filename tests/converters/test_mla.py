@@ -25,8 +25,9 @@ from ckptkit.safetensors_io import HfCheckpoint
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
 from converters.arguments import megatron_args
 from converters.planner import dims_of, rules_of
+from verify import megatron_run
 from verify.check_megatron import all_layers, right_slices, strict_load
-from verify.checks import Tally
+from verify.checks import Skip, Tally
 from verify.megatron_layout import ParallelSizes, check_sizes
 from verify.megatron_slices import Position, compare
 from verify.subject import Subject
@@ -286,3 +287,13 @@ def test_down_projections_are_whole_with_transformer_engine_only() -> None:
     assert compare("x", rule, whole, whole[28:], local).verdict == "equal"
     assert compare("x", rule, whole, whole[28:], engine).verdict == "differs"
     assert compare("x", rule, whole, whole[:28], local).verdict == "differs"
+
+
+def test_megatron_from_019_on_has_another_moonlight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `QKNormConfigResolver` puts a norm before linear_q_proj; what it loaded would be another model."""
+    pytest.importorskip("megatron.core")
+    save("moonlight", CASES["moonlight"], tmp_path / "release", torch.bfloat16)
+    convert(tmp_path / "release", tmp_path / "megatron")
+    monkeypatch.setattr(megatron_run, "version", lambda package: "0.19.0")
+    with pytest.raises(Skip, match=r"megatron-core 0.19.0 puts a norm before linear_q_proj, which no model without q_lora_rank has"):
+        megatron_run.run_megatron(Subject(tmp_path / "megatron", tmp_path / "release"))

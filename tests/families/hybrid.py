@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForImageTextToText,
-    PretrainedConfig,
     PreTrainedModel,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
@@ -76,21 +75,17 @@ def wide_state(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return value(name, tensor, torch.float32 if name.endswith(("A_log", "linear_attn.norm.weight")) else dtype)
 
 
-def text_config(config: PretrainedConfig) -> Any:
-    """The language part of a config."""
-    return getattr(config, "text_config", config)
-
-
-def _mtp_config(model: PreTrainedModel) -> Any:
-    """That of a decoder layer with full attention, as the last layer is."""
-    return text_config(model.config)
+def text_config(model: PreTrainedModel) -> Any:
+    """The config of the language model."""
+    return getattr(model.config, "text_config", model.config)
 
 
 def added_mtp(layer: Callable[[Any, int], nn.Module], *, fused: bool = False) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
     """The tensors of the MTP layer, around a decoder layer of this class; `fused`: with one tensor for all experts."""
 
     def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-        config = _mtp_config(model)
+        config = text_config(model)
+        # As the last layer, with full attention.
         hidden, made = config.hidden_size, layer(config, config.num_hidden_layers - 1)
         whole = {"mtp.layers.0." + name: tensor for name, tensor in made.state_dict().items()}
         tensors = whole if fused else random_layer(made, "mtp.layers.0.", dtype)
@@ -108,7 +103,7 @@ def mtp_logits(layer: Callable[[Any, int], nn.Module]) -> Callable[[PreTrainedMo
     """
 
     def logits(model: PreTrainedModel, added: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-        config, language = _mtp_config(model), getattr(model.model, "language_model", model.model)
+        config, language = text_config(model), getattr(model.model, "language_model", model.model)
         made = layer(config, config.num_hidden_layers - 1)
         if "mtp.layers.0.mlp.experts.gate_up_proj" in added:
             made.load_state_dict({name: added["mtp.layers.0." + name] for name in made.state_dict()})

@@ -39,7 +39,7 @@ def rows() -> Iterator[tuple[str, ...]]:
             "; ".join(witnesses),
             "; ".join(dict.fromkeys(case.mtp_witness for case in cases.values() if case.mtp)) if mtp else "",
             ", ".join(["mcore", *family.dialects]),
-            ", ".join(f"`{prefix}*`" for prefix in family.carried),
+            ", ".join([f"`{prefix}*`" for prefix in family.carried] + [f"`*{end}`" for end in family.carried_ends]),
         )
 
 

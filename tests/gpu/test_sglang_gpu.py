@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 import models
 import pytest
 import torch
+from families import CASES
 from sglang_runs import Case, int4_config, online_int4, run_cases, written
 from transformers import Glm4MoeConfig, Qwen3MoeConfig
 
@@ -56,7 +60,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
     root = tmp_path_factory.mktemp("gpu")
     found: dict[str, Case] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "configs", lambda: CONFIGS)
+        for name, config in CONFIGS.items():
+            patch.setitem(CASES, name, replace(CASES[name], config=partial(deepcopy, config)))
         for name in CONFIGS:
             release = root / name
             models.save(name, release)

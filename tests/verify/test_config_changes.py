@@ -30,7 +30,7 @@ def change(path: Path, **changes: Any) -> Path:
     ("changes", "expected", "actual", "severity"),
     [
         ({"attention_dropout": 0.5}, "attention_dropout = 0.0", "attention_dropout = 0.5", "error"),
-        ({"use_sliding_window": True}, "use_sliding_window = False", "use_sliding_window = True", "error"),
+        ({"max_window_layers": 5}, "max_window_layers = 28", "max_window_layers = 5", "error"),
         ({"eos_token_id": 5}, "eos_token_id = 3", "eos_token_id = 5", "error"),
         ({"hidden_act": ...}, "hidden_act = silu", "hidden_act = None", "warning"),
         ({"rms_norm_eps": 1e-5}, "norm_epsilon = 1e-06", "norm_epsilon = 1e-05", "error"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import models
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from ckptkit.api import convert
@@ -80,6 +82,30 @@ def test_tied_embeddings_and_virtual_pipeline_stages_without_a_source(converted:
     findings, tallies = judge(Subject(converted("qwen2-tied"), pp=2, vpp=3))
     assert findings == []
     assert tallies["CK403"].facts["pipeline stages"] == ["pp rank 0: layers 0..1 and 4..5 and 8..9", "pp rank 1: layers 2..3 and 6..7 and 10..11"]
+
+
+def eleven_layers(release: Path, path: Path) -> Path:
+    """The release without its last layer."""
+    path.mkdir()
+    config = json.loads((release / "config.json").read_text()) | {"num_hidden_layers": 11}
+    config.pop("layer_types", None)
+    (path / "config.json").write_text(json.dumps(config))
+    kept = {name: tensor for name, tensor in models.tensors(release).items() if ".layers.11." not in name}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@needs_megatron
+def test_layers_that_do_not_divide_are_left_over_for_the_last_stage(releases: Paths, tmp_path: Path) -> None:
+    release = eleven_layers(releases("glm4_moe"), tmp_path / "release")
+    convert(release, tmp_path / "megatron")
+    subject = Subject(tmp_path / "megatron", release, pp=3)
+    findings, tallies = judge(subject)
+    assert findings == []
+    assert tallies["CK403"].facts["pipeline stages"] == ["pp rank 0: layers 0..3", "pp rank 1: layers 4..7", "pp rank 2: layers 8..10"]
+    assert "TP1 PP3, last stage 3 layers, 3 rank(s)" in tallies["CK401"].facts["megatron"][0]
+    # 9 MoE layers x (12 experts x 2 + 6 attention + norm, router, bias + 2 shared), 2 dense layers, embedding, norm and output layer
+    assert tallies["CK402"].tensors == 9 * (24 + 6 + 3 + 2) + 2 * 9 + 3
 
 
 @needs_megatron
@@ -173,6 +199,7 @@ def test_a_rank_that_hangs_is_a_finding(converted: Paths, monkeypatch: pytest.Mo
     [
         ("qwen2-tied", {"tp": 4}, "2 query groups do not divide by --tp 4"),
         ("qwen2-tied", {"pp": 5}, "12 layers do not divide by --pp 5"),
+        ("qwen2-tied", {"pp": 8}, "12 layers do not divide by --pp 8"),
         ("qwen2-tied", {"pp": 2, "vpp": 4}, "12 layers do not divide by --pp x --vpp 8"),
         ("qwen3_moe", {"ep": 8}, "12 experts do not divide by --ep 8"),
         ("qwen3_moe", {"etp": 5}, "96 rows of an expert do not divide by --etp 5"),

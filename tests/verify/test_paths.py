@@ -68,4 +68,4 @@ def test_an_engine_without_an_hf_directory_cannot_start(inside: str, said: str, 
 def test_what_training_saves_beside_weights_is_not_missed(converted: Make) -> None:
     beside = ["chained_0.optimizer.state.exp_avg.decoder.x", "optimizer.state.fp32_param.x", "rng_state/shard_0_2", "decoder.layers.0.x._extra_state/shard_0_1"]
     report = RankReport(0, "0", 1, 1, 1, ((0,),), 1, (*beside, "decoder.layers.12.mlp.linear_fc2.weight"), (), (), ())
-    assert [finding.tensor for finding in _never_asked_for([report])] == ["decoder.layers.12.mlp.linear_fc2.weight"]
+    assert [finding.tensor for finding in _never_asked_for([report], set())] == ["decoder.layers.12.mlp.linear_fc2.weight"]

@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -39,9 +38,6 @@ def _adapt(dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSub
         attention = layer.submodules.self_attention.submodules
         if attention.core_attention is DotProductAttention:
             attention.core_attention = LatentDotProductAttention
-        if dims.mla.q_rank is None:
-            # The standard spec has a norm of compressed queries all the same; megatron-core 0.19 refuses one that nothing uses.
-            attention.q_layernorm = IdentityOp
 
 
 MLA = Variant(adapt=_adapt)

@@ -1,0 +1,30 @@
+"""Looks into and changes what real Megatron saved in its legacy format, one file a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+State = dict[str, Any]
+
+FILE = "model_optim_rng.pt"
+
+
+def rank_files(root: Path) -> dict[str, Path]:
+    return {path.parent.name: path for path in sorted(root.rglob(FILE))}
+
+
+def loaded(path: Path) -> State:
+    return dict(torch.load(path, weights_only=False))
+
+
+def rewrite(root: Path, change: Callable[[State], None], *names: str) -> None:
+    """Changes what these ranks (all without names) saved."""
+    for name, path in rank_files(root).items():
+        if not names or name in names:
+            state = loaded(path)
+            change(state)
+            torch.save(state, path)

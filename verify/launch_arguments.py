@@ -1,0 +1,92 @@
+"""Megatron's own options among the arguments of a launch script: parallel sizes, and how layers are distributed over the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from ckptkit.errors import CkptkitError
+from converters.pipeline import Pipeline
+
+_NUMBERS = {
+    "--tensor-model-parallel-size": "tp",
+    "--pipeline-model-parallel-size": "pp",
+    "--expert-model-parallel-size": "ep",
+    "--decoder-first-pipeline-num-layers": "first",
+    "--decoder-last-pipeline-num-layers": "last",
+    "--num-virtual-stages-per-pipeline-rank": "vpp",
+    "--num-layers-per-virtual-pipeline-stage": "chunk",
+    "--mtp-num-layers": "mtp",
+}
+_SWITCHES = {"--account-for-embedding-in-pipeline-split": "embedding", "--account-for-loss-in-pipeline-split": "loss"}
+_LAYOUT = "--pipeline-model-parallel-layout"
+
+
+@dataclass(frozen=True)
+class LaunchArguments:
+    """What these options say; None where one is not given. `chunk`: layers of a virtual pipeline stage; the others as in `Pipeline`."""
+
+    tp: int | None = None
+    pp: int | None = None
+    ep: int | None = None
+    first: int | None = None
+    last: int | None = None
+    vpp: int | None = None
+    chunk: int | None = None
+    mtp: int | None = None
+    embedding: bool = False
+    loss: bool = False
+    layout: str | None = None
+
+    @staticmethod
+    def read(words: Sequence[str]) -> LaunchArguments:
+        """From the words of a command line, as argparse reads them: `--name value` or `--name=value`, and the last one counts.
+
+        Everything else is passed over. Raises CkptkitError for a value that is missing or no number.
+        """
+        found: dict[str, int | bool | str] = {}
+        for name, value in _pairs(words):
+            if name in _SWITCHES:
+                found[_SWITCHES[name]] = True
+            elif name == _LAYOUT or name in _NUMBERS:
+                if value is None:
+                    raise CkptkitError(f"{name} among the launch arguments has no value", "copy the arguments as the launch script has them")
+                if name in _NUMBERS and not (value.isdecimal() and len(value) < 10):
+                    raise CkptkitError(f"{name} {value} among the launch arguments is no number", "copy the arguments with their variables filled in")
+                found[_NUMBERS.get(name, "layout")] = value if name == _LAYOUT else int(value)
+        return LaunchArguments(**found)  # type: ignore[arg-type]
+
+    @property
+    def uneven(self) -> bool:
+        """Whether they say anything about the pipeline but the number of its stages."""
+        return self.layout is not None or self.embedding or self.loss or any(value is not None for value in (self.first, self.last, self.vpp, self.chunk))
+
+    def pipeline(self, layers: int, pp: int) -> Pipeline:
+        """The pipeline of a model with that many layers, as Megatron-LM's `validate_args` works out its chunks.
+
+        Raises CkptkitError where that refuses the options.
+        """
+        if sum(value is not None for value in (self.vpp, self.chunk, self.layout)) > 1:
+            names = "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank and --pipeline-model-parallel-layout"
+            raise CkptkitError(f"more than one of {names}", "Megatron accepts one of them")
+        vpp = self.vpp or 1
+        if self.chunk is not None:
+            if self.first is not None or self.last is not None:
+                raise CkptkitError(
+                    "--num-layers-per-virtual-pipeline-stage with a first or last stage of its own size", "give --num-virtual-stages-per-pipeline-rank"
+                )
+            a_stage, rest = divmod(layers + self.embedding + self.loss, pp)
+            if rest or not self.chunk or a_stage % self.chunk:
+                said = f"{layers} layers over {pp} stages do not divide into chunks of --num-layers-per-virtual-pipeline-stage {self.chunk}"
+                raise CkptkitError(said, "choose another number of layers a chunk")
+            vpp = a_stage // self.chunk
+        return Pipeline(layers, pp, vpp, self.first, self.last, self.embedding, self.loss, self.layout, self.mtp or 0)
+
+
+def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Every option with the word that is its value, None where the next word is an option too or there is none."""
+    for word, after in zip_longest(words, words[1:]):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            yield name, value if equals else None if after is None or after.startswith("--") else after
