@@ -170,10 +170,10 @@ def _save_torch_dist(save: Save, chunks: Sequence[Any], state: dict[str, Any], p
     state |= model
     # Mixture-of-experts models have one optimizer for the experts and one for the rest.
     prefix = "chained_1.optimizer" if save.config.get("model_type") != "qwen2" else "optimizer"
-    state["optimizer"] = {
-        "state": {f"{name}.{key}": _moment(sharded, f"{prefix}.state.exp_avg") for name, keys in model.items() for key, sharded in keys.items()},
-        "param_groups": [{"lr": 1e-4, "betas": (0.9, 0.95)}],
+    moments = {
+        f"{name}.{key}": moment for name, keys in model.items() for key, sharded in keys.items() if (moment := _moment(sharded, f"{prefix}.state.exp_avg"))
     }
+    state["optimizer"] = {"state": moments, "param_groups": [{"lr": 1e-4, "betas": (0.9, 0.95)}]}
     state["rng_state"] = ShardedObject("rng_state", [{"random_rng_state": (3, (1, 2), None)}], (1, world), (0, rank))
     state["rerun_state_machine"] = ShardedObject("rerun_state_machine_state", {"mode": "disabled"}, (world,), (rank,))
     # Data parallel ranks share the writing, as is Megatron-LM's default (`--ckpt-fully-parallel-save`).
