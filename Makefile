@@ -36,7 +36,7 @@ demo: $(stamp)  ## convert, quantize, break and verify a small model, in DEMO_OU
 	@$(python) -m ckptkit.demo "$(DEMO_OUT)"
 
 test: $(stamp)  ## run the tests
-	@$(python) -m pytest $(PYTEST_ARGS)
+	@$(python) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(stamp)  ## ruff, its formatter, and mypy in strict mode
 	@$(python) -m ruff check
