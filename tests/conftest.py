@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import models
 import pytest
+from filelock import FileLock
 from megatron_saves import SAVES, Save, save_with_megatron
 
 from ckptkit.api import convert
@@ -45,12 +47,23 @@ def converted(releases: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 def saved(releases: Callable[[str], Path], converted: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory with what real Megatron saved, one checkpoint for every label of `megatron_saves.SAVES`. Read only."""
     pytest.importorskip("megatron.core")
-    root = tmp_path_factory.mktemp("saved")
-    save_with_megatron(
-        [Save(HfCheckpoint(releases(name)).config, converted(name) / "release", root / label, **how) for label, (name, how) in SAVES.items()],
-        world=4,
-    )
+    root = _shared(tmp_path_factory) / "saved"
+    # Four ranks of Megatron take a minute: where tests run in several processes, the first that comes here makes it for all.
+    with FileLock(root.with_suffix(".lock")):
+        if not root.exists():
+            making = root.with_suffix(".making")
+            save_with_megatron(
+                [Save(HfCheckpoint(releases(name)).config, converted(name) / "release", making / label, **how) for label, (name, how) in SAVES.items()],
+                world=4,
+            )
+            making.rename(root)
     return root
+
+
+def _shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of this run of the tests, the same in all its processes."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture

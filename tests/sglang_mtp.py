@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,18 +19,27 @@ from processes import environment
 from torch import Tensor, nn
 
 
-def run(scratch: Path, model: str, config: Any, tensors: Mapping[str, Tensor], embedded: Tensor, hidden: Tensor) -> Tensor:
-    """Hidden states [sequence, hidden] behind the layer's last norm, from embeddings of the next tokens and hidden states of the same shape.
+@dataclass(frozen=True)
+class Job:
+    """A layer to run: `model` is a key of `MAKERS`, `config` a transformers config, `tensors` the layer's under their HF names.
 
-    `model` is "mimo", "glm4_moe", "qwen3_next" or "qwen3_5", `config` a transformers config, `tensors` those of the layer under their HF names.
+    `embedded` are the embeddings of the next tokens and `hidden` the hidden states, both [sequence, hidden].
     """
-    content = {"model": model, "config": config, "tensors": dict(tensors), "embedded": embedded, "hidden": hidden}
-    torch.save(content, scratch / "sglang-in.pt")
-    found = environment()
+
+    model: str
+    config: Any
+    tensors: Mapping[str, Tensor]
+    embedded: Tensor
+    hidden: Tensor
+
+
+def run(scratch: Path, jobs: Sequence[Job]) -> list[Tensor]:
+    """Hidden states [sequence, hidden] behind each layer's last norm, all from one process: importing SGLang takes longer than any layer."""
+    torch.save([vars(job) for job in jobs], scratch / "sglang-in.pt")
     command = [sys.executable, "-W", "ignore", __file__, str(scratch / "sglang-in.pt"), str(scratch / "sglang-out.pt")]
-    subprocess.run(command, env=found, check=True, timeout=300)
-    output: Tensor = torch.load(scratch / "sglang-out.pt")
-    return output
+    subprocess.run(command, env=environment(), check=True, timeout=600)
+    outputs: list[Tensor] = torch.load(scratch / "sglang-out.pt")
+    return outputs
 
 
 class Block(nn.Module):
@@ -138,18 +148,25 @@ def _bare(kind: type[nn.Module], config: Any, norms: tuple[str, ...], projection
     return model
 
 
-def main() -> None:
-    content = torch.load(sys.argv[1], weights_only=False)
-    makers = {"mimo": _mimo, "glm4_moe": _glm4_moe, "qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5}
-    model = makers[content["model"]](content["config"], content["tensors"]).eval()
+MAKERS = {"mimo": _mimo, "glm4_moe": _glm4_moe, "qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5}
+
+
+def _output(job: Job) -> Tensor:
+    model = MAKERS[job.model](job.config, job.tensors).eval()
     mode = SimpleNamespace(is_idle=lambda: False, is_extend=lambda: False)
-    batch = SimpleNamespace(spec_info=SimpleNamespace(hidden_states=content["hidden"]), forward_mode=mode, mm_input_embeds=content["embedded"].clone())
+    batch = SimpleNamespace(spec_info=SimpleNamespace(hidden_states=job.hidden), forward_mode=mode, mm_input_embeds=job.embedded.clone())
     # From 1 on: SGLang's MiMo leaves out the embedding at position 0, which training does not.
-    positions = torch.arange(1, len(content["hidden"]) + 1)
+    positions = torch.arange(1, len(job.hidden) + 1)
+    # That of Qwen3.5 takes them from the batch, where a multimodal prompt has left them.
+    embedded = None if job.model == "qwen3_5" else job.embedded.clone()
+    output: Tensor = model(None, positions, batch, input_embeds=embedded)
+    return output
+
+
+def main() -> None:
+    jobs = [Job(**content) for content in torch.load(sys.argv[1], weights_only=False)]
     with torch.no_grad():
-        # That of Qwen3.5 takes them from the batch, where a multimodal prompt has left them.
-        embedded = None if content["model"] == "qwen3_5" else content["embedded"].clone()
-        torch.save(model(None, positions, batch, input_embeds=embedded), sys.argv[2])
+        torch.save([_output(job) for job in jobs], sys.argv[2])
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def added_mtp(layer: Callable[[Any, int], nn.Module], *, fused: bool = False) ->
 def mtp_logits(layer: Callable[[Any, int], nn.Module]) -> Callable[[PreTrainedModel, Mapping[str, Tensor], Tensor], Tensor]:
     """Logits of the MTP layer: transformers' decoder layer in the equations of `families.mtp`, with this family's norms.
 
-    That `fc` takes the embedding first is what SGLang's classes do (tests/converters/test_qwen_mtp.py runs them).
+    That `fc` takes the embedding first is what SGLang's classes do (tests/converters/test_sglang_mtp.py runs them).
     """
 
     def logits(model: PreTrainedModel, added: Mapping[str, Tensor], tokens: Tensor) -> Tensor:

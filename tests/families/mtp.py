@@ -3,7 +3,7 @@
 No modeling code of transformers has MTP layers; the reference here is transformers' decoder layer inside the published equations
 (DeepSeek-V3 report, section 2.2): h' = projection of [norm of the next token's embedding, norm of the hidden state], a decoder
 layer, a norm, and the model's output layer. The hidden state is the model's after its final norm. MiMo's projection takes its
-two inputs in the other order (the published `MiMoMTPLayers`; tests/converters/test_mtp.py asks SGLang's own class too).
+two inputs in the other order (the published `MiMoMTPLayers`; tests/converters/test_sglang_mtp.py asks SGLang's own class too).
 """
 
 from __future__ import annotations

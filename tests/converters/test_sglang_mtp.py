@@ -1,0 +1,62 @@
+"""The order in which an MTP layer joins its two inputs: SGLang's own classes compute what the reference computes.
+
+The reference is what Megatron is held against in test_families.py, and shows there when the two inputs change places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import sglang_mtp
+import torch
+from families import CASES
+from families.case import build, tokens
+from families.mtp import next_tokens
+from torch import Tensor, nn
+
+# Each test model, and the name of SGLang's class in sglang_mtp.
+MODELS = {"glm4_moe-mtp": "glm4_moe", "mimo": "mimo", "qwen3_next": "qwen3_next", "qwen3_5": "qwen3_5"}
+QWEN = ("qwen3_next", "qwen3_5")
+
+
+@pytest.fixture(scope="module")
+def distances(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, float]:
+    """How far the logits of SGLang's layer are from the reference, relative; under NAME/swapped with the halves of `mtp.fc` swapped."""
+    pytest.importorskip("sglang", reason="the witness is SGLang's own class")
+    jobs, heads, expected = {}, {}, {}
+    for name, model in MODELS.items():
+        jobs[name], heads[name], expected[name] = _job(name, model)
+        if name in QWEN:
+            fc = jobs[name].tensors["mtp.fc.weight"]
+            jobs[f"{name}/swapped"] = replace(jobs[name], tensors={**jobs[name].tensors, "mtp.fc.weight": fc.roll(fc.shape[0], dims=1)})
+    found = {}
+    for name, output in zip(jobs, sglang_mtp.run(tmp_path_factory.mktemp("mtp"), list(jobs.values())), strict=True):
+        model = name.removesuffix("/swapped")
+        logits = nn.functional.linear(output, heads[model])
+        found[name] = float((logits - expected[model]).abs().max() / expected[model].abs().max())
+    return found
+
+
+def _job(name: str, model: str) -> tuple[sglang_mtp.Job, Tensor, Tensor]:
+    case = CASES[name]
+    hf: Any = build(name, case, torch.float32)
+    added = case.added(hf, torch.float32)
+    assert case.mtp is not None
+    language = getattr(hf.model, "language_model", hf.model)
+    with torch.no_grad():
+        hidden, embedded = language(input_ids=tokens()).last_hidden_state[0], language.embed_tokens(next_tokens(tokens()))[0]
+        return sglang_mtp.Job(model, hf.config, dict(added), embedded, hidden), hf.lm_head.weight.detach(), case.mtp(hf, added, tokens())[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sglangs_own_class_computes_the_logits_of_the_reference(distances: Mapping[str, float], name: str) -> None:
+    assert distances[name] < 1e-4
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_swapped_halves_are_another_model(distances: Mapping[str, float], name: str) -> None:
+    """slime swaps the halves of qwen3_next's `fc`."""
+    assert distances[f"{name}/swapped"] > 1e-1
