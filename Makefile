@@ -24,10 +24,10 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 		exit 1; \
 	fi
 
-.PHONY: help setup demo test lint families bench which-python
+.PHONY: help setup demo test lint families mutation-report bench which-python
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 	@echo 'Variables: VENV=$(VENV) PYTHON=$(PYTHON) DEMO_OUT=$(DEMO_OUT) PYTEST_ARGS=$(PYTEST_ARGS) BENCH_ARGS=$(BENCH_ARGS)'
 
 setup: $(stamp)  ## make the environment (about 4 minutes and 9 GB) or bring it up to date
@@ -45,6 +45,9 @@ lint: $(stamp)  ## ruff, its formatter, and mypy in strict mode
 
 families: $(stamp)  ## write the table of docs/families.md from the registry
 	@PYTHONPATH=.:tests $(python) -W ignore -m families.table
+
+mutation-report: $(stamp)  ## break checkpoints in every known way and print which checks find it
+	@PYTHONPATH=.:tests $(python) -W ignore -m mutations.report
 
 bench: $(stamp)  ## measure speed and memory
 	@$(python) benchmarks/run.py $(BENCH_ARGS)

@@ -1,6 +1,6 @@
 """Converts HF <-> Megatron checkpoints, quantizes them to INT4, and proves what Megatron and SGLang loaded.
 
-`convert`, `quantize`, `verify` and `preflight` return data and raise `CkptkitError`; the command line is a thin cover over them.
+`convert`, `quantize`, `lint`, `verify` and `preflight` return data and raise `CkptkitError`; the command line is a thin cover over them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,22 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.errors import CkptkitError
 
 if TYPE_CHECKING:
-    from ckptkit.api import convert, inspect, quantize
+    from ckptkit.api import convert, inspect, make_manifest, quantize
+    from quant.lint import lint
     from verify.preflight import preflight
     from verify.run import verify
 
-__all__ = ["CkptkitError", "convert", "inspect", "preflight", "quantize", "verify"]
+__all__ = ["CkptkitError", "convert", "inspect", "lint", "make_manifest", "preflight", "quantize", "verify"]
 
-_HOME = {"convert": "ckptkit.api", "quantize": "ckptkit.api", "inspect": "ckptkit.api", "verify": "verify.run", "preflight": "verify.preflight"}
+_HOME = {
+    "convert": "ckptkit.api",
+    "inspect": "ckptkit.api",
+    "lint": "quant.lint",
+    "make_manifest": "ckptkit.api",
+    "preflight": "verify.preflight",
+    "quantize": "ckptkit.api",
+    "verify": "verify.run",
+}
 
 
 def __getattr__(name: str) -> Any:

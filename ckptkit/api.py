@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -17,22 +17,23 @@ from ckptkit.copy import check_destination, copy, new_directory
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import Location, locate
 from ckptkit.join import Joined
+from ckptkit.manifest import Digested, described_files, digests_of, lineage_of, write_manifest
 from ckptkit.plan import View
 from ckptkit.safetensors_io import HfCheckpoint, SafetensorsWriter, cut_shards, has_weights, read_json
-from ckptkit.sidefiles import MANIFEST, copy_side_files, is_quantized, layout_for, main_dtype, stored_layout, write_config, write_manifest
+from ckptkit.sidefiles import MANIFEST, copy_side_files, is_quantized, layout_for, main_dtype, stored_layout, write_config
 from ckptkit.specs import fold
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
-from ckptkit.torch_dist_writer import TorchDistWriter
 from converters.arguments import megatron_args
 from converters.carried import FOLDER, carried, carried_beside
 from converters.experts import is_fused, only_fused, unfuse
 from converters.legacy import LegacyCheckpoint
 from converters.open import open_checkpoint, open_megatron
 from converters.planner import DIALECTS, MCORE, dims_of, to_hf, to_megatron
+from quant.readers import ALL_READERS
 from verify.plain import plain
 
 if TYPE_CHECKING:
-    from quant.scheme import QuantScheme
+    from quant.scheme import Grid, QuantScheme, Search
 
 DTYPES: dict[str, torch.dtype | None] = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -54,6 +55,26 @@ class Written:
     dequantized: str | None = None
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """What the INT4 weights must fit: an INT4 checkpoint to pack the same as, readers that must agree, a tensor parallel size; and what computes them."""
+
+    like: Path | None
+    readers: Sequence[str]
+    tp: int | None
+    device: str
+
+
+@dataclass(frozen=True)
+class _Output:
+    """Where to write, with how many threads (None: one a core), and whether to replace what is there or to write nothing at all."""
+
+    path: Path
+    workers: int | None
+    overwrite: bool
+    dry_run: bool
+
+
 def convert(
     src: str | Path,
     dst: str | Path,
@@ -62,6 +83,11 @@ def convert(
     dtype: str = "auto",
     dialect: str | None = None,
     quantize: QuantScheme | None = None,
+    like: str | Path | None = None,
+    readers: Sequence[str] = ALL_READERS,
+    tp: int | None = None,
+    device: str = "cpu",
+    workers: int | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> Written:
@@ -69,12 +95,14 @@ def convert(
 
     `hf` names the HF directory that gives config, tokenizer and shard layout on the way back; without it, what was stored
     on the way there is used. `dialect` names Megatron's tensors: "mcore" (the default) as megatron-core does, "slime" as
-    slime's own modules do; on the way back it is told from the names. `quantize` (only on the way back) writes INT4 in the same pass. Raises CkptkitError for
-    anything wrong with the input; then nothing is left at `dst`.
+    slime's own modules do; on the way back it is told from the names. `quantize` (only on the way back) writes INT4 in the same pass;
+    `like`, `readers`, `tp` and `device` are as in `quantize`.
+    `workers` threads read, compute and write (None: one a core). Raises CkptkitError for anything wrong with the input; then nothing is
+    left at `dst`.
     """
     location = locate(src)
-    destination = Path(dst)
-    check_destination(destination, overwrite, [location.path, location.root / "hf", Path(hf) if hf else None])
+    output = _Output(Path(dst), workers, overwrite, dry_run)
+    check_destination(output.path, overwrite, [location.path, location.root / "hf", Path(hf) if hf else None])
     if dtype not in DTYPES:
         raise CkptkitError(f"unknown dtype {dtype!r}", f"choose one of {', '.join(DTYPES)}")
     if location.kind == "hf":
@@ -84,29 +112,82 @@ def convert(
             raise CkptkitError("Megatron holds no INT4 weights", "`ckptkit quantize` makes an INT4 HF checkpoint from an HF one")
         if (dialect or MCORE) not in DIALECTS:
             raise CkptkitError(f"unknown dialect {dialect!r}", f"choose one of {', '.join(DIALECTS)}")
-        return _hf_to_megatron(location, destination, DTYPES[dtype], dialect or MCORE, overwrite, dry_run)
+        return _hf_to_megatron(location, output, DTYPES[dtype], dialect or MCORE)
     if dialect:
         raise CkptkitError("--dialect is for the way to Megatron", "leave it out: on the way back the names tell it")
-    return _megatron_to_hf(location, destination, hf, DTYPES[dtype], quantize, overwrite, dry_run)
+    return _megatron_to_hf(location, output, hf, DTYPES[dtype], quantize, _Wanted(Path(like) if like else None, readers, tp, device))
 
 
-def quantize(src: str | Path, dst: str | Path, scheme: QuantScheme, *, overwrite: bool = False, dry_run: bool = False) -> Written:
-    """HF directory -> INT4 W4A16 HF directory (compressed-tensors pack-quantized), one tensor an expert. Errors as `convert`."""
+def quantize(
+    src: str | Path,
+    dst: str | Path,
+    scheme: QuantScheme,
+    *,
+    like: str | Path | None = None,
+    readers: Sequence[str] = ALL_READERS,
+    tp: int | None = None,
+    device: str = "cpu",
+    workers: int | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> Written:
+    """HF directory -> INT4 W4A16 HF directory (compressed-tensors pack-quantized), one tensor an expert. Errors as `convert`.
+
+    A quantized source is dequantized first; what one in INT4 has packed is packed again, less what the scheme ignores, and keeps its
+    scales where they still give its weights and the scheme has the same groups. `like`, an INT4 HF directory of the same model, says
+    what is packed, and gives scales in the same way. `readers` (of `quant.readers.READERS`) must agree on what is packed. `tp`: a
+    tensor parallel size that SGLang's kernels must be able to load. `device`, "cpu" or "cuda", computes; the bytes are the same.
+    """
     location = locate(src)
-    destination = Path(dst)
-    check_destination(destination, overwrite, [location.path])
+    output = _Output(Path(dst), workers, overwrite, dry_run)
+    check_destination(output.path, overwrite, [location.path])
     if location.kind != "hf":
         raise CkptkitError(f"{src} is a Megatron checkpoint", "`ckptkit convert SRC DST --quantize w4a16` exports and quantizes in one pass")
-    source = HfCheckpoint(location.path)
-    if is_quantized(source.config):
-        raise CkptkitError(f"{src} is quantized already (config.json has quantization_config)", "start from the unquantized release")
+    source = plain(location.path)
     view: Checkpoint = source
-    layout: Mapping[str, list[str]] = source.layout
+    layout: Mapping[str, list[str]] = _layout(source)
     if is_fused(source.specs):
         _refuse_int4(source.config)
         view = _viewed(source, str(src))
         layout = cut_shards(view.specs)
-    return _write_hf(view, layout, location.path, destination, scheme, overwrite, dry_run)
+    before = source.source if isinstance(source, View) else None
+    wanted = _Wanted(Path(like) if like else None, readers, tp, device)
+    written = _write_hf(view, layout, location.path, output, scheme, wanted, location, reference=_int4(before))
+    return replace(written, dequantized=_words(before.config)) if before is not None else written
+
+
+def _int4(source: Checkpoint | None) -> Checkpoint | None:
+    """The source, when it is in INT4."""
+    if source is None:
+        return None
+    from quant.requantize import recorded
+
+    return source if recorded(source.config) else None
+
+
+def int4_scheme(
+    reference: str | Path | None = None,
+    *,
+    group_size: int | Literal["channel"] | None = None,
+    grid: Grid | None = None,
+    symmetric: bool | None = None,
+    ignore: tuple[str, ...] = (),
+    search: Search = "none",
+    scale_dtype: torch.dtype | None = None,
+) -> QuantScheme:
+    """A scheme in which what is None is as in the INT4 HF checkpoint at `reference`, if it is one; else groups of 128, symmetric, qmax7.
+
+    What is asymmetric or searched is on the minmax grid, the only one that can be. Raises CkptkitError as `QuantScheme` does.
+    """
+    from quant.requantize import Recorded, recorded
+    from quant.scheme import QuantScheme
+
+    config = Path(reference) / "config.json" if reference else None
+    known = (recorded(read_json(config)) if config and config.exists() else None) or Recorded(128, True)
+    even = known.symmetric if symmetric is None else symmetric
+    chosen = grid or (known.grid if even and search == "none" else "minmax") or "qmax7"
+    size = known.group_size if group_size is None else None if group_size == "channel" else group_size
+    return QuantScheme(size, chosen, ignore, even, search, scale_dtype or known.scale_dtype)
 
 
 def _refuse_int4(config: Mapping[str, Any]) -> None:
@@ -117,25 +198,31 @@ def _refuse_int4(config: Mapping[str, Any]) -> None:
         )
 
 
-def _viewed(source: HfCheckpoint, where: str) -> Checkpoint:
+def _viewed(source: Checkpoint, where: str) -> Checkpoint:
     return View(source, unfuse(source.specs, source.config, where))
 
 
-def _hf_to_megatron(location: Location, destination: Path, dtype: torch.dtype | None, dialect: str, overwrite: bool, dry_run: bool) -> Written:
+def _hf_to_megatron(location: Location, output: _Output, dtype: torch.dtype | None, dialect: str) -> Written:
+    # Imported here because it brings torch.distributed with it, which takes a second.
+    from ckptkit.torch_dist_writer import TorchDistWriter
+
     source = plain(location.path)
     layout = _layout(source)
     view = to_megatron(source, str(location.path), dtype, dialect)
     args = megatron_args(dims_of(source.config), dialect) | _dtype_args(view)
-    if not dry_run:
-        with new_directory(destination, overwrite) as partial:
+    if not output.dry_run:
+        with new_directory(output.path, output.overwrite) as partial:
             (partial / "hf").mkdir()
             copy_side_files(location.path, partial / "hf")
             write_config(partial / "hf", source.config, view.specs)
-            write_manifest(partial, sys.argv, location.path, layout)
             if untouched := carried(source, str(location.path)):
                 _write_carried(untouched, partial / FOLDER)
-            copy(view, TorchDistWriter(partial, view.specs, args), "HF -> Megatron")
-    written = _written(location.path, destination, "megatron", view, layout)
+            # In the order in which it is written, which is also the order in which the way back will read it.
+            specs = {name: view.specs[name] for names in view.groups for name in names}
+            writer = Digested(TorchDistWriter(partial, specs, args))
+            copy(view, writer, "HF -> Megatron", output.workers)
+            _write_manifest(Location("megatron", partial / "release", partial), location, location.path, layout, writer)
+    written = _written(location.path, output.path, "megatron", view, layout)
     return replace(written, dequantized=_words(source.source.config)) if isinstance(source, View) else written
 
 
@@ -165,12 +252,11 @@ def _dtype_args(view: Checkpoint) -> dict[str, Any]:
 
 def _megatron_to_hf(
     location: Location,
-    destination: Path,
+    output: _Output,
     hf: str | Path | None,
     dtype: torch.dtype | None,
     scheme: QuantScheme | None,
-    overwrite: bool,
-    dry_run: bool,
+    wanted: _Wanted,
 ) -> Written:
     source = open_megatron(location, hf)
     layout = _layout(plain(source.hf_path)) if has_weights(source.hf_path) else stored_layout(location.root / MANIFEST)
@@ -182,32 +268,60 @@ def _megatron_to_hf(
     if untouched := carried_beside(source, location.root, plain):
         view = Joined(view, untouched)
     usable = layout if layout is not None and not (fused and scheme) else cut_shards(view.specs)
-    return _write_hf(view, usable, source.hf_path, destination, scheme, overwrite, dry_run)
+    return _write_hf(view, usable, source.hf_path, output, scheme, wanted, location)
 
 
 def _write_hf(
     view: Checkpoint,
     layout: Mapping[str, list[str]],
     side_files: Path,
-    destination: Path,
+    output: _Output,
     scheme: QuantScheme | None,
-    overwrite: bool,
-    dry_run: bool,
+    wanted: _Wanted,
+    source: Location,
+    reference: Checkpoint | None = None,
 ) -> Written:
     layout = layout_for(view, layout)
     if scheme is not None:
-        from quant.planner import quantized, quantized_layout
+        from quant.planner import packed_less, quantized, quantized_layout
 
-        plain = view
-        view = quantized(view, str(side_files), scheme)
-        layout = quantized_layout(layout, plain.specs, view.specs)
-    if not dry_run:
-        with new_directory(destination, overwrite) as partial:
+        before = view
+        like = HfCheckpoint(wanted.like) if wanted.like else None
+        names = like.specs if like else packed_less(reference.specs, scheme.ignore) if reference else None
+        view = quantized(view, str(side_files), scheme, reference=like or reference, like=names, tp=wanted.tp, readers=wanted.readers, device=wanted.device)
+        layout = quantized_layout(layout, before.specs, view.specs)
+    if not output.dry_run:
+        with new_directory(output.path, output.overwrite) as partial:
             copy_side_files(side_files, partial)
             write_config(partial, view.config, view.specs)
-            write_manifest(partial, sys.argv, side_files, dict(layout))
-            copy(view, SafetensorsWriter(partial, view.specs, layout), "writing HF")
-    return _written(side_files, destination, "hf", view, layout)
+            writer = Digested(SafetensorsWriter(partial, view.specs, layout))
+            copy(view, writer, "writing HF", output.workers)
+            _write_manifest(Location("hf", partial, partial), source, side_files, layout, writer)
+    return _written(side_files, output.path, "hf", view, layout)
+
+
+def _write_manifest(written: Location, source: Location, side_files: Path, layout: Mapping[str, list[str]], writer: Digested) -> None:
+    """The manifest of what has just been written, digests included, in the order of its names."""
+    more = {"source": side_files.name, "lineage": lineage_of(source), "hf_layout": dict(layout)}
+    tensors = {name: writer.tensors[name] for name in sorted(writer.tensors)}
+    write_manifest(written.root / MANIFEST, sys.argv, tensors, described_files(written, [written.root / FOLDER]), more)
+
+
+def make_manifest(path: str | Path, output: str | Path | None = None, *, hf: str | Path | None = None, workers: int | None = None) -> Path:
+    """Reads the checkpoint at `path`, HF or Megatron, and writes a manifest of it: to `output`, or `ckptkit.json` at its root. Returns where.
+
+    A manifest that has digests already is never replaced: `verify` compares with it. One without them, from an earlier version, is
+    completed. Raises CkptkitError where the checkpoint cannot be opened or read.
+    """
+    location = locate(path)
+    target = Path(output) if output else location.root / MANIFEST
+    before = read_json(target) if target.exists() else {}
+    if "tensors" in before or (output and target.exists()):
+        raise CkptkitError(f"{target} exists already", f"compare with it: `ckptkit verify {path} --manifest {target}`; or choose another --output")
+    known: dict[str, Any] = {key: before[key] for key in ("source", "lineage", "hf_layout") if key in before}
+    tensors = digests_of(open_checkpoint(path, hf=hf), workers)
+    write_manifest(target, before.get("command", sys.argv), tensors, described_files(location, [location.root / FOLDER]), known)
+    return target
 
 
 def _written(source: Path, destination: Path, kind: str, view: Checkpoint, layout: Mapping[str, list[str]]) -> Written:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptkit.errors import CkptkitError
+from ckptkit.formats import locate
+from ckptkit.readahead import reading_ahead
+from quant.readers import ALL_READERS
 
 if TYPE_CHECKING:
     from ckptkit.api import Written
     from verify.report import Report
 
+# Where they are installed transformers imports them, for losses, images and quantizers: a second and a half for what is not used here.
+_NOT_NEEDED = ("scipy", "torchao", "torchvision")
+
+_workers = click.option("--workers", type=click.IntRange(1), help="Threads that read, compute and write. [default: one a core]")
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace what is at DST, once the new one is whole.")
 _dry_run = click.option("--dry-run", is_flag=True, help="Check everything and print the plan; write nothing.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
@@ -24,6 +34,26 @@ _sizes = [
     click.option(f"--{name}", default=1, show_default=True, type=click.IntRange(1), help=f"{what} parallel size to verify with.")
     for name, what in (("tp", "Tensor"), ("pp", "Pipeline"), ("ep", "Expert"))
 ]
+
+
+def _usable(context: click.Context, parameter: click.Parameter, paths: tuple[Path, ...]) -> tuple[Path, ...]:
+    """Refuses a report that could not be written before the work is done whose outcome it would hold."""
+    from verify.reports import fault_of
+
+    for path in paths:
+        if (fault := fault_of(path)) is not None:
+            raise click.BadParameter(fault)
+    return paths
+
+
+_reports = click.option(
+    "--report",
+    "reports",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    callback=_usable,
+    help="Also write the report to this file: .json, .md, .xml (JUnit), .sarif or .html. Repeatable.",
+)
 
 
 def _parallel(command: Any) -> Any:
@@ -34,14 +64,35 @@ def _parallel(command: Any) -> Any:
 
 def _int4(command: Any) -> Any:
     options = [
-        click.option("--group-size", default="128", show_default=True, type=click.Choice(["32", "64", "128"]), help="Weights that share a scale."),
+        click.option(
+            "--group-size",
+            type=click.Choice(["32", "64", "128", "channel"]),
+            help="Weights that share a scale; channel: a whole row. [default: as an INT4 source has it, or 128]",
+        ),
         click.option(
             "--grid",
-            default="qmax7",
-            show_default=True,
             type=click.Choice(["qmax7", "minmax"]),
-            help="Scale: absmax/7 (slime's QAT, Kimi) or absmax/7.5 (compressed-tensors).",
+            help="Scale: absmax/7 (slime's QAT, Kimi) or absmax/7.5 (compressed-tensors). [default: as ckptkit recorded it in an INT4 source, or qmax7]",
         ),
+        click.option("--asymmetric", is_flag=True, default=None, help="A zero point for each scale; on the minmax grid."),
+        click.option(
+            "--search",
+            default="none",
+            show_default=True,
+            type=click.Choice(["none", "mse"]),
+            help="mse: clip the largest weights where that rounds the others less; on the minmax grid.",
+        ),
+        click.option(
+            "--scale-dtype",
+            default="auto",
+            show_default=True,
+            type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+            help="What scales are stored in; auto: the weight's own dtype.",
+        ),
+        click.option("--like", type=click.Path(path_type=Path), help="INT4 checkpoint of the same model: pack what it has packed."),
+        click.option("--tp", type=click.IntRange(1), help="Tensor parallel size that SGLang's INT4 kernels must be able to load."),
+        click.option("--reader", "readers", multiple=True, type=click.Choice(ALL_READERS), help="Who must agree on what is packed. Repeatable. [default: all]"),
+        click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]), help="What computes; the bytes are the same."),
         click.option("--ignore", multiple=True, help="More modules to leave as they are: a module name, or `re:` and a regex. Repeatable."),
     ]
     for option in reversed(options):
@@ -64,6 +115,7 @@ def cli(debug: bool) -> None:
 @click.option("--dialect", type=click.Choice(["mcore", "slime"]), help="Names of Megatron's tensors: megatron-core's own (the default) or slime's modules.")
 @click.option("--quantize", "quantization", type=click.Choice(["w4a16"]), help="Megatron -> INT4 HF in one pass.")
 @_int4
+@_workers
 @_overwrite
 @_dry_run
 @_json
@@ -74,41 +126,87 @@ def convert(
     dtype: str,
     dialect: str | None,
     quantization: str | None,
-    group_size: str,
-    grid: str,
-    ignore: tuple[str, ...],
+    workers: int | None,
     overwrite: bool,
     dry_run: bool,
     as_json: bool,
+    **int4: Any,
 ) -> None:
     """Convert SRC to DST. An HF directory becomes Megatron torch_dist; a Megatron root, release/ or iter_*/ becomes HF.
 
     A quantized release (FP8, MXFP4, INT4) is dequantized on the way to Megatron.
     """
-    from ckptkit.api import convert as run
+    with _started(src, dry_run):
+        from ckptkit.api import convert as run
 
-    scheme = _scheme(group_size, grid, ignore) if quantization else None
-    _print_written(run(src, dst, hf=hf, dtype=dtype, dialect=dialect, quantize=scheme, overwrite=overwrite, dry_run=dry_run), dry_run, as_json)
+        wanted = _wanted(int4)
+        scheme = _scheme(wanted["like"], **int4) if quantization else None
+        names = {"hf": hf, "dtype": dtype, "dialect": dialect, "quantize": scheme, **wanted}
+        written = run(src, dst, **names, workers=workers, overwrite=overwrite, dry_run=dry_run)
+    _print_written(written, dry_run, as_json)
 
 
 @cli.command()
 @click.argument("src", type=click.Path(path_type=Path))
 @click.argument("dst", type=click.Path(path_type=Path))
 @_int4
+@_workers
 @_overwrite
 @_dry_run
 @_json
-def quantize(src: Path, dst: Path, group_size: str, grid: str, ignore: tuple[str, ...], overwrite: bool, dry_run: bool, as_json: bool) -> None:
-    """Quantize the HF checkpoint SRC to INT4 W4A16 (compressed-tensors pack-quantized) at DST."""
-    from ckptkit.api import quantize as run
+def quantize(src: Path, dst: Path, workers: int | None, overwrite: bool, dry_run: bool, as_json: bool, **int4: Any) -> None:
+    """Quantize the HF checkpoint SRC to INT4 W4A16 (compressed-tensors pack-quantized) at DST.
 
-    _print_written(run(src, dst, _scheme(group_size, grid, ignore), overwrite=overwrite, dry_run=dry_run), dry_run, as_json)
+    A quantized release (FP8, MXFP4, INT4) is dequantized first; an INT4 one keeps its scales where they still give its weights.
+    """
+    with _started(src, dry_run):
+        from ckptkit.api import quantize as run
+
+        wanted = _wanted(int4)
+        written = run(src, dst, _scheme(wanted["like"] or src, **int4), **wanted, workers=workers, overwrite=overwrite, dry_run=dry_run)
+    _print_written(written, dry_run, as_json)
 
 
-def _scheme(group_size: str, grid: str, ignore: tuple[str, ...]) -> Any:
-    from quant.scheme import QuantScheme
+def _started(src: Path, dry_run: bool) -> AbstractContextManager[None]:
+    """Makes the most of the seconds that imports take: there are fewer, and meanwhile the weights at SRC are read, unless none are needed."""
+    for name in _NOT_NEEDED:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's own way to say that a module is not there
+    path = locate(src).path
+    return reading_ahead([] if dry_run else _weights(path))
 
-    return QuantScheme(int(group_size), "minmax" if grid == "minmax" else "qmax7", ignore)
+
+def _reading(checkpoint: Path, source: Path | None) -> AbstractContextManager[None]:
+    """While `verify` is being imported the weights of both sides are read, a file of each in turn, as they will be compared."""
+    sides = [_weights(path) for path in (checkpoint, source) if path]
+    return reading_ahead([file for files in zip_longest(*sides) for file in files if file])
+
+
+def _weights(path: Path) -> list[Path]:
+    # Why there is no checkpoint here is for the command itself to say.
+    with suppress(CkptkitError):
+        path = locate(path).path
+    return sorted([*path.glob("*.safetensors"), *path.glob("*.distcp")])
+
+
+def _wanted(options: dict[str, Any]) -> dict[str, Any]:
+    """Takes out of the options of `_int4` those that say whom the weights are for."""
+    return {name: options.pop(name) for name in ("like", "tp", "device")} | {"readers": options.pop("readers") or ALL_READERS}
+
+
+def _scheme(reference: Path | None, **options: Any) -> Any:
+    """The scheme asked for; what is not said is as in the INT4 checkpoint at `reference`, if there is one."""
+    from ckptkit.api import DTYPES, int4_scheme
+
+    size = options["group_size"]
+    return int4_scheme(
+        reference,
+        group_size="channel" if size == "channel" else int(size) if size else None,
+        grid=options["grid"],
+        symmetric=False if options["asymmetric"] else None,
+        ignore=options["ignore"],
+        search=options["search"],
+        scale_dtype=DTYPES[options["scale_dtype"]],
+    )
 
 
 def _print_written(written: Written, dry_run: bool, as_json: bool) -> None:
@@ -172,15 +270,46 @@ def _short(value: Any) -> str:
 
 
 @cli.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--reader", "readers", multiple=True, type=click.Choice(ALL_READERS), help="Who must agree on what is packed. Repeatable. [default: all]")
+@click.option("--fix", is_flag=True, help="Write the list that all readers take alike into config.json; the original stays as config.json.orig.")
+@_json
+def lint(path: Path, readers: tuple[str, ...], fix: bool, as_json: bool) -> None:
+    """Say how every reader takes the `ignore` list of the INT4 checkpoint at PATH; a lone config.json is enough. Reads no weights."""
+    from quant.lint import lint as run
+    from quant.lint_text import lines
+
+    report = run(path, readers=readers or ALL_READERS, fix=fix)
+    click.echo(json.dumps(report.to_json(), indent=2) if as_json else "\n".join(lines(report)))
+    if report.failed and not report.fixed:
+        raise SystemExit(1)
+
+
+@cli.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--output", type=click.Path(path_type=Path), help="Where to write it. [default: ckptkit.json at the root of PATH]")
+@click.option("--hf", type=click.Path(path_type=Path), help="HF directory with the config of a Megatron checkpoint that does not carry it.")
+@_workers
+def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | None) -> None:
+    """Write a digest of every tensor and side file of PATH, HF or Megatron: `verify --manifest` proves a copy with it, with no source."""
+    with _reading(path, None):
+        from ckptkit.api import make_manifest as run
+
+        written = run(path, output, hf=hf, workers=workers)
+    click.echo(str(written))
+
+
+@cli.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--source", type=click.Path(path_type=Path), help="What it was made from, HF or Megatron: every value is compared.")
 @click.option("--hf", type=click.Path(path_type=Path), help="HF directory with the config of a Megatron checkpoint that does not carry it.")
 @click.option("--against-megatron", is_flag=True, help="Load it into real Megatron, one process a rank, and compare every parameter.")
 @click.option("--against-sglang", is_flag=True, help="Load it into the real SGLang model class and compare every parameter.")
+@click.option("--manifest", type=click.Path(path_type=Path), help="A ckptkit.json kept apart: every tensor and side file is compared with its digest.")
 @_parallel
 @click.option("--etp", type=click.IntRange(1), help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]")
 @click.option("--vpp", default=1, show_default=True, type=click.IntRange(1), help="Virtual pipeline stages a rank.")
-@click.option("--report", "reports", multiple=True, type=click.Path(path_type=Path), help="Also write the report to this .json file. Repeatable.")
+@_reports
 @click.option("--strict", is_flag=True, help="Exit 1 when a check was skipped.")
 @_json
 def verify(
@@ -189,6 +318,7 @@ def verify(
     hf: Path | None,
     against_megatron: bool,
     against_sglang: bool,
+    manifest: Path | None,
     tp: int,
     pp: int,
     ep: int,
@@ -199,16 +329,12 @@ def verify(
     as_json: bool,
 ) -> None:
     """Prove CHECKPOINT: files, values, quantization, and what real Megatron and real SGLang make of it."""
-    from verify.run import verify as run
-
-    for path in reports:
-        if path.suffix != ".json" or path.is_dir() or not path.absolute().parent.is_dir():
-            raise click.BadParameter(f"{path}: must be a .json file in a directory that is there", param_hint="--report")
     against = frozenset(name for name, wanted in (("megatron", against_megatron), ("sglang", against_sglang)) if wanted)
-    report = run(checkpoint, source=source, hf=hf, tp=tp, pp=pp, ep=ep, etp=etp, vpp=vpp, against=against, command=sys.argv)
-    for path in reports:
-        path.write_text(json.dumps(report.to_json(), indent=2) + "\n")
-    _print_report(report, as_json, strict)
+    with _reading(checkpoint, source):
+        from verify.run import verify as run
+
+        report = run(checkpoint, source=source, hf=hf, tp=tp, pp=pp, ep=ep, etp=etp, vpp=vpp, against=against, command=sys.argv, manifest=manifest)
+    _print_report(report, as_json, strict, reports)
 
 
 @cli.command()
@@ -217,6 +343,7 @@ def verify(
 @click.option("--ref-load", type=click.Path(path_type=Path), help="What the reference model loads.")
 @click.option("--ckpt-step", type=click.IntRange(0), help="The iteration to load instead of the latest.")
 @_parallel
+@_reports
 @click.option("--strict", is_flag=True, help="Exit 1 when a check was skipped.")
 @_json
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- LAUNCH ARGUMENTS]")
@@ -228,6 +355,7 @@ def preflight(
     tp: int,
     pp: int,
     ep: int,
+    reports: tuple[Path, ...],
     strict: bool,
     as_json: bool,
     arguments: tuple[str, ...],
@@ -243,16 +371,22 @@ def preflight(
     if arguments and not arguments[0].startswith("-"):
         raise click.UsageError(f"unexpected argument {arguments[0]!r}; launch arguments come behind --")
     report = run(hf_checkpoint=hf_checkpoint, load=load, ref_load=ref_load, ckpt_step=ckpt_step, tp=tp, pp=pp, ep=ep, arguments=arguments)
-    _print_report(report, as_json, strict)
+    _print_report(report, as_json, strict, reports)
 
 
-def _print_report(report: Report, as_json: bool, strict: bool) -> None:
+def _print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Path, ...]) -> None:
     from verify.render import render
+    from verify.reports import write_report
 
-    if as_json:
-        click.echo(json.dumps(report.to_json(), indent=2))
-    else:
-        render(report)
+    try:
+        for path in reports:
+            write_report(report, path)
+    finally:
+        # What was found is said even where the disk is full.
+        if as_json:
+            click.echo(json.dumps(report.to_json(), indent=2))
+        else:
+            render(report)
     skipped = [check.code for check in report.checks if check.status == "skipped"]
     if strict and skipped:
         click.echo(f"--strict: skipped {', '.join(skipped)}", err=True)
@@ -272,6 +406,8 @@ def explain(code: str) -> None:
 def main() -> None:
     """Entry point of the `ckptkit` command."""
     debug = "--debug" in sys.argv
+    # Headers of large models are a million objects that live to the end: looking through all of them again and again takes half of the time.
+    gc.set_threshold(200_000, 10, 10)
     try:
         result = cli.main(standalone_mode=False)
         sys.exit(result if isinstance(result, int) else 0)

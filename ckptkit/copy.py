@@ -6,28 +6,72 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
 from ckptkit.checkpoint import Checkpoint, CheckpointWriter
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import TRACKER
+from ckptkit.plan import footprint
 from ckptkit.progress import progress
 
+IN_FLIGHT = 512 << 20  # bytes of groups that are read, computed or written at one time
 
-def copy(source: Checkpoint, writer: CheckpointWriter, label: str) -> None:
-    """Writes every tensor of `source`, group by group; on any error the writer discards what it has."""
+
+def copy(source: Checkpoint, writer: CheckpointWriter, label: str, workers: int | None = None) -> None:
+    """Writes every tensor of `source`; on any error the writer discards what it has.
+
+    `workers` threads (None: one a core) each take a group from reading to writing, groups in order. What is written does not
+    depend on how many there are.
+    """
     try:
         with progress(label, sum(spec.nbytes for spec in source.specs.values())) as advance:
-            for names in source.groups:
-                for name, tensor in source.read(names).items():
-                    writer.write(name, tensor)
-                    advance(tensor.nbytes)
+            for done in _copied(source, writer, workers or cores()):
+                advance(done)
         writer.finish()
     except BaseException:
         writer.discard()
         raise
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _copied(source: Checkpoint, writer: CheckpointWriter, workers: int) -> Iterator[int]:
+    """Moves all groups, at most IN_FLIGHT bytes of them at a time, or one. Yields the bytes of each that has been written."""
+
+    def move(names: Sequence[str]) -> int:
+        tensors = source.read(names)
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    pool = ThreadPoolExecutor(workers, "ckptkit-copy")
+    running: dict[Future[int], int] = {}
+    try:
+        for names in source.groups:
+            size = footprint(source, names)
+            # One group more than there are workers, so that none waits for this thread.
+            while running and (len(running) > workers or sum(running.values()) + size > IN_FLIGHT):
+                yield from _finished(running)
+            running[pool.submit(move, names)] = size
+        while running:
+            yield from _finished(running)
+    finally:
+        # What is running ends first: the writer must not be closed under it.
+        pool.shutdown(cancel_futures=True)
+
+
+def _finished(running: dict[Future[int], int]) -> list[int]:
+    """Waits until a group is written, and takes it off `running`. Raises what a worker raised."""
+    done, _ = wait(running, return_when=FIRST_COMPLETED)
+    for future in done:
+        del running[future]
+    return [future.result() for future in done]
 
 
 def check_destination(path: Path, overwrite: bool, sources: Iterable[Path | None] = ()) -> None:

@@ -24,8 +24,8 @@ from ckptkit.safetensors_io import INDEX, HfCheckpoint, SafetensorsWriter, cut_s
 from ckptkit.specs import TensorSpec
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
 from ckptkit.torch_dist_writer import TorchDistWriter
-from quant.grids import quantize
-from quant.packing import pack
+from quant.kernels import quantize_pack
+from quant.scheme import QuantScheme
 
 # A GLM-4.5 in small: 12 layers, the first 2 dense, 12 routed experts and a shared one, router bias in fp32.
 MOE = {
@@ -85,9 +85,9 @@ def pack_routers(path: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in source.read(list(source.specs)).items():
         if name.endswith(".mlp.gate.weight"):
-            codes, scale = quantize(tensor, 32, "qmax7")
+            (packed,) = quantize_pack([tensor], QuantScheme(32, "qmax7"), [name])
             base = name.removesuffix("weight")
-            tensors |= {base + "weight_packed": pack(codes), base + "weight_scale": scale, base + "weight_shape": torch.tensor(tensor.shape)}
+            tensors |= {base + "weight_packed": packed.words, base + "weight_scale": packed.scale, base + "weight_shape": torch.tensor(tensor.shape)}
         else:
             tensors[name] = tensor
     for file in [*path.glob("*.safetensors"), path / INDEX]:

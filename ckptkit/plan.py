@@ -100,9 +100,16 @@ class View:
             outputs.setdefault(key, []).extend(spec.name for spec in step.outputs)
         return [tuple(outputs[key]) for key in sorted(outputs)]
 
+    def _steps(self, names: Sequence[str]) -> Collection[Step]:
+        return {id(step): step for step in (self._step_of[name] for name in names)}.values()
+
+    def inputs(self, names: Sequence[str]) -> list[str]:
+        """What is read of the source to make these."""
+        return list(dict.fromkeys(name for step in self._steps(names) for name in step.inputs))
+
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        steps = {id(step): step for step in (self._step_of[name] for name in names)}.values()
-        inputs = self.source.read(list(dict.fromkeys(name for step in steps for name in step.inputs)))
+        steps = self._steps(names)
+        inputs = self.source.read(self.inputs(names))
         wanted = set(names)
         found: dict[str, Tensor] = {}
         for step in steps:
@@ -111,6 +118,12 @@ class View:
                 if spec.name in wanted:
                     found[spec.name] = checked(spec, tensor)
         return found
+
+
+def footprint(checkpoint: Checkpoint, names: Sequence[str]) -> int:
+    """Bytes of these tensors, and of all that is read to make them."""
+    made = sum(checkpoint.specs[name].nbytes for name in names)
+    return made + (footprint(checkpoint.source, checkpoint.inputs(names)) if isinstance(checkpoint, View) else 0)
 
 
 def checked(spec: TensorSpec, tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import other_weights
+from ckptkit.raw import bytes_of, read_at, write_at
 from ckptkit.specs import CODE_OF_DTYPE, DTYPE_OF_CODE, TensorSpec, summarize
 
 INDEX = "model.safetensors.index.json"
@@ -37,14 +38,16 @@ class Shard:
     metadata: Mapping[str, str]
 
     def read(self, name: str) -> Tensor:
-        """One tensor, read with plain reads so that no page of the file stays mapped."""
+        """One tensor, read with plain reads, not mapped: a file that is cut meanwhile, or a bad sector, is an error and no signal."""
         spec = self.specs[name]
-        tensor = torch.empty(spec.nbytes, dtype=torch.uint8)
-        with self.path.open("rb") as file:
-            file.seek(self.offsets[name])
-            if file.readinto(memoryview(tensor.numpy())) != spec.nbytes:  # type: ignore[arg-type]
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            if read_at(descriptor, bytes_of(tensor), self.offsets[name]) != spec.nbytes:
                 raise CkptkitError(f"{self.path}: {name} ends before its {spec.nbytes} bytes", "the file is truncated; copy or download it again")
-        return tensor.view(spec.dtype).reshape(spec.shape)
+        finally:
+            os.close(descriptor)
+        return tensor
 
 
 def read_shard(path: Path) -> Shard:
@@ -99,7 +102,7 @@ def parse_entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
 
 
 def _integers(name: str, values: Any) -> list[int]:
-    if not isinstance(values, list) or not all(type(value) is int for value in values):
+    if not isinstance(values, list) or not {int}.issuperset(map(type, values)):
         raise ValueError(f"its header entry for {name} has {values} where whole numbers must be")
     return values
 
@@ -136,8 +139,9 @@ def shard_names(root: Path) -> dict[str, str] | None:
     weight_map = read_json(root / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CkptkitError(f"{root / INDEX} has no weight_map of names to files", "restore it from the release")
-    for name, file in weight_map.items():
+    for file in set(weight_map.values()):
         if Path(file).name != file or file in {"", ".", ".."}:
+            name = next(name for name, home in weight_map.items() if home == file)
             raise CkptkitError(f"{root / INDEX} puts {name} into {file!r}, which is not a file of this directory", "restore the index from the release")
     return weight_map
 
@@ -191,7 +195,7 @@ class HfCheckpoint:
 
 
 class SafetensorsWriter:
-    """Writes shards into a directory, tensors in any order, each straight to its place; the index comes last.
+    """Writes shards into a directory, tensors in any order and from any thread, each straight to its place; the index comes last.
 
     `layout` says which tensors go into which file. One file named model.safetensors needs no index.
     """
@@ -218,7 +222,7 @@ class SafetensorsWriter:
         for spec in specs:
             self._place[spec.name] = file, start + header[spec.name]["data_offsets"][0]
         descriptor = os.open(self._root / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        _write_all(descriptor, len(text).to_bytes(8, "little") + text, 0)
+        write_at(descriptor, len(text).to_bytes(8, "little") + text, 0)
         os.truncate(descriptor, start + end)
         return descriptor
 
@@ -228,8 +232,7 @@ class SafetensorsWriter:
             raise CkptkitError(f"{spec} cannot be written as {list(tensor.shape)} {tensor.dtype}, or is written twice")
         self._left.remove(name)
         file, offset = self._place[name]
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
-        _write_all(self._files[file], memoryview(flat.numpy()), offset)  # type: ignore[arg-type]
+        write_at(self._files[file], bytes_of(tensor.contiguous()), offset)
 
     def finish(self) -> None:
         if self._left:
@@ -246,13 +249,6 @@ class SafetensorsWriter:
     def discard(self) -> None:
         for descriptor in self._files.values():
             os.close(descriptor)
-
-
-def _write_all(descriptor: int, content: bytes | memoryview, offset: int) -> None:
-    view = memoryview(content)
-    while view:
-        written = os.pwrite(descriptor, view[: 1 << 30], offset)
-        view, offset = view[written:], offset + written
 
 
 def cut_shards(specs: Mapping[str, TensorSpec], limit: int = 5_000_000_000) -> dict[str, list[str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +91,6 @@ def main_dtype(specs: Mapping[str, TensorSpec]) -> str | None:
         if spec.dtype in (torch.float32, torch.bfloat16, torch.float16):
             sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.nbytes
     return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.") if sizes else None
-
-
-def write_manifest(target: Path, command: list[str], source: Path, layout: Mapping[str, list[str]]) -> None:
-    """`ckptkit.json`: which version wrote this, from what, and which HF tensor stands in which HF shard."""
-    content = {"schema": "ckptkit-manifest/1", "version": version("ckptkit"), "command": command, "source": source.name, "hf_layout": layout}
-    (target / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def stored_layout(manifest: Path) -> dict[str, list[str]] | None:

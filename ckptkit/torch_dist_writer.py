@@ -6,13 +6,16 @@ Format: torch.distributed.checkpoint (DCP) blobs in `.distcp` files, a pickled D
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import pickle
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +30,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckptkit.blob import STORAGE_OF_DTYPE
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import TRACKER
+from ckptkit.raw import write_at
+from ckptkit.saved_tensor import SavedLayout
 from ckptkit.specs import TensorSpec, summarize
 from ckptkit.torch_dist_names import disk_key, extra_states, norm_alias, rows_apart
 
@@ -39,8 +45,24 @@ CONTENT_METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": Fa
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a tensor that Megatron stores under one key, and the bytes that are theirs."""
+
+    key: str
+    expert: int | None
+    rows: int | None
+    saved: SavedLayout
+    file: int
+    offset: int
+
+
 class TorchDistWriter:
-    """Writes `root/release/` and, last of all, the tracker file of `root`. `args` become the stored training arguments."""
+    """Writes `root/release/` and, last of all, the tracker file of `root`. `args` become the stored training arguments.
+
+    Where each tensor lies follows from `specs` alone, so that several threads may write, and what they write is always the same.
+    Raises CkptkitError for a dtype that the format has no name for, and for experts of one layer in several dtypes.
+    """
 
     def __init__(self, root: Path, specs: Mapping[str, TensorSpec], args: Mapping[str, Any]) -> None:
         self._root = root
@@ -49,53 +71,48 @@ class TorchDistWriter:
         self._specs = specs
         self._args = args
         self._experts: dict[str, int] = defaultdict(int)
-        for name in specs:
-            key, expert = disk_key(name)
-            if expert is not None:
-                self._experts[key] = max(self._experts[key], expert + 1)
         self._left = set(specs)
         self._chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
         self._dtypes: dict[str, torch.dtype] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
-        self._files = 0
-        self._file: BinaryIO = self._next_file()
+        self._end = [0]
+        self._parts = {name: self._place(spec) for name, spec in specs.items()}
+        self._files = [os.open(self._path / _file(index), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644) for index in range(len(self._end))]
 
-    def _next_file(self) -> BinaryIO:
-        file = (self._path / f"__0_{self._files}.distcp").open("xb")
-        self._files += 1
-        return file
+    def _place(self, spec: TensorSpec) -> list[_Part]:
+        if spec.dtype not in STORAGE_OF_DTYPE:
+            raise CkptkitError(f"{spec} has a dtype that no Megatron checkpoint holds", "give --dtype, or start from a release in bfloat16")
+        key, expert = disk_key(spec.name)
+        if expert is not None:
+            self._experts[key] = max(self._experts[key], expert + 1)
+        if self._dtypes.setdefault(key, spec.dtype) != spec.dtype:
+            raise CkptkitError(f"{spec}: the other experts of this layer are {self._dtypes[key]}", "give --dtype or cast the source first")
+        apart = rows_apart(key, self._args)
+        return [self._place_part(spec, part, expert, rows) for part, rows in (apart.items() if apart else [(key, None)])]
 
-    def _append(self, value: Any) -> _StorageInfo:
-        if self._file.tell() > _FILE_LIMIT:
-            self._file.close()
-            self._file = self._next_file()
-        start = self._file.tell()
-        _save(value, self._file)
-        return _StorageInfo(Path(self._file.name).name, start, self._file.tell() - start)
+    def _place_part(self, spec: TensorSpec, key: str, expert: int | None, rows: int | None) -> _Part:
+        shape = spec.shape if rows is None else (rows, *spec.shape[1:])
+        sizes = torch.Size(shape if expert is None else (1, *shape))
+        offsets = torch.Size([0] * len(shape) if expert is None else [expert] + [0] * len(shape))
+        saved = SavedLayout.of(sizes, spec.dtype)
+        if self._end[-1] > _FILE_LIMIT:
+            self._end.append(0)
+        part = _Part(key, expert, rows, saved, len(self._end) - 1, self._end[-1])
+        self._end[-1] += saved.size
+        self._dtypes[key] = spec.dtype
+        self._storage[MetadataIndex(key, offsets, len(self._chunks[key]))] = _StorageInfo(_file(part.file), part.offset, saved.size)
+        self._chunks[key].append(ChunkStorageMetadata(offsets, sizes))
+        return part
 
     def write(self, name: str, tensor: Tensor) -> None:
         spec = self._specs[name]
         if name not in self._left or tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
             raise CkptkitError(f"{spec} cannot be written as {list(tensor.shape)} {tensor.dtype}, or is written twice")
         self._left.remove(name)
-        key, expert = disk_key(name)
-        if self._dtypes.setdefault(key, spec.dtype) != spec.dtype:
-            raise CkptkitError(f"{spec}: the other experts of this layer are {self._dtypes[key]}", "give --dtype or cast the source first")
-        parts = rows_apart(key, self._args)
-        for part, rows in zip(parts, torch.split(tensor, list(parts.values())), strict=True) if parts else [(key, tensor)]:
-            self._dtypes[part] = spec.dtype
-            self._write(part, expert, rows)
-
-    def _write(self, key: str, expert: int | None, tensor: Tensor) -> None:
-        whole = tensor if expert is None else tensor.unsqueeze(0)
-        offsets = torch.Size([0] * whole.dim() if expert is None else [expert] + [0] * tensor.dim())
-        # A view would be saved with all of its storage.
-        whole = whole.clone() if whole.untyped_storage().nbytes() != whole.nbytes else whole
-        self._record(key, offsets, whole.shape, self._append(whole.contiguous()))
-
-    def _record(self, key: str, offsets: torch.Size, sizes: torch.Size, info: _StorageInfo) -> None:
-        self._storage[MetadataIndex(key, offsets, len(self._chunks[key]))] = info
-        self._chunks[key].append(ChunkStorageMetadata(offsets, sizes))
+        parts = self._parts[name]
+        apart = [part.rows for part in parts if part.rows is not None]
+        for part, rows in zip(parts, torch.split(tensor, apart) if apart else [tensor], strict=True):
+            part.saved.write(self._files[part.file], part.offset, rows)
 
     def finish(self) -> None:
         if self._left:
@@ -105,19 +122,24 @@ class TorchDistWriter:
             if alias := norm_alias(key, entries.keys()):
                 entries[alias] = entries[key]
                 self._storage[MetadataIndex(alias, torch.Size([0]), 0)] = self._storage[MetadataIndex(key, torch.Size([0]), 0)]
-        nothing = self._append([None])
+        nothing = self._append_nothing()
         for key in extra_states(self._specs, max(self._experts.values(), default=1)):
             entries[key] = BytesStorageMetadata()
             self._storage[MetadataIndex(key)] = nothing
-        self._file.close()
+        self._close()
         metadata = Metadata(entries, planner_data=None, storage_data=self._storage, storage_meta=StorageMeta())
         with (self._path / ".metadata").open("wb") as file:
             pickle.dump(metadata, file)
         common = {"args": Namespace(**self._args), "checkpoint_version": 3.0, "iteration": 0, "content_metadata": dict(CONTENT_METADATA)}
-        with (self._path / "common.pt").open("wb") as file:
-            _save(common, file)
+        (self._path / "common.pt").write_bytes(_saved(common))
         (self._path / "metadata.json").write_text(json.dumps(BACKEND))
         (self._root / TRACKER).write_text("release")
+
+    def _append_nothing(self) -> _StorageInfo:
+        """The object that stands for every `_extra_state`."""
+        content = _saved([None])
+        write_at(self._files[-1], content, self._end[-1])
+        return _StorageInfo(_file(len(self._files) - 1), self._end[-1], len(content))
 
     def _tensor_entry(self, key: str) -> TensorStorageMetadata:
         chunks = self._chunks[key]
@@ -126,14 +148,19 @@ class TorchDistWriter:
         return TensorStorageMetadata(TensorProperties(dtype=self._dtypes[key]), size, chunks)
 
     def discard(self) -> None:
-        self._file.close()
+        self._close()
+
+    def _close(self) -> None:
+        for descriptor in self._files:
+            os.close(descriptor)
+        self._files = []
 
 
-def _save(value: Any, file: BinaryIO) -> None:
-    try:
-        torch.save(value, file)
-    except RuntimeError as error:
-        # torch closes its zip on the way out, and that fails too: a full disk or ctrl-C is the context, not the error.
-        if error.__context__ is not None:
-            raise error.__context__ from None
-        raise
+def _file(index: int) -> str:
+    return f"__0_{index}.distcp"
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

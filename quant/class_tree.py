@@ -2,40 +2,52 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ckptkit.errors import CkptkitError
-
-_FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+from quant.released import Draft, Released, released
+from quant.sglang_classes import CLASSES, Dense
 
 
 @dataclass(frozen=True)
 class ClassTree:
-    """Module names of a model, with one name an expert and projection, as checkpoints spell them.
+    """Modules of a model by the names of its release, with one name an expert and projection.
 
-    `linears`: every nn.Linear. Of these, `head` is the output embedding and `gates` stand directly beside the routed experts:
-    they choose or weigh experts, and no INT4 reader packs either. `others`: modules of another class whose `weight` has two or
-    more axes, with that class. `draft_layers`: numbers of the multi-token prediction layers, for which transformers has no classes.
+    `linears`: every nn.Linear of the language model. Of these, `head` is the output embedding and `gates` stand directly beside
+    the routed experts: they choose or weigh experts, and no INT4 reader packs either. `experts`: the projections of routed
+    experts, with the module that holds them all (`….experts`). `others`: modules of another class whose `weight` has two or more
+    axes, with that class. `drafts`: multi-token prediction layers, for which transformers has no classes. `outside`: beginnings
+    of modules that are no part of the language model. `dense`: what SGLang's class cannot hold as INT4.
     """
 
     linears: frozenset[str]
     head: str
     gates: frozenset[str]
+    experts: Mapping[str, str]
     others: Mapping[str, str]
-    draft_layers: range
+    drafts: tuple[Draft, ...] = ()
+    outside: tuple[str, ...] = ()
+    dense: tuple[Dense, ...] = ()
 
     @cached_property
     def packable(self) -> frozenset[str]:
         """Modules that may be INT4."""
-        return self.linears - self.gates - {self.head}
+        return frozenset(name for name in self.linears if self.reason_to_keep(name) is None)
+
+    @cached_property
+    def tails(self) -> frozenset[str]:
+        """Names of Linear layers inside a decoder layer, with expert numbers left out."""
+        return frozenset(tail(name) for name in self.linears - self.gates)
 
     def reason_to_keep(self, module: str) -> str | None:
         """Why this module is never INT4; None when it may be."""
@@ -45,47 +57,69 @@ class ClassTree:
             return "output embedding"
         if module in self.gates:
             return "beside the experts: a router or a gate"
-        if self.in_draft_layer(module) is not None:
+        if self.draft_of(module):
             return "draft layer"
-        return None if module in self.linears else "no module of the model"
+        if module.startswith(self.outside or ("\0",)):
+            return "outside the language model"
+        if module not in self.linears:
+            return "no module of the model"
+        dense = self.dense_for(module)
+        return dense.reason if dense else None
 
-    def in_draft_layer(self, module: str) -> tuple[int, str] | None:
-        """The layer number and the rest of the name of a module in a draft layer, else None."""
-        for layer in self.draft_layers:
-            if module.startswith(prefix := f"model.layers.{layer}."):
-                return layer, module.removeprefix(prefix)
-        return None
+    def dense_for(self, module: str) -> Dense | None:
+        """Why SGLang's class cannot hold a module as INT4, if it cannot."""
+        return None if module in self.experts else next((dense for dense in self.dense if re.fullmatch(dense.pattern, module)), None)
+
+    def draft_of(self, module: str) -> Draft | None:
+        """The draft layer that holds a module, if one does."""
+        return next((draft for draft in self.drafts if module.startswith(draft.prefix)), None)
+
+
+_IN_LAYER = re.compile(r".*?\blayers\.\d+\.")
+_EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)\d+")
+
+
+def tail(module: str) -> str:
+    """A module's name inside its decoder layer, with its expert's number left out."""
+    return _EXPERT_NUMBER.sub("#", _IN_LAYER.sub("", module, count=1))
 
 
 def class_tree(config: Mapping[str, Any]) -> ClassTree:
     """Builds the model that an HF config describes on the meta device, without weights, and sorts its modules.
 
-    Raises CkptkitError when transformers does not know the model or refuses the config.
+    Raises CkptkitError when the model is not known, or transformers refuses the config.
     """
-    model = _meta_model(config)
-    modules = dict(model.named_modules())
-    head = next((name for name, module in modules.items() if module is model.get_output_embeddings()), "")
-    experts = {name: module for name, module in modules.items() if _is_fused_experts(module)}
+    return _class_tree(json.dumps(dict(config), sort_keys=True))
+
+
+@lru_cache(maxsize=4)  # several questions are asked of one model, and a large one takes a second to build
+def _class_tree(text: str) -> ClassTree:
+    config: Mapping[str, Any] = json.loads(text)
+    names = released(config)
+    modules = dict(_meta_model(names, config).named_modules())
+    experts = {names.name(name): module for name, module in modules.items() if _is_fused_experts(module)}
     blocks = {name.rpartition(".")[0] for name in experts}
-    linears = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
+    linears = {names.name(name) for name, module in modules.items() if isinstance(module, nn.Linear)}
     others = {
-        name: type(module).__name__
+        names.name(name): type(module).__name__
         for name, module in modules.items()
-        if name not in linears and isinstance(weight := getattr(module, "weight", None), torch.Tensor) and weight.ndim >= 2
+        if not isinstance(module, nn.Linear) and isinstance(weight := getattr(module, "weight", None), torch.Tensor) and weight.ndim >= 2
     }
     gates = frozenset(name for name in linears if name.rpartition(".")[0] in blocks)
-    linears |= {name for prefix, module in experts.items() for name in _expert_linears(prefix, module)}
-    layers = int(config.get("num_hidden_layers") or 0)
-    return ClassTree(frozenset(linears), head, gates, others, range(layers, layers + int(config.get("num_nextn_predict_layers") or 0)))
+    routed = {name: prefix for prefix, module in experts.items() for name in _expert_linears(prefix, module, names.experts)}
+    dense = CLASSES[str(config["model_type"])].dense
+    everything = frozenset(linears | routed.keys() | {names.head})
+    return ClassTree(everything, names.head, gates, routed, others, names.draft_layers(config), names.outside, dense)
 
 
-def _meta_model(config: Mapping[str, Any]) -> PreTrainedModel:
+def _meta_model(names: Released, config: Mapping[str, Any]) -> PreTrainedModel:
     # Without these keys transformers would ask for remote code, or for a quantizer.
-    fields = {key: value for key, value in config.items() if key not in ("model_type", "auto_map", "quantization_config")}
+    absent = ("model_type", "auto_map", "quantization_config", "compression_config")
+    fields = {key: value for key, value in names.config(config).items() if key not in absent}
     try:
-        parsed = AutoConfig.for_model(config.get("model_type"), **fields)
+        parsed = AutoConfig.for_model(names.model_type, **fields)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(parsed)
+            return AutoModel.from_config(parsed)
     except (ValueError, TypeError, LookupError, ArithmeticError, StrictDataclassError) as error:
         reason = str(error).partition("\n")[0][:300]
         raise CkptkitError(
@@ -95,12 +129,11 @@ def _meta_model(config: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def _is_fused_experts(module: nn.Module) -> bool:
-    parameters = [getattr(module, name, None) for name in _FUSED_EXPERTS]
+    parameters = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     return all(isinstance(parameter, torch.Tensor) and parameter.ndim == 3 for parameter in parameters)
 
 
-def _expert_linears(prefix: str, module: nn.Module) -> Iterator[str]:
-    for fused, projections in _FUSED_EXPERTS.items():
-        for expert in range(getattr(module, fused).shape[0]):
-            for projection in projections:
-                yield f"{prefix}.{expert}.{projection}"
+def _expert_linears(prefix: str, module: nn.Module, projections: tuple[str, ...]) -> Iterator[str]:
+    for expert in range(module.get_parameter("down_proj").shape[0]):
+        for projection in projections:
+            yield f"{prefix}.{expert}.{projection}"

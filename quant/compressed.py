@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from ckptkit.errors import CkptkitError
 from quant.fp8 import Fp8
 from quant.int4 import PackedInt4
-from quant.scheme import BITS, FORMAT
+from quant.scheme import BITS, EXPERTS_ZERO_POINTS, FORMAT
 
 _FP8 = CompressionFormat.float_quantized.value
 _IN_ORDER = (None, False, "weight", "static")  # weights are stored as if there were no order
@@ -51,6 +51,8 @@ def _refuse_reordered(content: Mapping[str, Any]) -> None:
 
 def _packed(weights: QuantizationArgs, unused: tuple[str, ...]) -> PackedInt4:
     _require(weights, {"type": ("int",), "num_bits": (BITS,), "strategy": ("group", "channel")})
+    if EXPERTS_ZERO_POINTS in weights.observer_kwargs:
+        raise _unsupported("zero points of experts in SGLang's own layout")
     group = weights.group_size if weights.strategy == "group" else None
     return PackedInt4(group, bool(weights.symmetric), unused)
 

@@ -14,28 +14,46 @@ from ckptkit.errors import CkptkitError
 from ckptkit.plan import Plan, Step, View, identity, require
 from ckptkit.specs import TensorSpec
 from quant.class_tree import class_tree
-from quant.decision import decide, default_ignore
-from quant.grids import quantize
-from quant.packing import CODES_PER_WORD, pack
-from quant.readers import compressed_tensors
+from quant.decision import default_ignore, resolve
+from quant.kernels import quantize_pack
+from quant.packing import CODES_PER_WORD
+from quant.readers import ALL_READERS, compressed_tensors
+from quant.requantize import recorded, requantize, stored_parts
 from quant.scheme import QuantScheme, quantization_config, read_scheme
+from quant.zero_points import check_zero_point_layout, for_sglang_experts, is_expert
 
-PARTS = ("weight_packed", "weight_scale", "weight_shape")
+PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
 
 
-def quantized(source: Checkpoint, where: str, scheme: QuantScheme) -> View:
+def quantized(
+    source: Checkpoint,
+    where: str,
+    scheme: QuantScheme,
+    *,
+    reference: Checkpoint | None = None,
+    like: Collection[str] | None = None,
+    tp: int | None = None,
+    readers: Sequence[str] = ALL_READERS,
+    device: str = "cpu",
+) -> View:
     """Each `N.weight` to quantize becomes N.weight_packed, N.weight_scale and N.weight_shape; everything else passes through.
 
     `source` has one tensor an expert. `scheme.ignore` is added to the model's own list (`default_ignore`); the view's config
-    says what was done. Raises CkptkitError, before anything is read, as `decide` does, when a Linear of the model is missing, and when
-    an entry of `scheme.ignore` covers nothing.
+    says what was done. With `like`, the names of an INT4 checkpoint of the same model, exactly what it has packed is packed. `readers`
+    (as `--reader`) must agree on that, and SGLang's kernels be able to load it at tensor parallel size `tp`. `device` ("cpu" or "cuda")
+    computes; the bytes are the same. Raises CkptkitError, before anything is read, as `resolve` does, when a Linear of the model is
+    missing, when an entry of `scheme.ignore` covers nothing, and when there is no such device.
     """
+    if device != "cpu" and not torch.cuda.is_available():
+        raise CkptkitError(f"torch finds no GPU for --device {device}", "leave it out: on a CPU the bytes are the same")
     _check_used(scheme.ignore, source.specs, where)
-    whole = replace(scheme, ignore=tuple(dict.fromkeys([*default_ignore(source.config), *scheme.ignore])))
-    decisions = decide(source.specs, source.config, whole)
+    whole = replace(scheme, ignore=tuple(dict.fromkeys([*default_ignore(source.config, like), *scheme.ignore])))
+    verdicts = resolve(source.specs, source.config, whole, like=like, tp=tp, readers=readers)
     require(where, [f"{module}.weight" for module in sorted(class_tree(source.config).packable)], source.specs)
-    steps = [_quantize_step(spec, whole) if decisions[name].quantize else identity(spec) for name, spec in source.specs.items()]
-    config = dict(source.config) | {"quantization_config": quantization_config(whole)}
+    keeps = reference if reference is not None and _same_groups(reference, whole) else None
+    special = check_zero_point_layout(whole, any(verdict.quantize and is_expert(name) for name, verdict in verdicts.items()), readers)
+    steps = [quantize_step(spec, whole, keeps, special, device) if verdicts[name].quantize else identity(spec) for name, spec in source.specs.items()]
+    config = dict(source.config) | {"quantization_config": quantization_config(whole, sglang_experts=special)}
     return View(source, Plan(tuple(steps), source.specs, where=where, config=config))
 
 
@@ -49,20 +67,40 @@ def _check_used(ignore: Sequence[str], names: Collection[str], where: str) -> No
             )
 
 
-def _quantize_step(spec: TensorSpec, scheme: QuantScheme) -> Step:
+def _same_groups(reference: Checkpoint, scheme: QuantScheme) -> bool:
+    before = recorded(reference.config)
+    return before is not None and before.fits(scheme)
+
+
+def quantize_step(spec: TensorSpec, scheme: QuantScheme, reference: Checkpoint | None = None, sglang_experts: bool = False, device: str = "cpu") -> Step:
+    """A weight to its parts; with scales of `reference`, an INT4 checkpoint with the same groups, wherever they still give the weight.
+
+    `sglang_experts`: zero points of routed experts are stored as SGLang reads them (`quant.zero_points`).
+    """
     rows, columns = spec.shape
-    packed, scale, shape = _part_names(spec.name)
-    outputs = (
+    groups, special = scheme.groups(columns), sglang_experts and is_expert(spec.name)
+    packed, scale, shape, zero_point = _part_names(spec.name)
+    stored = reference.specs.get(scale) if reference is not None else None
+    dtype = scheme.scale_dtype or (stored.dtype if stored else spec.dtype)
+    outputs = [
         TensorSpec(packed, (rows, columns // CODES_PER_WORD), torch.int32),
-        TensorSpec(scale, (rows, columns // scheme.group_size), spec.dtype),
+        TensorSpec(scale, (rows, groups), dtype),
         TensorSpec(shape, (2,), torch.int64),
-    )
+    ]
+    if not scheme.symmetric:
+        across = -(-rows // CODES_PER_WORD)
+        outputs.append(TensorSpec(zero_point, (groups, across) if special else (across, groups), torch.int32))
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        codes, scales = quantize(tensors[0], scheme.group_size, scheme.grid, spec.name)
-        return [pack(codes), scales, torch.tensor(spec.shape)]
+        before = stored_parts(reference, spec.name.removesuffix(".weight"), scheme.symmetric) if reference is not None else None
+        weight = tensors[0].to(device)
+        one = requantize(weight, before, scheme, spec.name) if before is not None else quantize_pack([weight], scheme, [spec.name])[0]
+        parts = [one.words, one.scale, torch.tensor(spec.shape)]
+        if one.zero_point is not None:
+            parts.append(for_sglang_experts(one.zero_point, rows, spec.name) if special else one.zero_point)
+        return [part.cpu() for part in parts]
 
-    return Step((spec.name,), outputs, run, f"quantize {scheme.grid}")
+    return Step((spec.name,), tuple(outputs), run, f"quantize {scheme.grid}")
 
 
 def _part_names(name: str) -> tuple[str, ...]:
@@ -71,9 +109,20 @@ def _part_names(name: str) -> tuple[str, ...]:
 
 
 def quantized_layout(layout: Mapping[str, Sequence[str]], before: Collection[str], after: Collection[str]) -> dict[str, list[str]]:
-    """The shard layout of the names `before` quantization for the names `after` it: where a weight stood, its three parts stand."""
+    """The shard layout of the names `before` quantization for the names `after` it: where a weight stood, its parts stand."""
     replaced = set(before) - set(after)
-    return {file: [new for name in names for new in (_part_names(name) if name in replaced else (name,))] for file, names in layout.items()}
+    made = {name: [part for part in _part_names(name) if part in after] for name in replaced}
+    return {file: [new for name in names for new in made.get(name, [name])] for file, names in layout.items()}
+
+
+def packed_less(names: Collection[str], ignore: Sequence[str]) -> list[str]:
+    """The names of an INT4 checkpoint had it also ignored these entries: `N.weight` for every `N.weight_packed` that one covers."""
+    less = []
+    for name in names:
+        module = name.removesuffix(".weight_packed")
+        spared = module != name and any(compressed_tensors(module, pattern) for pattern in ignore)
+        less.append(f"{module}.weight" if spared else name)
+    return less
 
 
 def packed_modules(specs: Collection[str], config: Mapping[str, Any]) -> set[str]:

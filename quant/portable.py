@@ -1,45 +1,125 @@
-"""Whether an `ignore` list means the same to every reader, and the spelling that does."""
+"""What each reader makes of an `ignore` list, and whether all of them agree on what is packed."""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
 
 from ckptkit.errors import CkptkitError
 from ckptkit.specs import summarize
-from quant.readers import compressed_tensors, sglang, sglang_layers, sglang_suffix, slime
+from quant.matrices import Matrix, names_in_sglang, names_in_vllm
+from quant.readers import RULES
+from quant.sglang_classes import CLASSES
+from quant.spelling import candidates
 
-_SHARD = re.compile(r"(?:\((?P<several>\w+(?:\|\w+)*)\)|\b(?P<one>q|k|v|gate|up))_proj")
-_SHARDS = (("q", "k", "v", "qkv"), ("gate", "up", "gate_up"))
-# What ties a regular expression to module names only, or to parameter names only.
-_ENDING = re.compile(r"(?:\$|\(\\\.weight\)\?|\\?\.weight|\\?\.\.\*|\\\.\*|\\\.)+$")
+Answer = Literal["packs", "keeps", "refuses"]
 _MAX_ADVICE = 3  # each try looks at every tensor again
 _TOGETHER = "SGLang packs the routed experts of a layer together or not at all, and so q, k, v and gate, up"
+_VERBS: Mapping[Answer, str] = {"packs": "pack", "keeps": "leave unpacked", "refuses": "refuse to load"}
+_BY_CLASS = ("compressed-tensors", "transformers")
+_LAST = "\U0010ffff"
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """A `….weight` with two or more axes, and who might pack it: its class (`linear`), and whether INT4 is possible at all (`packable`).
+class Reading:
+    """One reader and one `ignore` list: the names that it looks up for every matrix, and what each entry covers of them.
 
-    `layer` is the module's name in SGLang where SGLang may pack it, else None; `entry` the portable entry that leaves it out.
+    `answers[i]`: whether it `packs` or `keeps` matrix i (or takes it for packed or not), or `refuses` a fused layer that is
+    covered in part.
     """
 
-    tensor: str
-    linear: bool
-    packable: bool
-    layer: str | None
-    entry: str
+    reader: str
+    asked: tuple[tuple[str, ...], ...]
+    covers: Mapping[str, frozenset[str]]
+    answers: tuple[Answer, ...]
 
-    @property
-    def module(self) -> str:
-        """The tensor's module."""
-        return self.tensor.removesuffix(".weight")
+    @cached_property
+    def _asking(self) -> Mapping[str, list[int]]:
+        found: dict[str, list[int]] = defaultdict(list)
+        for index, names in enumerate(self.asked):
+            for name in names:
+                found[name].append(index)
+        return found
 
-    def packed(self, ignore: Collection[str]) -> bool:
-        """Whether it is quantized: one that may be, unless compressed-tensors finds its module in `ignore`."""
-        return self.packable and not any(compressed_tensors(self.module, pattern) for pattern in ignore)
+    def covering(self, pattern: str) -> list[int]:
+        """The matrices, by index, for which this reader looks up a name that an entry covers."""
+        return sorted({index for name in self.covers[pattern] for index in self._asking[name]})
+
+    def covered(self, pattern: str, index: int) -> bool:
+        """Whether an entry covers a name that this reader looks up for the matrix at `index`."""
+        return any(name in self.covers[pattern] for name in self.asked[index])
+
+
+def read(reader: str, matrices: Sequence[Matrix], ignore: Sequence[str], config: Mapping[str, Any], targets: Sequence[str] = ("Linear",)) -> Reading:
+    """What `reader` makes of `ignore`. `targets` are those of config.json: modules of these classes or names."""
+    entry = CLASSES[str(config.get("model_type"))].entry if reader.startswith("SGLang") else str
+    asked = tuple(_asked(reader, matrices, {entry(pattern) for pattern in ignore}, config))
+    names = sorted({name for several in asked for name in several})
+    covers = {pattern: covered(reader, entry(pattern), names) for pattern in dict.fromkeys(ignore)}
+    ignored = frozenset[str]().union(*covers.values())
+    targeted = _targeted(reader, names, targets)
+    answers: dict[tuple[str, ...], Answer] = {several: _answer(reader, several, ignored, targeted) for several in set(asked)}
+    by_class = reader in _BY_CLASS
+    found: Iterator[Answer] = ("keeps" if by_class and not matrix.linear else answers[several] for matrix, several in zip(matrices, asked, strict=True))
+    return Reading(reader, asked, covers, tuple(found))
+
+
+def read_all(
+    readers: Iterable[str], matrices: Sequence[Matrix], ignore: Sequence[str], config: Mapping[str, Any], targets: Sequence[str] = ("Linear",)
+) -> dict[str, Reading]:
+    """What each of `readers` makes of `ignore`, and compressed-tensors in any case, whose reading transformers shares."""
+    base = read("compressed-tensors", matrices, ignore, config, targets)
+    found = {reader: replace(base, reader=reader) if reader in _BY_CLASS else read(reader, matrices, ignore, config, targets) for reader in readers}
+    return {"compressed-tensors": base, **found}
+
+
+def _asked(reader: str, matrices: Iterable[Matrix], ignore: set[str], config: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    if reader == "slime":
+        yield from ((matrix.tensor,) for matrix in matrices)
+        return
+    if reader in _BY_CLASS:
+        yield from ((matrix.module,) for matrix in matrices)
+        return
+    packed_modules = CLASSES[str(config.get("model_type"))].packed_modules
+    known: dict[str | None, tuple[str, ...]] = {None: ()}  # an engine asks once about all experts of a layer
+    for matrix in matrices:
+        layer = matrix.sglang if reader.startswith("SGLang") else matrix.vllm
+        if layer not in known:
+            known[layer] = names_in_sglang(matrix, ignore, packed_modules) if reader.startswith("SGLang") else names_in_vllm(matrix, ignore)
+        yield known[layer]
+
+
+def covered(reader: str, pattern: str, names: Sequence[str]) -> frozenset[str]:
+    """Those of `names` (sorted) that an entry covers: `RULES[reader]` for all of them at once."""
+    if pattern.startswith("re:"):
+        match = re.compile(pattern.removeprefix("re:")).match
+        return frozenset(name for name in names if match(name))
+    if reader == "slime":
+        return frozenset(names[bisect_left(names, pattern) : bisect_left(names, pattern + _LAST)])
+    rule = RULES[reader]
+    return frozenset(name for name in names if rule(name, pattern))
+
+
+def _targeted(reader: str, names: Sequence[str], targets: Sequence[str]) -> frozenset[str]:
+    """The names that are to be packed where `ignore` does not cover them. slime reads no targets."""
+    if reader == "slime" or "Linear" in targets:
+        return frozenset(names)
+    return frozenset[str]().union(*(covered("vLLM", target, names) for target in targets))
+
+
+def _answer(reader: str, asked: Sequence[str], ignored: frozenset[str], targeted: frozenset[str]) -> Answer:
+    if not asked:
+        return "keeps"
+    answers: set[Answer] = set()
+    for name in asked:
+        # SGLang demands a target for every layer that is not ignored.
+        answers.add("keeps" if name in ignored else "packs" if name in targeted else "refuses" if reader.startswith("SGLang") else "keeps")
+    return answers.pop() if len(answers) == 1 else "refuses"
 
 
 @dataclass(frozen=True)
@@ -48,120 +128,92 @@ class Divergence:
 
     tensor: str
     reader: str
-    packs: bool
+    answer: Answer
     patterns: tuple[str, ...]
 
 
-def divergences(matrices: Iterable[Matrix], ignore: Sequence[str], expands: bool) -> Iterator[Divergence]:
-    """Every disagreement between what is packed and what transformers, SGLang (two generations) and slime would pack."""
-    for matrix in matrices:
-        packed = matrix.packed(ignore)
-        names = {pattern: compressed_tensors(matrix.module, pattern) for pattern in ignore}
-        if matrix.linear and not packed and not any(names.values()):
-            yield Divergence(matrix.tensor, "transformers", True, ())
-        covers = {pattern: slime(matrix.tensor, pattern) for pattern in ignore}
-        if any(covers.values()) == packed:
-            yield Divergence(matrix.tensor, "slime", not packed, tuple(pattern for pattern in ignore if covers[pattern] != names[pattern]))
-        for reader, rule in (("SGLang 0.5.16", sglang), ("SGLang 0.5.23", sglang_suffix)):
-            for layer in sglang_layers(matrix.layer, ignore, expands) if matrix.layer else ():
-                covers = {pattern: rule(layer, pattern) for pattern in ignore}
-                if any(covers.values()) == packed:
-                    yield Divergence(matrix.tensor, reader, not packed, tuple(pattern for pattern in ignore if covers[pattern] != names[pattern]))
-                    break
+def divergences(matrices: Sequence[Matrix], packed: Sequence[bool], readings: Iterable[Reading], base: Reading) -> Iterator[Divergence]:
+    """Every matrix that a reader takes otherwise than `packed`. `base` is compressed-tensors' reading, which entries are held against."""
+    for reading in readings:
+        for index, (matrix, packs) in enumerate(zip(matrices, packed, strict=True)):
+            if reading.answers[index] == ("packs" if packs else "keeps"):
+                continue
+            differ = (pattern for pattern in base.covers if _differs(reading, base, pattern, index))
+            yield Divergence(matrix.tensor, reading.reader, reading.answers[index], tuple(differ))
 
 
-def check_portable(matrices: Sequence[Matrix], ignore: Sequence[str], expands: bool) -> None:
+def _differs(reading: Reading, base: Reading, pattern: str, index: int) -> bool:
+    wanted = base.covered(pattern, index)
+    return any((name in reading.covers[pattern]) != wanted for name in reading.asked[index])
+
+
+@dataclass(frozen=True)
+class Question:
+    """What must be agreed on: which matrices are packed (`packed`), among which readers, for the model of `config`."""
+
+    matrices: Sequence[Matrix]
+    packed: Sequence[bool]
+    config: Mapping[str, Any]
+    readers: Sequence[str]
+
+    def divergences(self, ignore: Sequence[str]) -> list[Divergence]:
+        """Every disagreement over `ignore`."""
+        readings = read_all(self.readers, self.matrices, ignore, self.config)
+        return list(divergences(self.matrices, self.packed, (readings[reader] for reader in self.readers), readings["compressed-tensors"]))
+
+
+def check_portable(question: Question, ignore: Sequence[str]) -> None:
     """Raises CkptkitError naming tensors, readers and entries when a reader takes `ignore` differently; the hint spells it portably."""
-    found = list(divergences(matrices, ignore, expands))
+    found = question.divergences(ignore)
     if found:
-        raise CkptkitError("the ignore list is not read alike by every reader:\n  " + "\n  ".join(_lines(found)), _advice(found, matrices, ignore, expands))
+        raise CkptkitError("the ignore list is not read alike by every reader:\n  " + "\n  ".join(said(found)), _advice(found, question, ignore))
 
 
-def _lines(found: Iterable[Divergence]) -> Iterator[str]:
-    tensors: dict[tuple[str, bool, tuple[str, ...]], list[str]] = defaultdict(list)
+def said(found: Iterable[Divergence]) -> Iterator[str]:
+    """Divergences in words, those of one kind in one line."""
+    tensors: dict[tuple[str, Answer, tuple[str, ...]], list[str]] = defaultdict(list)
     for one in found:
-        tensors[one.reader, one.packs, one.patterns].append(one.tensor)
+        tensors[one.reader, one.answer, one.patterns].append(one.tensor)
     readers: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for (reader, packs, patterns), names in tensors.items():
-        verb = "pack" if packs else "leave unpacked"
-        why = "because of how it reads " + _quoted(patterns) if patterns else "because no entry covers it"
-        readers[verb, summarize(names), why].append(reader)
+    for (reader, answer, patterns), names in tensors.items():
+        why = "because of how it reads " + quoted(patterns) if patterns else "because no entry covers it"
+        readers[_VERBS[answer], summarize(names), why].append(reader)
     for (verb, names_folded, why), who in readers.items():
         yield f"{' and '.join(who)} would {verb} {names_folded} {why}"
 
 
-def _advice(found: Sequence[Divergence], matrices: Sequence[Matrix], ignore: Sequence[str], expands: bool) -> str:
+def quoted(patterns: Iterable[str]) -> str:
+    """Entries for a message."""
+    return ", ".join(f"'{pattern}'" for pattern in patterns)
+
+
+def _advice(found: Sequence[Divergence], question: Question, ignore: Sequence[str]) -> str:
     advice = []
     suspects = list(dict.fromkeys(pattern for one in found for pattern in one.patterns))
     for pattern in suspects[:_MAX_ADVICE]:
-        better = respell(pattern, matrices, ignore, expands)
+        better = _respell(pattern, question, ignore)
         advice.append(f"instead of '{pattern}' pass '{better}'" if better else f"remove '{pattern}' and name whole layers: {_TOGETHER}")
     if rest := suspects[_MAX_ADVICE:]:
         advice.append(f"treat {len(rest)} more entries alike")
     bare = {one.tensor for one in found if not one.patterns}
-    if missing := dict.fromkeys(matrix.entry for matrix in matrices if matrix.tensor in bare):
-        advice.append("add " + _quoted(missing))
+    if missing := dict.fromkeys(matrix.entry for matrix in question.matrices if matrix.tensor in bare):
+        advice.append("add " + quoted(missing))
     return "; ".join(advice)
 
 
-def _quoted(patterns: Iterable[str]) -> str:
-    return ", ".join(f"'{pattern}'" for pattern in patterns)
-
-
-def spell(module: str) -> str:
-    """An entry for this module, in every layer, that all readers take alike: a regular expression for module and parameter names.
-
-    Shards that SGLang fuses and routed experts come together; a module outside the layers is its plain name.
-    """
-    container, experts, _ = module.partition(".experts.")
-    tail = re.sub(r".*\.\d+\.", "", container)
-    if tail == container:
-        return module
-    return rf"re:.*\.{re.escape(tail)}\.experts\..*" if experts else rf"re:.*\.{_SHARD.sub(_all_shards, re.escape(tail))}(\.weight)?$"
-
-
-def respell(pattern: str, matrices: Sequence[Matrix], ignore: Sequence[str], expands: bool) -> str | None:
+def _respell(pattern: str, question: Question, ignore: Sequence[str]) -> str | None:
     """The first rewriting of one entry that removes every disagreement over it, makes no other and covers something; else None."""
-    basis = [matrix.entry for matrix in matrices if not matrix.packable]
-    others = {(one.tensor, one.reader) for one in divergences(matrices, _unique(ignore, basis), expands) if pattern not in one.patterns}
-    for candidate in filter(_compiles, dict.fromkeys(_candidates(pattern))):
+    basis = [matrix.entry for matrix in question.matrices if matrix.kept]
+    others = {(one.tensor, one.reader) for one in question.divergences(_unique(ignore, basis)) if pattern not in one.patterns}
+    for candidate in dict.fromkeys(candidates(pattern)):
         replaced = _unique([candidate if entry == pattern else entry for entry in ignore], basis)
-        covers = any(compressed_tensors(matrix.module, candidate) for matrix in matrices)
-        if covers and {(one.tensor, one.reader) for one in divergences(matrices, replaced, expands)} <= others:
+        base = read("compressed-tensors", question.matrices, replaced, question.config)
+        packed = [matrix.kept is None and answer == "packs" for matrix, answer in zip(question.matrices, base.answers, strict=True)]
+        answered = replace(question, packed=packed).divergences(replaced)
+        if base.covers[candidate] and {(one.tensor, one.reader) for one in answered} <= others:
             return candidate
     return None
 
 
 def _unique(*entries: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(entry for several in entries for entry in several))
-
-
-def _candidates(pattern: str) -> Iterator[str]:
-    if pattern.startswith("re:"):
-        cores, ending = [_ENDING.sub("", pattern.removeprefix("re:"))], r"(\.weight)?$"
-    else:
-        plain = re.escape(pattern.removesuffix(".weight"))
-        cores, ending = [plain, r".*\." + plain], r"(\..*)?$"
-    for core in cores:
-        end = "" if core.endswith(".*") else ending
-        yield f"re:{core}{end}"
-        yield f"re:{_SHARD.sub(_all_shards, core)}{end}"
-        before, experts, _ = core.partition("experts")
-        if experts:
-            yield rf"re:{before}experts\..*"
-
-
-def _compiles(pattern: str) -> bool:
-    try:
-        re.compile(pattern.removeprefix("re:"))
-    except re.error:
-        return False
-    return True
-
-
-def _all_shards(match: re.Match[str]) -> str:
-    names = match["several"].split("|") if match["several"] else [match["one"]]
-    for family in _SHARDS:
-        if set(family) & set(names):
-            names += [name for name in family if name not in names]
-    return f"({'|'.join(names)})_proj"

@@ -1,22 +1,18 @@
 """How each reader decides by name whether an `ignore` entry covers a tensor. They agree on less than one would think.
 
-compressed-tensors (and transformers, which calls it) and SGLang look at module names, slime at parameter names; a plain entry is
-the whole name, any part of it, a dotted ending or a prefix; SGLang asks about fused layers and about the first expert only.
+compressed-tensors (and transformers, which calls it), vLLM and SGLang look at module names, slime at parameter names; a plain
+entry is the whole name, any part of it, a dotted ending or a prefix. Which names a reader looks up is in `quant.look_ups`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
-# Whether SGLang's model class declares `packed_modules_mapping`, and so takes a fused layer's name apart before it looks at
-# `ignore`. Source: `sglang/srt/models/<name>.py` of SGLang 0.5.16.
-EXPANDS_FUSED: Mapping[str, bool] = MappingProxyType({"glm4_moe": False, "llama": False, "qwen2": False, "qwen3": False, "qwen3_moe": True})
+from ckptkit.errors import CkptkitError
 
-FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType({"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")})
-_FUSED_OF = {shard: fused for fused, shards in FUSED.items() for shard in shards}
-_EXPERT = re.compile(r"(.*\.experts)\.\d+\.\w+")
+Rule = Callable[[str, str], bool]
 _LINEAR_CLASSES = ("Linear", "Module")
 
 
@@ -25,9 +21,17 @@ def compressed_tensors(module: str, pattern: str) -> bool:
 
     Source: compressed-tensors `utils/match.py`, `is_match`.
     """
+    return pattern in _LINEAR_CLASSES or vllm(module, pattern)
+
+
+def vllm(layer: str, pattern: str) -> bool:
+    """A layer, as vLLM reads it: `re:` from the start, else the whole name.
+
+    Source: vLLM `compressed_tensors/utils.py`, `check_equal_or_regex_match`; read, not run.
+    """
     if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
-    return pattern == module or pattern in _LINEAR_CLASSES
+        return re.match(pattern.removeprefix("re:"), layer) is not None
+    return pattern == layer
 
 
 def sglang(layer: str, pattern: str) -> bool:
@@ -41,35 +45,52 @@ def sglang(layer: str, pattern: str) -> bool:
 
 
 def sglang_suffix(layer: str, pattern: str) -> bool:
-    """A layer, as SGLang 0.5.23 reads it: `re:` from the start, else the whole name or a dotted ending of it."""
+    """A layer, as SGLang 0.5.23 reads it: `re:` from the start, else the whole name or a dotted ending of it. Read, not run."""
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), layer) is not None
     return pattern == layer or layer.endswith("." + pattern)
 
 
 def slime(parameter: str, pattern: str) -> bool:
-    """A parameter (`….weight`), as slime reads it: `re:` from the start, or any prefix.
+    """A parameter (`….weight`), as slime, miles and Relax read it: `re:` from the start, or any prefix.
 
     What is not covered is quantized when it ends in `.weight` and has two or more axes, whatever its class: `targets` is not read.
-    Source: slime `quantizer_compressed_tensors.py`, `quantize_params_compressed_tensors`.
+    Source: slime `quantizer_compressed_tensors.py`, `quantize_params_compressed_tensors`; read, not run.
     """
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), parameter) is not None
     return parameter.startswith(pattern)
 
 
-def sglang_layers(module: str, ignore: Collection[str], expands: bool) -> tuple[str, ...]:
-    """The names that SGLang looks up in `ignore` to decide about the layer that holds this module; it wants one answer for all.
+# The readers, and what each does with one name and one entry.
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "compressed-tensors": compressed_tensors,
+        "transformers": compressed_tensors,
+        "vLLM": vllm,
+        "SGLang 0.5.16": sglang,
+        "SGLang 0.5.23": sglang_suffix,
+        "slime": slime,
+    }
+)
+# What `--reader` takes, and the readers that it stands for.
+READERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "sglang": ("SGLang 0.5.16", "SGLang 0.5.23"),
+        "vllm": ("vLLM",),
+        "transformers": ("compressed-tensors", "transformers"),
+        "slime": ("slime",),
+    }
+)
+ALL_READERS = tuple(READERS)
 
-    Routed experts: the three projections of expert 0. q, k, v and gate, up: their fused layer, or all of its shards when the
-    model class `expands` and the fused name is not itself an entry. Source: SGLang `get_moe_scheme`, `should_ignore_layer`.
-    """
-    if match := _EXPERT.fullmatch(module):
-        return tuple(f"{match[1]}.0.{projection}" for projection in ("gate_proj", "up_proj", "down_proj"))
-    parent, _, name = module.rpartition(".")
-    if name not in _FUSED_OF:
-        return (module,)
-    fused = f"{parent}.{_FUSED_OF[name]}"
-    if expands and fused not in ignore:
-        return tuple(f"{parent}.{shard}" for shard in FUSED[_FUSED_OF[name]])
-    return (fused,)
+
+def readers_of(names: Iterable[str]) -> tuple[str, ...]:
+    """The readers behind some names of `--reader`, in a fixed order. Raises CkptkitError for a name that is none, or when there is none."""
+    chosen = set(names)
+    if unknown := sorted(chosen - READERS.keys()):
+        raise CkptkitError(f"unknown reader {unknown[0]!r}", f"choose of {', '.join(READERS)}")
+    if not chosen:
+        raise CkptkitError("no reader is named", f"choose of {', '.join(READERS)}")
+    wanted = {reader for name in chosen for reader in READERS[name]}
+    return tuple(reader for reader in RULES if reader in wanted)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckptkit.errors import CkptkitError
 from ckptkit.safetensors_io import INDEX
-from ckptkit.specs import TensorSpec, ranges
-from converters.dims import ModelDims
-from converters.planner import dims_of
+from ckptkit.specs import TensorSpec
 from verify.checks import Skip, Tally, check
 from verify.expected import PACKED, Expected, config_of, expected_of, usable_config
-from verify.folding import LAYER, MTP_LAYER, by_pattern
+from verify.folding import by_pattern
+from verify.layer_counts import layer_table, uneven
 from verify.report import Finding
 from verify.subject import Subject
 
@@ -100,9 +99,9 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Finding]:
     if subject.kind == "hf":
         yield from _duplicates_and_orphans(subject)
     yield from _three_way(subject, specs, expected)
-    tally.facts["tensors per layer"] = _layer_table(specs, dict(config) if config else None)
+    tally.facts["tensors per layer"] = layer_table(specs, dict(config) if config else None)
     if expected is None:
-        yield from _uneven_layers(specs, str(subject.path))
+        yield from uneven(specs, str(subject.path))
 
 
 def _duplicates_and_orphans(subject: Subject) -> Iterator[Finding]:
@@ -157,42 +156,6 @@ def _verdict(subject: Subject, name: str, stored: bool, listed: bool, promised: 
         place = f"in no {holder}, though the index lists it" if indexed and listed else f"in no {holder}" if subject.kind == "hf" else "not in .metadata"
         return "stored, as config.json promises" if promised else "stored", place, "convert or download it again; loading leaves it random"
     return "listed in the index", "in a shard, but not in the index", "restore the index: a loader that follows it leaves this tensor random"
-
-
-def _layer_table(specs: Mapping[str, TensorSpec], config: dict[str, object] | None) -> list[str]:
-    """`dense layers {0..1}: 14 tensors` for every set of layers of one kind and count."""
-    dims = dims_of(config) if config else None
-    counts = Counter((False, int(match[1])) for name in specs if (match := LAYER.match(name)))
-    counts += Counter((True, int(match[1])) for name in specs if (match := MTP_LAYER.match(name)))
-    groups: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for (mtp, layer), count in counts.items():
-        groups["MTP layers" if mtp else _kind_of_layer(layer, dims), count].append(layer)
-    in_order = sorted(groups.items(), key=lambda item: (item[0][0] == "MTP layers", item[1]))
-    return [f"{kind} {ranges(layers)}: {count} tensors each" for (kind, count), layers in in_order]
-
-
-def _kind_of_layer(layer: int, dims: ModelDims | None) -> str:
-    if dims is None:
-        return "layers"
-    if layer >= dims.layers:
-        return "MTP layers" if layer < dims.layers + dims.mtp_layers else "layers beyond the config"
-    return "MoE layers" if layer in dims.moe else "dense layers"
-
-
-def _uneven_layers(specs: Mapping[str, TensorSpec], file: str) -> Iterator[Finding]:
-    """Without a usable config: layers of one kind (with or without experts) that lack what most of their kind have."""
-    parts: dict[int, set[str]] = defaultdict(set)
-    for name in specs:
-        if match := LAYER.match(name):
-            parts[int(match[1])].add(name[match.end() :])
-    for routed in (False, True):
-        kind = {layer: frozenset(names) for layer, names in parts.items() if any(".experts." in name for name in names) == routed}
-        if not kind:
-            continue
-        usual, _ = Counter(kind.values()).most_common(1)[0]
-        for layer, names in kind.items():
-            for text, group in by_pattern(f"layers.{layer}.{name}" for name in usual - names):
-                yield Finding("CK104", "there, as in the other layers of this kind", "missing", "convert or download it again", text, len(group), file)
 
 
 @check(
@@ -252,5 +215,6 @@ def total_size_true(subject: Subject, tally: Tally) -> Iterator[Finding]:
     actual = sum(spec.nbytes for spec in files.specs.values())
     if files.total_size != actual:
         hint, absent = "set metadata.total_size to the sum", files.total_size is None
-        said = "no total_size" if absent else f"total_size {files.total_size}"
+        rows = sum(spec.shape[0] for spec in files.specs.values() if spec.shape)
+        said = "no total_size" if absent else f"total_size {files.total_size}" + (", which is the number of rows" if files.total_size == rows else "")
         yield Finding("CK106", f"total_size {actual}", said, hint, file=str(subject.path / INDEX), severity="warning" if absent else "error")

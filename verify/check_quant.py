@@ -10,12 +10,12 @@ from ckptkit.errors import CkptkitError
 from ckptkit.sidefiles import quantization_of
 from ckptkit.specs import TensorSpec
 from converters.planner import expected_hf, rules_of
-from quant.portable import spell
+from quant.spelling import spell
 from verify.checks import Skip, Tally, check
 from verify.expected import PACKED, is_quantized, packed_parts, usable_config
 from verify.folding import by_pattern
-from verify.packed import Format, bound_in_steps, format_of, packed_names, worst_steps
-from verify.quantization import config_fault, ignore_fault
+from verify.packed import Format, bound_in_steps, format_of, grid_of, is_searched, packed_names, scale_off, worst_steps
+from verify.quantization import config_fault, ignore_faults
 from verify.report import Finding
 from verify.subject import Subject
 from verify.values import in_hf_space
@@ -47,7 +47,7 @@ def _quantized(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, Tensor
     return config, subject.checkpoint.specs, form
 
 
-def _packed(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Format]:
+def packed_weights(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Format]:
     """As `_quantized`, and raises Skip where nothing at all is packed, which CK302 judges."""
     config, specs, form = _quantized(subject)
     if not any(packed_names(specs)):
@@ -119,12 +119,12 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Finding]:
 
     try:
         wanted = set(packed_modules(specs, config))
-        fault = ignore_fault(specs, config)
+        disagreeing = list(ignore_faults(specs, config))
     except CkptkitError as error:
         raise Skip(f"no decision for this quantization_config: {error.message}") from error
     for _ in wanted - packed:
         tally.compared(0)
-    if fault is not None:
+    for fault in disagreeing:
         yield Finding("CK302", fault.expected, fault.actual, fault.hint, file=str(subject.path / "config.json"), severity=fault.severity)
     said = {module for module in never_packed(config) if not _targeted(module, config)}
     for text, names in by_pattern(sorted(packed - wanted - said)):
@@ -144,14 +144,14 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Finding]:
 )
 def parts_fit(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """Shape and dtype of every part: packed int32 [rows, columns x bits / 32], scale [rows, groups], shape int64 [2]."""
-    config, specs, form = _packed(subject)
+    config, specs, form = packed_weights(subject)
     shapes = expected_hf(config)
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module in packed_names(specs):
         shape = shapes.get(f"{module}.weight")
         if shape is None or len(shape) != 2:
             continue
-        for part, (want_shape, dtypes) in _wanted(form, shape).items():
+        for part, (want_shape, dtypes) in _wanted(form, shape, module).items():
             spec = specs.get(f"{module}.{part}")
             if spec is None or part not in packed_parts(config):
                 continue
@@ -166,15 +166,19 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Finding]:
             yield Finding("CK303", expected, actual, hint, text, len(names), str(subject.path))
 
 
-def _wanted(form: Format, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Shape and permitted dtypes of each part of a [rows, columns] weight. Source: compressed-tensors `pack_quantized/base.py`."""
+def _wanted(form: Format, shape: tuple[int, ...], module: str) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Shape and permitted dtypes of each part of a [rows, columns] weight. Source: compressed-tensors `pack_quantized/base.py`.
+
+    Zero points of routed experts may be stored as SGLang reads them (`quant.zero_points`).
+    """
     rows, columns = shape
     groups = form.groups(columns)
+    turned = form.sglang_experts and ".experts." in module
     return {
         "weight_packed": ((rows, form.words(columns)), ("int32",)),
         "weight_scale": ((rows, groups), ("bfloat16", "float16", "float32")),
         "weight_shape": ((2,), ("int64", "int32")),
-        "weight_zero_point": ((form.words(rows), groups), ("int32",)),
+        "weight_zero_point": ((groups, form.words(rows)) if turned else (form.words(rows), groups), ("int32",)),
         "weight_g_idx": ((columns,), ("int32",)),
     }
 
@@ -188,20 +192,18 @@ def _wanted(form: Format, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, 
 )
 def scales_sane(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """Reads every scale and weight_shape, which are a small part of the checkpoint."""
-    config, specs, _ = _packed(subject)
+    config, _, _ = packed_weights(subject)
     shapes = expected_hf(config)
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for module in packed_names(specs):
-        scale_name, shape_name = f"{module}.weight_scale", f"{module}.weight_shape"
-        found = subject.checkpoint.read([name for name in (scale_name, shape_name) if name in specs])
-        for name, tensor in found.items():
-            tally.compared(tensor.nbytes)
-            if name == shape_name and (want := shapes.get(f"{module}.weight")) and tuple(tensor.tolist()) != want:
-                wrong[str(list(want)), str(tensor.tolist())].append(name)
-            if name == scale_name and not bool(tensor.isfinite().all()):
-                wrong["finite scales", "NaN or infinity"].append(name)
-            elif name == scale_name and bool((tensor <= 0).any()):
-                wrong["scales above zero", f"{int((tensor <= 0).sum())} of {tensor.numel()} are zero or negative"].append(name)
+    for scale in subject.scales:
+        tally.compared(scale.nbytes)
+        want, name = shapes.get(f"{scale.module}.weight"), f"{scale.module}.weight_scale"
+        if want is not None and scale.shape is not None and scale.shape != want:
+            wrong[str(list(want)), str(list(scale.shape))].append(f"{scale.module}.weight_shape")
+        if scale.not_finite:
+            wrong["finite scales", "NaN or infinity"].append(name)
+        elif scale.not_positive:
+            wrong["scales above zero", f"{scale.not_positive} of {scale.values} are zero or negative"].append(name)
     for (expected, actual), names in wrong.items():
         for text, group in by_pattern(names):
             yield Finding("CK304", expected, actual, "quantize again from the release", text, len(group), str(subject.path))
@@ -220,15 +222,16 @@ def _not_compared(subject: Subject) -> str | None:
 )
 def near_source(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """Every packed weight, unpacked by compressed-tensors, against the source; `packed.py` derives the bound."""
-    config, specs, form = _packed(subject)
+    config, specs, form = packed_weights(subject)
     if subject.source is None:
         raise Skip("no --source was given")
     if is_quantized(subject.source.config):
         raise Skip("the source is quantized itself; CK202 compares the two bit for bit")
     source = in_hf_space(subject.source, subject.source_path or subject.path)
-    shapes = expected_hf(config)
+    shapes, grid = expected_hf(config), grid_of(config)
     modules = {module for module in packed_names(specs) if _fits(module, specs, config, form, shapes)}
     wrong: dict[str, tuple[float, float]] = {}
+    coarse: dict[str, float] = {}
     for group in source.groups:
         names = [name for name in group if name.removesuffix(".weight") in modules]
         for name, original in source.read(names).items() if names else ():
@@ -239,14 +242,20 @@ def near_source(subject: Subject, tally: Tally) -> Iterator[Finding]:
             parts = subject.checkpoint.read([f"{module}.{part}" for part in packed_parts(config)])
             tally.compared(sum(tensor.nbytes for tensor in parts.values()))
             steps = worst_steps(parts, module, form, original)
-            limit = bound_in_steps(parts[f"{module}.weight_scale"].dtype, form.symmetric)
+            limit = bound_in_steps(parts[f"{module}.weight_scale"].dtype, form.symmetric, is_searched(config))
+            subject.rounding[name] = steps, limit
             if not steps <= limit:
                 wrong[name] = steps, limit
+            elif grid and (off := scale_off(parts[f"{module}.weight_scale"], original, form, grid)):
+                coarse[name] = off
     for text, found in by_pattern(wrong):
         worst = max(found, key=lambda name: wrong[name][0])
         steps, limit = wrong[worst]
         hint = "quantize again from this source"
         yield Finding("CK305", f"at most {limit:.3f} steps", f"{steps:.3g} steps in {worst}", hint, text, len(found), str(subject.path))
+    for text, found in by_pattern(coarse):
+        expected, actual = f"scales of the {grid} grid, as config.json says", f"up to {max(coarse[name] for name in found):.0%} off"
+        yield Finding("CK305", expected, actual, "quantize again, or correct observer_kwargs", f"{text}_scale", len(found), str(subject.path))
 
 
 def _fits(module: str, specs: Mapping[str, TensorSpec], config: Mapping[str, Any], form: Format, shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -254,7 +263,7 @@ def _fits(module: str, specs: Mapping[str, TensorSpec], config: Mapping[str, Any
     shape = shapes.get(f"{module}.weight")
     if shape is None or len(shape) != 2:
         return False
-    wanted = _wanted(form, shape)
+    wanted = _wanted(form, shape, module)
     found = [(specs.get(f"{module}.{part}"), wanted[part]) for part in packed_parts(config)]
     return all(spec is not None and spec.shape == want and _short(spec) in dtypes for spec, (want, dtypes) in found)
 

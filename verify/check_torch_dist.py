@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import TRACKER, is_legacy
@@ -13,6 +14,9 @@ from verify.checks import Skip, Tally, check
 from verify.folding import by_pattern
 from verify.report import Finding
 from verify.subject import Subject
+
+# What metadata.json says; what it says of common.pt is left out from megatron-core 0.19 on.
+_BACKEND: Mapping[str, str | int] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 
 def only_megatron(subject: Subject) -> str | None:
@@ -45,18 +49,26 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Finding]:
         hint = "Megatron loads it at the same parallel sizes only, and nothing more can be checked: export it and convert the export"
         yield Finding("CK111", "a torch_dist checkpoint", "Megatron's legacy format (mp_rank_*)", hint, file=str(weights), severity="warning")
         return
-    try:
-        backend = read_json(weights / "metadata.json").get("sharded_backend")
-        if backend != "torch_dist":
-            hint = "save it with --ckpt-format torch_dist"
-            yield Finding("CK111", "sharded_backend torch_dist", f"{backend!r}", hint, file=str(weights / "metadata.json"))
-    except CkptkitError as error:
-        hint = "Megatron tells by this file that the directory is a torch_dist checkpoint: copy it from the save"
-        yield Finding("CK111", "a readable metadata.json", error.message, hint, file=str(weights / "metadata.json"))
+    yield from _backend(weights)
     try:
         files.args  # noqa: B018 - a cached property that raises
     except CkptkitError as error:
         yield Finding("CK111", "readable .metadata and common state", error.message, error.hint or "convert or copy it again", file=str(weights))
+
+
+def _backend(weights: Path) -> Iterator[Finding]:
+    """metadata.json: that it is there, and names formats and versions that Megatron has. Source: megatron-core `dist_checkpointing/core.py`."""
+    where = str(weights / "metadata.json")
+    try:
+        content = read_json(weights / "metadata.json")
+    except CkptkitError as error:
+        hint = "Megatron tells by this file that the directory is a torch_dist checkpoint: copy it from the save"
+        yield Finding("CK111", "a readable metadata.json", error.message, hint, file=where)
+        return
+    for key, known in _BACKEND.items():
+        said = content.get(key)
+        if said != known and (key == "sharded_backend" or said is not None):
+            yield Finding("CK111", f"{key} {known}", f"{said!r}", "save it with --ckpt-format torch_dist", file=where)
 
 
 @check(

@@ -13,24 +13,28 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sized
 
+import torch
+
 from ckptkit.specs import summarize
 from converters.planner import dims_of, rules_of
 from converters.registry import family_of
 from verify.checks import Skip, Tally, check
 from verify.expected import PACKED, is_quantized, usable_config
+from verify.extremes import Extremes
 from verify.folding import by_pattern
 from verify.layers import layers_of, moved_layers, repeated_layers
 from verify.packed import format_of, packed_names
-from verify.report import Finding
+from verify.report import Finding, Severity
 from verify.subject import Subject
-from verify.values import Difference, Extremes
+from verify.values import Difference
 
 # Where in its file a tensor lies, in the message that says why it cannot be read.
 _AT_BYTE = re.compile(r" at byte \d+(?=: )")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "word_embeddings.weight", "output_layer.weight")
-_UNREAD = "not run because no tensor can be read (CK201)"
+_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+UNREAD = "not run because no tensor can be read (CK201)"
 # What stands beside weight_packed and other quantized weights.
-_PARTS = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "_scale_inv", "_scales")
+PARTS = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "_scale_inv", "_scales")
 
 
 def needs_source(subject: Subject) -> str | None:
@@ -38,7 +42,7 @@ def needs_source(subject: Subject) -> str | None:
     return None if subject.source_path else "no --source was given"
 
 
-def _count(tally: Tally, names: Sized, none: str) -> None:
+def counted(tally: Tally, names: Sized, none: str) -> None:
     """Counts tensors whose bytes CK201 or CK202 has counted already. Raises Skip with the reason `none` where there are none."""
     if not len(names):
         raise Skip(none)
@@ -75,11 +79,11 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """HF <-> Megatron <-> HF in any combination, both seen as HF; the source is cast where the dtype differs (CK203 names that)."""
     values = subject.values
     if not values.stats:
-        raise Skip(_UNREAD)
+        raise Skip(UNREAD)
     for nbytes in values.compared.values():
         tally.compared(nbytes)
     quantized = _judged_by_steps(subject)
-    extra = [name for name in values.only_here if not (name.endswith((PACKED, *_PARTS)) and f"{name.rpartition('.')[0]}.weight" in quantized)]
+    extra = [name for name in values.only_here if not (name.endswith((PACKED, *PARTS)) and f"{name.rpartition('.')[0]}.weight" in quantized)]
     dropped = _dropped(subject)
     lost = [name for name in values.only_source if name not in quantized and name not in dropped]
     for text, names in by_pattern(lost):
@@ -143,20 +147,34 @@ def _described(difference: Difference, name: str, whose: str | None) -> str:
     unless=needs_source,
 )
 def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Each change of dtype: an error for fp32 state that was rounded, a warning for other tensors."""
+    """Each change of dtype: an error where none is legal and for fp32 state that was rounded, a warning for other tensors."""
     values = subject.values
-    _count(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
+    counted(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
     config = usable_config(subject)
     fp32 = _fp32_names(config) if config else frozenset()
-    changed = {name: diff for name, diff in values.differences.items() if diff.source.dtype != diff.actual.dtype}
-    for text, names in by_pattern(changed):
-        first = changed[names[0]]
-        before, after = (str(spec.dtype).removeprefix("torch.") for spec in (first.source, first.actual))
-        narrowed = first.actual.dtype.itemsize < first.source.dtype.itemsize
-        state = names[0] in fp32 and narrowed
-        counts = f", {first.distinct_source} distinct values became {first.distinct_actual} in {names[0]}" if state else ""
-        hint = "convert again: this state must stay fp32" if state else "convert with --dtype auto, unless the change was meant"
-        yield Finding("CK203", before, after + counts, hint, text, len(names), str(subject.path), severity="error" if state else "warning")
+    changed: dict[tuple[torch.dtype, torch.dtype, bool], list[str]] = defaultdict(list)
+    for name, one in values.differences.items():
+        if one.source.dtype != one.actual.dtype:
+            changed[one.source.dtype, one.actual.dtype, name in fp32].append(name)
+    for (before, after, state), found in changed.items():
+        for text, names in by_pattern(found):
+            severity, hint = _cast(before, after, state)
+            first = values.differences[names[0]]
+            counts = f", {first.distinct_source} distinct values became {first.distinct_actual} in {names[0]}" if state and severity == "error" else ""
+            yield Finding("CK203", _words(before), _words(after) + counts, hint, text, len(names), str(subject.path), severity=severity)
+
+
+def _cast(before: torch.dtype, after: torch.dtype, state: bool) -> tuple[Severity, str]:
+    """How bad a change of dtype is, and what to do: only between floats of at least 16 bits is there a legal one, for fp32 state only a widening one."""
+    if not {before, after} <= _FLOATS:
+        return "error", "convert again: integers and floats of 8 bits mean nothing in another dtype"
+    if state and after.itemsize < before.itemsize:
+        return "error", "convert again: this state must stay fp32"
+    return "warning", "convert with --dtype auto, unless the change was meant"
+
+
+def _words(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _fp32_names(config: Mapping[str, object]) -> frozenset[str]:
@@ -171,7 +189,7 @@ def _fp32_names(config: Mapping[str, object]) -> frozenset[str]:
 )
 def finite(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """No NaN and no infinity anywhere."""
-    _count(tally, subject.values.stats, _UNREAD)
+    counted(tally, subject.values.stats, UNREAD)
     for text, names in by_pattern(name for name, stats in subject.values.stats.items() if not stats.finite):
         hint = "look at the source: if it is finite there, convert again"
         yield Finding("CK204", "finite values", "NaN or infinity", hint, text, len(names), str(subject.path))
@@ -185,7 +203,7 @@ def finite(subject: Subject, tally: Tally) -> Iterator[Finding]:
 )
 def not_constant(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """Constants that no training makes; the module's first lines say which may be."""
-    _count(tally, subject.values.stats, _UNREAD)
+    counted(tally, subject.values.stats, UNREAD)
     verdicts: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, stats in subject.values.stats.items():
         if (verdict := _constant(name, stats)) is not None:
@@ -199,7 +217,7 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Finding]:
 
 def _constant(name: str, stats: Extremes) -> tuple[str, str] | None:
     """Severity and description, or None where the tensor is as it may be."""
-    if name.endswith(_PARTS) or not stats.finite or not stats.rows:
+    if name.endswith(PARTS) or not stats.finite or not stats.rows:
         return None
     one_axis = stats.rows == 1
     if stats.constant:
@@ -221,11 +239,11 @@ def _constant(name: str, stats: Extremes) -> tuple[str, str] | None:
 )
 def distinct(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """By digest: no two experts of a layer and no two layers hold the same matrix."""
-    _count(tally, subject.values.stats, _UNREAD)
+    counted(tally, subject.values.stats, UNREAD)
     groups: dict[tuple[str, bytes], list[str]] = defaultdict(list)
     for name, stats in subject.values.stats.items():
-        if _kind(name) != name and stats.rows > 1 and not stats.constant and not name.endswith(_PARTS):
-            groups[_kind(name), stats.digest].append(name)
+        if kind_of(name) != name and stats.rows > 1 and not stats.constant and not name.endswith(PARTS):
+            groups[kind_of(name), stats.digest].append(name)
     equal = [found for found in groups.values() if len(found) > 1]
     for text, names in repeated_layers(equal):
         hint = "a pipeline stage may have numbered its layers from 0: compare with the release"
@@ -237,5 +255,6 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Finding]:
             yield Finding("CK206", "bytes of its own for each", "the same bytes", hint, text, len(found), str(subject.path))
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
+    """The name with every number in it as `#`: what siblings over layers and experts have in common."""
     return ".".join("#" if part.isdecimal() else part for part in name.split("."))

@@ -29,13 +29,15 @@ PACKED = ".weight_packed"
 class Expected:
     """Names and shapes that must be there (None: packed, its shape is for CK303 to judge).
 
-    `vocab` names may have more rows, `fp32` names must not be rounded, `optional` names may be there and are not used.
+    `vocab` names may have more rows, `fp32` names must not be rounded, `optional` names may be there and are not used, `wide` names
+    hold what the release has in the next wider dtype.
     """
 
     shapes: Mapping[str, Shape | None]
     vocab: frozenset[str] = frozenset()
     fp32: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
+    wide: frozenset[str] = frozenset()
 
 
 def config_of(subject: Subject) -> Mapping[str, Any]:
@@ -58,15 +60,22 @@ def config_of(subject: Subject) -> Mapping[str, Any]:
 
 
 def expected_of(subject: Subject, config: Mapping[str, Any], names: Iterable[str]) -> Expected:
-    """What must be in the checkpoint, spelled as `names` (what is in it) are: fused or per expert, packed or not."""
-    names = set(names)
+    """What must be in the checkpoint, spelled as `names` (what is in it) are: fused or per expert, packed or not. Found once for all checks."""
+    names = frozenset(names)
+    if names not in subject.promised:
+        subject.promised[names] = _expected(subject, config, names)
+    return subject.promised[names]
+
+
+def _expected(subject: Subject, config: Mapping[str, Any], names: Collection[str]) -> Expected:
     rules = list(rules_of(config, dialect_of(config, names)) if subject.kind == "megatron" else rules_of(config))
     if subject.kind == "megatron":
         vocab = frozenset(rule.megatron for rule in rules if rule.mapping.vocab)
         state = frozenset(rule.megatron for rule in rules if rule.mapping.fp32)
         # One shape for all layers and experts of a mapping: running its op a hundred thousand times would take minutes.
         shapes_of = {id(rule.mapping): rule.megatron_shape for rule in {id(rule.mapping): rule for rule in rules}.values()}
-        return Expected({rule.megatron: shapes_of[id(rule.mapping)] for rule in rules}, vocab, state)
+        wide = frozenset(rule.megatron for rule in rules if rule.mapping.wide)
+        return Expected({rule.megatron: shapes_of[id(rule.mapping)] for rule in rules}, vocab, state, wide=wide)
     fp32 = frozenset(name for rule in rules for name in rule.hf if rule.mapping.fp32)
     shapes: dict[str, Shape | None] = dict(expected_hf(config))
     if is_fused(names):
@@ -111,11 +120,12 @@ def packed_parts(config: Mapping[str, Any]) -> tuple[str, ...]:
 def _packed(shapes: Mapping[str, Shape | None], names: Collection[str], config: Mapping[str, Any]) -> dict[str, Shape | None]:
     """Every weight that is stored packed replaced by its parts; where floats of 8 bits are stored, their scales stand beside them."""
     scales = () if weights_of(config).get("type", "float") == "int" else ("_scale_inv", "_scale")
+    parts = packed_parts(config)
     result: dict[str, Shape | None] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         if module + PACKED in names:
-            result |= {f"{module}.{part}": None for part in packed_parts(config)}
+            result |= {f"{module}.{part}": None for part in parts}
         elif f"{name}_blocks" in names:
             result |= {f"{name}_blocks": None, f"{name}_scales": None}
         else:

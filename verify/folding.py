@@ -15,11 +15,16 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 def by_pattern(names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
     """Names that differ only in layer and expert numbers: folded for people, and one by one."""
+    for group in alike(names):
+        yield summarize(group), group
+
+
+def alike(names: Iterable[str]) -> Iterable[list[str]]:
+    """The same groups without their text, which takes longer than to find them."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_NUMBER.sub("#", name), []).append(name)
-    for group in groups.values():
-        yield summarize(group), group
+    return groups.values()
 
 
 def chunk_ranges(chunks: Sequence[Sequence[int]]) -> str:

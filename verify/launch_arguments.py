@@ -1,8 +1,9 @@
-"""Megatron's own options among the arguments of a launch script: parallel sizes, and how layers are distributed over the pipeline."""
+"""Options and variables of a launch script: parallel sizes, how layers are distributed over the pipeline, and INT4 training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -18,14 +19,21 @@ _NUMBERS = {
     "--num-virtual-stages-per-pipeline-rank": "vpp",
     "--num-layers-per-virtual-pipeline-stage": "chunk",
     "--mtp-num-layers": "mtp",
+    "--rollout-num-gpus-per-engine": "engine",
 }
 _SWITCHES = {"--account-for-embedding-in-pipeline-split": "embedding", "--account-for-loss-in-pipeline-split": "loss"}
 _LAYOUT = "--pipeline-model-parallel-layout"
+# Variables of slime's and miles' trainers, which a launch gives as NAME=value or inside the JSON of --runtime-env-json.
+QAT_FLAG, QAT_GROUP = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
+_VARIABLE = re.compile(rf"({QAT_FLAG}|{QAT_GROUP})\\*[\"']?\s*[:=]\s*\\*[\"']?(\w+)")
 
 
 @dataclass(frozen=True)
 class LaunchArguments:
-    """What these options say; None where one is not given. `chunk`: layers of a virtual pipeline stage; the others as in `Pipeline`."""
+    """What these options say; None where one is not given. `chunk`: layers of a virtual pipeline stage; the others as in `Pipeline`.
+
+    `engine`: GPUs of a rollout engine. `qat`: whether training rounds weights to INT4, `qat_group` in groups of how many.
+    """
 
     tp: int | None = None
     pp: int | None = None
@@ -38,14 +46,18 @@ class LaunchArguments:
     embedding: bool = False
     loss: bool = False
     layout: str | None = None
+    engine: int | None = None
+    qat: bool | None = None
+    qat_group: int | None = None
 
     @staticmethod
-    def read(words: Sequence[str]) -> LaunchArguments:
+    def read(words: Sequence[str], environment: Mapping[str, str] | None = None) -> LaunchArguments:
         """From the words of a command line, as argparse reads them: `--name value` or `--name=value`, and the last one counts.
 
-        Everything else is passed over. Raises CkptkitError for a value that is missing or no number.
+        Variables count wherever a word has them, and else those of `environment`. Everything else is passed over. Raises
+        CkptkitError for a value that is missing or no number.
         """
-        found: dict[str, int | bool | str] = {}
+        found: dict[str, int | bool | str] = dict(_qat(words, environment or {}))
         for name, value in _pairs(words):
             if name in _SWITCHES:
                 found[_SWITCHES[name]] = True
@@ -82,6 +94,17 @@ class LaunchArguments:
                 raise CkptkitError(said, "choose another number of layers a chunk")
             vpp = a_stage // self.chunk
         return Pipeline(layers, pp, vpp, self.first, self.last, self.embedding, self.loss, self.layout, self.mtp or 0)
+
+
+def _qat(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple[str, int | bool]]:
+    said = {name: environment[name] for name in (QAT_FLAG, QAT_GROUP) if name in environment}
+    said |= {match[1]: match[2] for word in words for match in _VARIABLE.finditer(word)}
+    if QAT_FLAG in said:
+        yield "qat", said[QAT_FLAG].lower() not in ("", "0", "false")
+    if QAT_GROUP in said:
+        if not said[QAT_GROUP].isdecimal():
+            raise CkptkitError(f"{QAT_GROUP} is {said[QAT_GROUP]!r}, which is no number", "copy the variables with their values filled in")
+        yield "qat_group", int(said[QAT_GROUP])
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:

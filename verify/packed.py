@@ -7,8 +7,13 @@ The bound on the error of a rounded weight, in steps (one step is the scale of i
 - Rounding on the way, with u the unit roundoff of the dtype that the quantizer computes and stores scales in (2^-8 for
   bfloat16). A rounded scale puts the end of the grid up to 7.5 u further out. A quotient weight/scale below 8 is rounded
   by up to half its spacing, 4 u. Together below 12 u.
+- Clipping. A search (`observer_kwargs.search`) shrinks a range to no less than 0.81 of itself, so that a weight may stand up to
+  7.5 / 0.81 - 7.5 steps beyond the symmetric grid, or 15 / 0.81 - 15 beyond the asymmetric one.
 - Asymmetric grids. Range and scale are each rounded: 30 u at the end of 15 steps. The quotient, below 16, takes 8 u, its
   sum with the zero point 4 u, the quotient that the zero point is rounded from at most 6 u more. Together 48 u.
+
+A step that is too large hides behind this bound, so where config.json names the grid the scale itself is compared too: absmax/7
+(qmax7, at least 1e-5) or absmax/7.5 (minmax), each rounded a few times on the way.
 """
 
 from __future__ import annotations
@@ -21,16 +26,27 @@ import torch
 from torch import Tensor
 
 from ckptkit.specs import TensorSpec
+from quant.scheme import EXPERTS_ZERO_POINTS
 from verify.expected import PACKED, weights_of
+
+# The code, as a number, that the largest weight of a group stands at before it is rounded.
+_LARGEST = {"qmax7": 7.0, "minmax": 7.5}
+_FLOOR = 1e-4
+# The smallest part of a group's range that a search keeps (`quant.search`).
+_NARROWEST = 0.81
 
 
 @dataclass(frozen=True)
 class Format:
-    """What `quantization_config` says of the packed weights. `group` is in weights; None means one scale a row."""
+    """What `quantization_config` says of the packed weights. `group` is in weights; None means one scale a row.
+
+    `sglang_experts`: whether zero points of routed experts are stored as SGLang reads them, and not as compressed-tensors does.
+    """
 
     bits: int
     group: int | None
     symmetric: bool
+    sglang_experts: bool = False
 
     def groups(self, columns: int) -> int:
         """Scales a row of `columns` weights has."""
@@ -48,7 +64,9 @@ def format_of(config: Mapping[str, Any]) -> Format | None:
     if not isinstance(bits, int) or weights.get("type", "int") != "int":
         return None
     group = size if isinstance(size, int) and size > 0 else None
-    return Format(bits, group, weights.get("symmetric", True) is not False)
+    said = weights.get("observer_kwargs")
+    sglang_experts = isinstance(said, Mapping) and said.get(EXPERTS_ZERO_POINTS) == "sglang"
+    return Format(bits, group, weights.get("symmetric", True) is not False, sglang_experts)
 
 
 def packed_names(specs: Mapping[str, TensorSpec]) -> Iterator[str]:
@@ -64,9 +82,22 @@ def dequantized(parts: Mapping[str, Tensor], module: str, form: Format, shape: t
     codes = grouped(unpack_from_int32(parts[f"{module}.weight_packed"], form.bits, torch.Size(shape)).float(), form)
     scale = parts[f"{module}.weight_scale"].float()
     if not form.symmetric:
-        size = torch.Size((shape[0], form.groups(shape[1])))
-        codes = codes - unpack_from_int32(parts[f"{module}.weight_zero_point"], form.bits, size, packed_dim=0).unsqueeze(-1)
+        rows, groups, stored = shape[0], form.groups(shape[1]), parts[f"{module}.weight_zero_point"]
+        if form.sglang_experts and ".experts." in module:
+            zero = _in_rows(unpack_from_int32(stored, form.bits, torch.Size((groups, rows))))
+        else:
+            zero = unpack_from_int32(stored, form.bits, torch.Size((rows, groups)), packed_dim=0)
+        codes = codes - zero.unsqueeze(-1)
     return codes * scale.unsqueeze(-1), scale
+
+
+def _in_rows(zero_point: Tensor) -> Tensor:
+    """Zero points [groups, rows] with the rows of each word in AWQ's order, as [rows, groups] in their own order.
+
+    Source: SGLang `moe_awq_to_marlin_zero_points`.
+    """
+    words = zero_point.reshape(len(zero_point), -1, 8)
+    return words[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(zero_point.shape).T
 
 
 def grouped(weight: Tensor, form: Format) -> Tensor:
@@ -77,10 +108,38 @@ def grouped(weight: Tensor, form: Format) -> Tensor:
     return (torch.nn.functional.pad(weight, (0, short)) if short else weight).reshape(rows, -1, group)
 
 
-def bound_in_steps(dtype: torch.dtype, symmetric: bool) -> float:
+def bound_in_steps(dtype: torch.dtype, symmetric: bool, searched: bool = False) -> float:
     """The largest error of a correctly rounded weight, in steps, where scales are stored in `dtype`; derived at the top."""
     unit_roundoff = torch.finfo(dtype).eps / 2
-    return 0.5 + (12 if symmetric else 48) * unit_roundoff
+    clipped = (7.5 if symmetric else 15) * (1 / _NARROWEST - 1) if searched else 0.0
+    return 0.5 + clipped + (12 if symmetric else 48) * unit_roundoff
+
+
+def is_searched(config: Mapping[str, Any]) -> bool:
+    """Whether config.json says that scales were searched for, and so clip the largest weights."""
+    said = weights_of(config).get("observer_kwargs")
+    return isinstance(said, Mapping) and said.get("search", "none") != "none"
+
+
+def grid_of(config: Mapping[str, Any]) -> str | None:
+    """The symmetric grid that ckptkit wrote into config.json; None where it names none, or scales were searched for."""
+    said = weights_of(config).get("observer_kwargs")
+    if not isinstance(said, Mapping) or is_searched(config) or weights_of(config).get("symmetric", True) is False:
+        return None
+    return said.get("grid") if said.get("grid") in _LARGEST else None
+
+
+def scale_off(scale: Tensor, original: Tensor, form: Format, grid: str) -> float:
+    """By how much, as a part of itself, the scale [rows, groups] that is furthest off differs from that of `grid` for `original`; 0 where none does.
+
+    A few roundings to the dtypes of weights and scales are allowed for. Left out are groups so small that the grid's floor decides,
+    and those whose scale is not a positive number, which CK304 names.
+    """
+    wanted = grouped(original.float(), form).abs().amax(dim=-1) / _LARGEST[grid]
+    allowed = 4 * (torch.finfo(scale.dtype).eps + torch.finfo(original.dtype).eps)
+    off = ((scale.float() - wanted).abs() / wanted)[(wanted > _FLOOR) & scale.isfinite() & (scale > 0)]
+    worst = float(off.max()) if off.numel() else 0.0
+    return worst if worst > allowed else 0.0
 
 
 def worst_steps(parts: Mapping[str, Tensor], module: str, form: Format, original: Tensor) -> float:

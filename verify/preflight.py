@@ -5,6 +5,7 @@ Headers and JSON files only: it takes seconds, whatever the size of the model.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -19,7 +20,7 @@ from verify.report import CheckResult, Finding, Report
 from verify.run import LAUNCH, choose
 from verify.subject import Subject
 
-_HEADERS_ONLY = ("CK1", "CK701", "CK702", "CK703")
+_HEADERS_ONLY = ("CK1", "CK307", "CK70")
 
 
 def _no_launch(subject: Subject) -> str | None:
@@ -98,18 +99,19 @@ def preflight(
 ) -> Report:
     """What a launch with these arguments would load, and every trouble that headers and JSON files can tell; reads no weight.
 
-    `arguments` are those of the launch script, of which the ones about parallel sizes are read. Raises CkptkitError when no
-    path is given, and when a size is given twice, differently.
+    `arguments` are those of the launch script, of which the ones about parallel sizes and INT4 training are read; variables of
+    INT4 training count in the environment too. Raises CkptkitError when no path is given, and when a size is given twice, differently.
     """
     if hf_checkpoint is None and load is None and ref_load is None:
         raise CkptkitError("nothing to look at", "give at least one of --hf-checkpoint, --load and --ref-load")
     hf, actor, reference = (Path(path) if path else None for path in (hf_checkpoint, load, ref_load))
     launch = Launch(hf, actor, reference, ckpt_step)
-    options = LaunchArguments.read(arguments)
+    options = LaunchArguments.read(arguments, os.environ)
     tp, pp, ep = (_agreed(name, given, said) for name, given, said in (("tp", tp, options.tp), ("pp", pp, options.pp), ("ep", ep, options.ep)))
     checks = all_checks()
     sides = sides_of(launch)
-    runs = [run_checks(Subject(hf or actor or reference or Path(), launch=launch), [one for one in checks if one.code.startswith(LAUNCH)])]
+    launched = Subject(hf or actor or reference or Path(), launch=launch, arguments=options)
+    runs = [run_checks(launched, choose(launched, [one for one in checks if one.code.startswith(LAUNCH)])[0])]
     for subject in _subjects(sides, hf, tp, pp, ep):
         subject.arguments = options
         wanted = [one for one in checks if one.code.startswith(_HEADERS_ONLY) and not one.code.startswith(LAUNCH)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,23 +67,22 @@ def _valid_elsewhere(config: Mapping[str, Any]) -> bool:
     return True
 
 
-def ignore_fault(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> Fault | None:
-    """Where readers would take `ignore` differently; None when they agree. A warning where only slime's quantizer differs.
+def ignore_faults(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> Iterator[Fault]:
+    """One for every reader that takes `ignore` otherwise than compressed-tensors does. A warning for slime's quantizer.
 
     An engine that differs serves garbage; slime differs only once a training job quantizes its updates by this list.
     """
-    from quant.class_tree import class_tree
-    from quant.decision import check_ignore, matrices_of
-    from quant.portable import divergences
-    from quant.readers import EXPANDS_FUSED
+    from quant.decision import question_of
+    from quant.portable import check_portable, said
     from quant.scheme import read_scheme
 
     ignore = read_scheme(config).ignore
+    question = question_of(specs, config, ignore)
     try:
-        check_ignore(specs, config, ignore)
+        check_portable(question, ignore)
     except CkptkitError as error:
-        expands = EXPANDS_FUSED.get(str(config.get("model_type")), False)
-        readers = {one.reader for one in divergences(matrices_of(specs, class_tree(config)), ignore, expands)}
-        severity: Severity = "warning" if readers == {"slime"} else "error"
-        return Fault("an ignore list that every reader takes alike", error.message, error.hint or "", severity)
-    return None
+        found = question.divergences(ignore)
+        for reader in dict.fromkeys(one.reader for one in found):
+            severity: Severity = "warning" if reader == "slime" else "error"
+            actual = "; ".join(said(one for one in found if one.reader == reader))
+            yield Fault("an ignore list that every reader takes alike", actual, error.hint or "", severity)

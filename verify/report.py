@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 SCHEMA = "ckptkit-report/1"
@@ -42,7 +43,10 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything one command found. `facts` holds what is printed but not judged, such as the layers of each pipeline stage."""
+    """Everything one command found. `facts` holds what is printed but not judged, such as the layers of each pipeline stage.
+
+    `heat` is as `verify.heat.heat_map` returns it: layer -> kind of tensor -> what was compared there.
+    """
 
     version: str
     command: Sequence[str]
@@ -51,6 +55,7 @@ class Report:
     checks: Sequence[CheckResult]
     findings: Sequence[Finding]
     facts: Mapping[str, Sequence[str]]
+    heat: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
     @property
     def status(self) -> Literal["passed", "failed"]:
@@ -78,4 +83,15 @@ class Report:
             "checks": checks,
             "findings": [asdict(finding) for finding in self.findings],
             "facts": {key: list(values) for key, values in self.facts.items()},
+            "heat": {layer: {kind: dict(cell) for kind, cell in cells.items()} for layer, cells in self.heat.items()},
         }
+
+
+def anchors(findings: Sequence[Finding]) -> list[str]:
+    """A name for each finding, the same in every format: its code and its number among the findings of that code (`CK202-1`)."""
+    counts: Counter[str] = Counter()
+    names = []
+    for finding in findings:
+        counts[finding.code] += 1
+        names.append(f"{finding.code}-{counts[finding.code]}")
+    return names

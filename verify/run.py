@@ -12,12 +12,13 @@ from ckptkit.errors import CkptkitError
 from ckptkit.formats import TRACKER, is_legacy, locate, tracked
 from verify.checks import Check, Skip, all_checks, run_checks
 from verify.expected import usable_config
+from verify.heat import Heat, heat_map, of_rounding, of_values
 from verify.megatron_run import sizes_of
-from verify.report import Report
+from verify.report import Finding, Report
 from verify.subject import Subject
 
 # Checks of a launch, which only preflight knows.
-LAUNCH = "CK71"
+LAUNCH = ("CK709", "CK71")
 
 # Witnesses run only when they are asked for.
 _WITNESS = {"CK4": "megatron", "CK5": "sglang"}
@@ -34,17 +35,19 @@ def verify(
     vpp: int = 1,
     against: frozenset[str] = frozenset(),
     command: Sequence[str] = (),
+    manifest: str | Path | None = None,
 ) -> Report:
     """Verifies the checkpoint at `path`, HF or Megatron, and returns the report; nothing is written.
 
     `source` is what it was made from; then every value is compared. `hf` gives the config of a Megatron checkpoint that has
-    none beside it. `against` holds "megatron" and "sglang". A broken checkpoint gives findings; CkptkitError means that
+    none beside it. `manifest` is a file with a digest of every tensor to compare with. `against` holds "megatron" and "sglang".
+    A broken checkpoint gives findings; CkptkitError means that
     there is no checkpoint at `path` or `source` at all, that something this needs is missing, or that the model cannot be
     cut into these parallel sizes.
     """
     if hf is not None and not (Path(hf) / "config.json").exists():
         raise CkptkitError(f"{hf} has no config.json", "--hf names the HF directory of the model; leave it out to take the config stored beside the weights")
-    subject = Subject(Path(path), Path(source) if source else None, None, tp, pp, ep, against, etp=etp, vpp=vpp)
+    subject = Subject(Path(path), Path(source) if source else None, None, tp, pp, ep, against, etp=etp, vpp=vpp, manifest=Path(manifest) if manifest else None)
     subject.hf_path = Path(os.path.abspath(hf)) if hf is not None else _config_home(subject)
     if subject.source_path:
         locate(subject.source_path)
@@ -61,7 +64,14 @@ def verify(
         checks=results,
         findings=findings,
         facts=facts | ({"not applicable": left_out} if left_out else {}),
+        heat=_heat(subject, findings),
     )
+
+
+def _heat(subject: Subject, findings: Sequence[Finding]) -> Heat:
+    """The heat map of what the checks compared; bytes that no check read are not read for it."""
+    read = of_values(subject.values) if "values" in vars(subject) else ()
+    return heat_map([*read, *of_rounding(subject.rounding)], findings)
 
 
 def _refuse_legacy(path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -17,9 +17,13 @@ from verify.megatron_files import MegatronFiles
 from verify.plain import plain
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from verify.expected import Expected
     from verify.launch import Launch
     from verify.launch_arguments import LaunchArguments
     from verify.megatron_run import MegatronRun
+    from verify.scales import Scale
     from verify.sglang_run import SglangRun
     from verify.values import Values
 
@@ -31,7 +35,8 @@ class Subject:
     `tp`, `pp`, `ep`, `etp` (inside experts; None: as launch scripts choose) and `vpp` are the parallel sizes to load Megatron
     with; `against` holds "megatron" and "sglang" as asked for.
     `launch` says how a training job would find this checkpoint, `arguments` what its launch script says of parallel sizes;
-    only preflight gives them.
+    only preflight gives them. `manifest` is a file with digests to compare with. `rounding` is what CK305 found of each packed
+    weight: how many quantization steps it is off its source, and how many it may be; `promised` what `expected_of` found of these names.
     """
 
     path: Path
@@ -45,6 +50,9 @@ class Subject:
     etp: int | None = None
     vpp: int = 1
     arguments: LaunchArguments | None = None
+    rounding: dict[str, tuple[float, float]] = field(default_factory=dict)
+    manifest: Path | None = None
+    promised: dict[frozenset[str], Expected] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Makes paths absolute and free of `..`: the directory above an iteration is looked at by its name."""
@@ -106,6 +114,13 @@ class Subject:
         from verify.values import read_values
 
         return read_values(self)
+
+    @cached_property
+    def scales(self) -> Sequence[Scale]:
+        """What the scales of packed weights hold. Raises CkptkitError where the checkpoint cannot be opened or read."""
+        from verify.scales import read_scales
+
+        return list(read_scales(self))
 
     @cached_property
     def megatron_run(self) -> MegatronRun:

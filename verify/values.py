@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,30 +25,13 @@ from converters.carried import carried_beside
 from converters.experts import is_fused, unfuse
 from converters.legacy import LegacyCheckpoint
 from converters.planner import to_hf
+from verify.extremes import Extremes, digest_of, extremes, same_bytes
 from verify.plain import plain
 from verify.subject import Subject
 
 _PIECE = 1 << 24  # elements of a tensor that are compared at a time
 _MEMORY = 8 << 30  # bytes of tensors in memory over all threads; a single group may need more
 _COUNTED = 1 << 16  # elements up to which distinct values are counted: router biases, not matrices
-
-
-@dataclass(frozen=True)
-class Extremes:
-    """What one tensor holds: digest of its bytes, whether all is finite, smallest and largest value, rows of nothing but zeros."""
-
-    digest: bytes
-    nbytes: int
-    finite: bool
-    low: float
-    high: float
-    zero_rows: int
-    rows: int
-
-    @property
-    def constant(self) -> bool:
-        """Whether every element is the same number."""
-        return self.finite and self.low == self.high
 
 
 @dataclass(frozen=True)
@@ -110,6 +93,16 @@ def read_values(subject: Subject) -> Values:
     return values
 
 
+def stored_values(subject: Subject) -> Values:
+    """The same of every tensor under its name on disk: from the one pass where that is how it names them."""
+    fused = subject.kind == "hf" and is_fused(subject.checkpoint.specs)
+    if not fused and (subject.kind == "hf" or subject.source_path is None):
+        return subject.values
+    values = Values()
+    _pass(subject.checkpoint, None, values)
+    return values
+
+
 def common_groups(left: Checkpoint, right: Checkpoint | None) -> Iterator[tuple[str, ...]]:
     """Groups of `left`, joined where `right` must be read together, in the order of `left`."""
     if right is None:
@@ -140,10 +133,21 @@ def _pass(checkpoint: Checkpoint, source: Checkpoint | None, values: Values) -> 
     if source is not None:
         values.only_source = [name for name in source.specs if name not in specs]
         values.only_here = [name for name in specs if name not in source.specs]
-    with progress("reading values", sum(spec.nbytes for spec in specs.values())) as advance, ThreadPoolExecutor(_workers(largest)) as pool:
+    with progress("reading values", sum(spec.nbytes for spec in specs.values())) as advance, _threads(largest) as pool:
         for part in pool.map(partial(_look, checkpoint, source), groups):
             values.add(part)
             advance(sum(stats.nbytes for stats in part.stats.values()))
+
+
+@contextmanager
+def _threads(largest: int) -> Iterator[Executor]:
+    """A thread a core, memory permitting, each with torch to itself: threads of torch's own would only be in their way."""
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(_workers(largest), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(before)
 
 
 def _workers(largest: int) -> int:
@@ -176,7 +180,7 @@ def _read(checkpoint: Checkpoint, names: Sequence[str], values: Values) -> Mappi
 def _compare(name: str, tensor: Tensor, origin: Tensor, values: Values) -> None:
     stats = values.stats[name]
     values.compared[name] = stats.nbytes
-    if tensor.dtype == origin.dtype and tensor.shape == origin.shape and torch.equal(as_bytes(tensor), as_bytes(origin)):
+    if same_bytes(tensor, origin):
         values.source_names[stats.digest] = name
         return
     digest = digest_of(origin)
@@ -204,31 +208,7 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     return [flat[start : start + _PIECE] for start in range(0, flat.numel(), _PIECE)]
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, flat: NaN equals NaN there, and 0.0 differs from -0.0."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
 def as_integers(tensor: Tensor) -> Tensor:
     """The bits of every element as an integer, in the tensor's shape."""
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(widths[tensor.dtype.itemsize])
-
-
-def digest_of(tensor: Tensor) -> bytes:
-    """BLAKE2b of dtype, shape and bytes: equal digests mean equal tensors."""
-    digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
-    digest.update(memoryview(as_bytes(tensor).numpy()))  # type: ignore[arg-type]
-    return digest.digest()
-
-
-def extremes(tensor: Tensor) -> Extremes:
-    """Digest and extremes. Rows are those of the first axis; a tensor of one axis is one row."""
-    if not tensor.numel():
-        return Extremes(digest_of(tensor), 0, True, 0.0, 0.0, 0, 0)
-    rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
-    rows = rows.float() if rows.dtype.itemsize == 1 and rows.is_floating_point() else rows
-    low, high = rows.amin(dim=1), rows.amax(dim=1)
-    finite = not rows.is_floating_point() or bool(torch.isfinite(low).all() and torch.isfinite(high).all())
-    zeros = int(((low == 0) & (high == 0)).sum())
-    return Extremes(digest_of(tensor), tensor.nbytes, finite, float(low.min()), float(high.max()), zeros, rows.shape[0])

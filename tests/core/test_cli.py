@@ -152,7 +152,15 @@ def test_ctrl_c_in_the_middle(releases: Paths, converted: Paths, tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    "arguments", [["convert"], ["convert", "a", "b", "--dtype", "int3"], ["nonsense"], ["quantize", "a", "b", "--group-size", "48"], ["preflight"]]
+    "arguments",
+    [
+        ["convert"],
+        ["convert", "a", "b", "--dtype", "int3"],
+        ["convert", "a", "b", "--workers", "0"],
+        ["nonsense"],
+        ["quantize", "a", "b", "--group-size", "48"],
+        ["preflight"],
+    ],
 )
 def test_bad_usage(arguments: list[str]) -> None:
     done = ckptkit(*arguments)

@@ -67,9 +67,16 @@ def test_from_fp8_to_int4(fp8: Path, tmp_path: Path) -> None:
     assert read_scheme(json.loads((tmp_path / "int4/config.json").read_text())).group_size == 32
 
 
-def test_quantizing_what_is_quantized_is_refused(fp8: Path, tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="is quantized already"):
-        quantize(fp8, tmp_path / "int4", QuantScheme(32, "qmax7"))
+def test_from_fp8_to_int4_directly(fp8: Path, tmp_path: Path) -> None:
+    """As if the plain weights had been quantized, and the written report says what they were."""
+    convert(fp8, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "plain")
+    quantize(tmp_path / "plain", tmp_path / "expected", QuantScheme(32, "qmax7"))
+    assert quantize(fp8, tmp_path / "int4", QuantScheme(32, "qmax7")).dequantized == WORDS
+    expected, found = models.tensors(tmp_path / "expected"), models.tensors(tmp_path / "int4")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert read_scheme(json.loads((tmp_path / "int4/config.json").read_text())) == read_scheme(json.loads((tmp_path / "expected/config.json").read_text()))
 
 
 @pytest.mark.parametrize("content", [{"quant_method": "awq", "bits": 4}, {"quant_method": "modelopt", "quant_algo": "NVFP4"}])
@@ -79,6 +86,7 @@ def test_a_format_that_is_not_known(content: Any, releases: Paths, converted: Pa
     assert inspect(source)["quantization"] == f"not to be dequantized here: config.json: {message}"
     jobs: list[Callable[[], Any]] = [
         lambda: convert(source, tmp_path / "out"),
+        lambda: quantize(source, tmp_path / "out", QuantScheme(32, "qmax7")),
         lambda: convert(converted("qwen2-tied"), tmp_path / "out", hf=source),
         lambda: verify(converted("qwen2-tied"), source=source),
     ]

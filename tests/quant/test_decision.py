@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen2MoeConfig
 from ckptkit.errors import CkptkitError
 from ckptkit.specs import TensorSpec
 from quant.class_tree import class_tree
-from quant.decision import check_ignore, decide, default_ignore
+from quant.decision import check_ignore, default_ignore, resolve
 from quant.planner import packed_modules
 from quant.scheme import QuantScheme, quantization_config
 
@@ -68,9 +68,9 @@ def scheme(*ignore: str, group_size: int = 32) -> QuantScheme:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_linears_are_quantized_and_nothing_else(specs: Mapping[str, dict[str, TensorSpec]], family: str) -> None:
     config = config_of(family)
-    decisions = decide(specs[family], config, scheme(*default_ignore(config)))
-    assert decisions.keys() == specs[family].keys()
-    chosen = {name for name, decision in decisions.items() if decision.quantize}
+    verdicts = resolve(specs[family], config, scheme(*default_ignore(config)))
+    assert verdicts.keys() == specs[family].keys()
+    chosen = {name for name, verdict in verdicts.items() if verdict.quantize}
     assert chosen == {name for name in specs[family] if re.fullmatch(QUANTIZED[family], name)}
     kept_matrices = sorted(name for name, spec in specs[family].items() if len(spec.shape) > 1 and name not in chosen)
     assert kept_matrices == KEPT_MATRICES[family]
@@ -78,7 +78,7 @@ def test_linears_are_quantized_and_nothing_else(specs: Mapping[str, dict[str, Te
 
 def test_reasons(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     config = config_of("glm4_moe")
-    decisions = decide(specs["glm4_moe"], config, scheme(*default_ignore(config), "re:.*self_attn.*"))
+    verdicts = resolve(specs["glm4_moe"], config, scheme(*default_ignore(config), "re:.*self_attn.*"))
     reasons = {
         "model.layers.2.mlp.gate.weight": "Glm4MoeTopkRouter is no Linear",
         "model.layers.2.mlp.gate.e_score_correction_bias": "no weight matrix",
@@ -90,7 +90,7 @@ def test_reasons(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
         "model.layers.11.mlp.experts.11.down_proj.weight": "Linear",
         "model.layers.11.mlp.shared_experts.down_proj.weight": "Linear",
     }
-    assert {name: decisions[name].reason for name in reasons} == reasons
+    assert {name: verdicts[name].reason for name in reasons} == reasons
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -124,7 +124,7 @@ def test_transformers_quantizes_the_same_modules(specs: Mapping[str, dict[str, T
         model = AutoModelForCausalLM.from_config(models.configs()[family])
     apply_quantization_config(model, QuantizationConfig.model_validate(quantization_config(scheme(*ignore))), run_compressed=True, show_progress=False)
     applied = {f"{name}.weight" for name, module in model.named_modules() if getattr(module, "quantization_scheme", None)}
-    assert applied == {name for name, decision in decide(specs[family], config, scheme(*ignore)).items() if decision.quantize}
+    assert applied == {name for name, verdict in resolve(specs[family], config, scheme(*ignore)).items() if verdict.quantize}
 
 
 REFUSED = [
@@ -135,7 +135,7 @@ REFUSED = [
     (
         "qwen2-untied",
         ("model.layers.1",),
-        r"slime and SGLang 0\.5\.16 would leave unpacked .*model\.layers\.\{1,10\.\.11\}\.mlp",
+        r"SGLang 0\.5\.16 and slime would leave unpacked .*model\.layers\.\{1,10\.\.11\}\.mlp",
         r"re:model\.layers\.1(\..*)?$",
     ),
     ("qwen2-untied", ("re:.*o_proj$",), r"slime would pack model\.layers\.\{0\.\.11\}\.self_attn\.o_proj", r"re:.*o_proj(\.weight)?$"),
@@ -168,7 +168,7 @@ REFUSED = [
     ),
     # Cutting this one behind "experts" leaves a bracket open.
     ("qwen3_moe", (r"re:.*\.mlp\.gate(\.weight)?$", r"re:.*(experts\.5|nothing)\..*"), r"would pack .*\.experts\.5\.down_proj", None),
-    ("qwen2-untied", ("Linear",), r"slime and SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack", None),
+    ("qwen2-untied", ("Linear",), r"vLLM and SGLang 0\.5\.16 and SGLang 0\.5\.23 and slime would pack", None),
 ]
 
 
@@ -178,19 +178,19 @@ def test_refuses_what_readers_take_differently(
 ) -> None:
     config = config_of(family)
     with pytest.raises(CkptkitError, match=message) as caught:
-        decide(specs[family], config, scheme(*NAMED_ALWAYS, *entries))
+        resolve(specs[family], config, scheme(*NAMED_ALWAYS, *entries))
     hint = caught.value.hint or ""
     if spelling is None:
         return
     assert f"'{spelling}'" in hint
     followed = [*NAMED_ALWAYS, *(entry for entry in entries if f"instead of '{entry}'" not in hint), spelling]
-    decide(specs[family], config, scheme(*followed))  # raises nothing: every reader agrees
+    resolve(specs[family], config, scheme(*followed))  # raises nothing: every reader agrees
 
 
 def test_advice_is_given_for_a_few_entries_at_a_time(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     shards = tuple(f"model.layers.{layer}.self_attn.q_proj" for layer in range(12))
     with pytest.raises(CkptkitError, match=r"would pack model\.layers\.0\.self_attn\.q_proj") as caught:
-        decide(specs["qwen2-untied"], config_of("qwen2-untied"), scheme(*NAMED_ALWAYS, *shards))
+        resolve(specs["qwen2-untied"], config_of("qwen2-untied"), scheme(*NAMED_ALWAYS, *shards))
     hint = caught.value.hint or ""
     assert hint.count("instead of") == 3
     assert hint.endswith("treat 9 more entries alike")
@@ -203,32 +203,32 @@ def test_qwen3_moe_may_name_all_shards_of_a_fused_layer(specs: Mapping[str, dict
         config = config_of(family)
         ignore = scheme(*default_ignore(config), *shards)
         if accepted:
-            kept = [name for name, decision in decide(specs[family], config, ignore).items() if "ignored" in decision.reason]
+            kept = [name for name, verdict in resolve(specs[family], config, ignore).items() if "ignored" in verdict.reason]
             assert sorted(kept) == sorted(f"{shard}.weight" for shard in shards)
         else:
             with pytest.raises(CkptkitError, match=r"would pack model\.layers\.3\.self_attn\.k_proj"):
-                decide(specs[family], config, ignore)
+                resolve(specs[family], config, ignore)
 
 
 def test_the_output_embedding_must_be_named(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     with pytest.raises(CkptkitError, match=r"transformers and slime would pack lm_head\.weight because no entry") as caught:
-        decide(specs["qwen2-untied"], config_of("qwen2-untied"), scheme("model.embed_tokens"))
+        resolve(specs["qwen2-untied"], config_of("qwen2-untied"), scheme("model.embed_tokens"))
     assert "add 'lm_head'" in str(caught.value)
 
 
 def test_a_harmless_addition_is_accepted(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     config = config_of("glm4_moe")
-    plain = decide(specs["glm4_moe"], config, scheme(*default_ignore(config)))
+    plain = resolve(specs["glm4_moe"], config, scheme(*default_ignore(config)))
     for entry in ("re:.*mlp.gate$", r"re:.*mlp\.gate\..*", "re:.*not_there.*"):
-        assert decide(specs["glm4_moe"], config, scheme(*default_ignore(config), entry)) == plain
+        assert resolve(specs["glm4_moe"], config, scheme(*default_ignore(config), entry)) == plain
 
 
 def test_a_tensor_outside_the_model_is_kept_only_when_named(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     config = config_of("qwen2-untied")
     more = specs["qwen2-untied"] | {"extra.proj.weight": TensorSpec("extra.proj.weight", (64, 64), torch.bfloat16)}
     with pytest.raises(CkptkitError, match=r"slime would pack extra\.proj\.weight because no entry covers it"):
-        decide(more, config, scheme(*default_ignore(config)))
-    assert decide(more, config, scheme(*default_ignore(config), "extra.proj"))["extra.proj.weight"].reason == "no module of the model"
+        resolve(more, config, scheme(*default_ignore(config)))
+    assert resolve(more, config, scheme(*default_ignore(config), "extra.proj"))["extra.proj.weight"].reason == "no module of the model"
 
 
 def test_draft_layers_stay_as_they_are() -> None:
@@ -239,14 +239,16 @@ def test_draft_layers_stay_as_they_are() -> None:
     names = ["eh_proj", "self_attn.q_proj", "mlp.experts.0.gate_proj", "mlp.gate", "shared_head.head"]
     draft = {name: TensorSpec(name, (64, 128), torch.bfloat16) for name in (f"model.layers.12.{name}.weight" for name in names)}
     specs = release_specs(models.configs()["glm4_moe"]) | draft
-    decisions = decide(specs, config, scheme(*ignore))
-    assert {decisions[name].reason for name in draft} == {"draft layer"}
-    with pytest.raises(CkptkitError, match=r"slime and SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack model\.layers\.12\.eh_proj") as caught:
-        decide(specs, config, scheme(*ignore[:-1]))
+    verdicts = resolve(specs, config, scheme(*ignore))
+    assert {verdicts[name].reason for name in draft} == {"draft layer"}
+    with pytest.raises(CkptkitError, match=r"\n  SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack model\.layers\.12\.self_attn\.q_proj") as caught:
+        resolve(specs, config, scheme(*ignore[:-1]))
+    # SGLang's eh_proj, router and head of the draft layer are none that it quantizes.
+    assert "slime would pack model.layers.12.eh_proj.weight" in str(caught.value)
     assert f"add '{ignore[-1]}'" in str(caught.value)
     # Naming the layer as the checkpoint does is not enough for SGLang.
-    with pytest.raises(CkptkitError, match=r"\n  SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack model\.layers\.12\.eh_proj"):
-        decide(specs, config, scheme(*ignore[:-1], r"re:model\.layers\.12\..*"))
+    with pytest.raises(CkptkitError, match=r"\n  SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack model\.layers\.12\.self_attn"):
+        resolve(specs, config, scheme(*ignore[:-1], r"re:model\.layers\.12\..*"))
 
 
 def test_groups_must_divide(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
@@ -254,14 +256,14 @@ def test_groups_must_divide(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     with pytest.raises(
         CkptkitError, match=r"groups of 128 do not divide the 96, 288, 320 input features of model\.layers\.\{0\.\.11\}\.self_attn\.o_proj"
     ) as caught:
-        decide(specs["glm4_moe"], config, scheme(*default_ignore(config), group_size=128))
+        resolve(specs["glm4_moe"], config, scheme(*default_ignore(config), group_size=128))
     hint = caught.value.hint or ""
     assert "use --group-size 32" in hint
     entries = re.findall(r"--ignore '([^']+)'", hint)
     assert r"re:.*\.mlp\.experts\..*" in entries
-    decisions = decide(specs["glm4_moe"], config, scheme(*default_ignore(config), *entries, group_size=128))
-    assert decisions["model.layers.0.self_attn.q_proj.weight"].quantize
-    assert not decisions["model.layers.3.mlp.experts.5.gate_proj.weight"].quantize
+    verdicts = resolve(specs["glm4_moe"], config, scheme(*default_ignore(config), *entries, group_size=128))
+    assert verdicts["model.layers.0.self_attn.q_proj.weight"].quantize
+    assert not verdicts["model.layers.3.mlp.experts.5.gate_proj.weight"].quantize
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((64, 128), torch.float8_e4m3fn), ((2, 64, 128), torch.bfloat16)])
@@ -269,14 +271,14 @@ def test_only_float_matrices_can_be_quantized(specs: Mapping[str, dict[str, Tens
     name = "model.layers.0.self_attn.q_proj.weight"
     config = config_of("qwen2-untied")
     with pytest.raises(CkptkitError, match=r"layers\.0\.self_attn\.q_proj\.weight .* cannot be quantized"):
-        decide(specs["qwen2-untied"] | {name: TensorSpec(name, shape, dtype)}, config, scheme(*default_ignore(config)))
+        resolve(specs["qwen2-untied"] | {name: TensorSpec(name, shape, dtype)}, config, scheme(*default_ignore(config)))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2': how SGLang fuses its layers is not known"),
-        ({"model_type": None}, "how SGLang fuses its layers is not known"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2': which of its tensors are Linear layers is not known"),
+        ({"model_type": None}, "which of its tensors are Linear layers is not known"),
         ({"hidden_act": "no_such_function"}, "transformers cannot build model_type 'qwen2'.*no_such_function"),
         ({"num_attention_heads": 0, "head_dim": None}, "transformers cannot build model_type 'qwen2'.*zero"),
         ({"hidden_size": "wide"}, "transformers cannot build model_type 'qwen2'.*hidden_size"),
@@ -288,7 +290,7 @@ def test_a_model_that_is_not_understood_is_refused(specs: Mapping[str, dict[str,
 
 
 def test_an_unknown_model_type_has_no_class_tree() -> None:
-    with pytest.raises(CkptkitError, match="transformers cannot build model_type 'no_such_model'"):
+    with pytest.raises(CkptkitError, match="model_type 'no_such_model': which of its tensors are Linear layers is not known"):
         class_tree({"model_type": "no_such_model"})
 
 
@@ -316,5 +318,5 @@ def test_a_finished_checkpoint_is_checked_by_its_packed_names() -> None:
 
 def test_a_model_with_draft_layers_in_its_config_alone() -> None:
     config = Glm4MoeConfig(num_hidden_layers=2, n_routed_experts=4).to_dict()
-    assert not class_tree(config).draft_layers
-    assert list(class_tree(config | {"num_nextn_predict_layers": 2}).draft_layers) == [2, 3]
+    assert not class_tree(config).drafts
+    assert [draft.prefix for draft in class_tree(config | {"num_nextn_predict_layers": 2}).drafts] == ["model.layers.2.", "model.layers.3."]

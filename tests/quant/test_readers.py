@@ -10,7 +10,10 @@ import pytest
 import torch
 from compressed_tensors.utils.match import is_match
 
-from quant.readers import EXPANDS_FUSED, FUSED, compressed_tensors, sglang, sglang_layers, sglang_suffix, slime
+from ckptkit.errors import CkptkitError
+from quant.matrices import Matrix, names_in_sglang, names_in_vllm
+from quant.portable import covered
+from quant.readers import ALL_READERS, RULES, compressed_tensors, readers_of, sglang, sglang_suffix, slime
 from quant.scheme import QuantScheme, quantization_config
 
 L0 = "model.layers.0"
@@ -85,27 +88,64 @@ def test_sglang_itself_agrees(sglang_quantization: Any) -> None:
     assert differ == []
 
 
+NAMES = sorted({row[1] for row in TABLE} | {f"{L0}.mlp.experts.0.gate_proj", f"{L0}.mlp.experts.12.up_proj", "model.layers.10.mlp.down_proj"})
+ENTRIES = sorted({row[0] for row in TABLE})
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_entry_on_every_name_as_the_readers_themselves(sglang_quantization: Any, entry: str) -> None:
+    linear = torch.nn.Linear(1, 1, device="meta")
+    assert [compressed_tensors(name, entry) for name in NAMES] == [is_match(name, linear, entry) for name in NAMES]
+    assert [sglang(name, entry) for name in NAMES] == [sglang_quantization.should_ignore_layer(name, [entry]) for name in NAMES]
+
+
+@pytest.mark.parametrize("reader", list(RULES))
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_many_names_at_once_as_one_by_one(reader: str, entry: str) -> None:
+    names = sorted([*NAMES, *(f"{name}.weight" for name in NAMES)])
+    assert covered(reader, entry, names) == {name for name in names if RULES[reader](name, entry)}
+
+
+def test_readers_by_the_name_of_the_option() -> None:
+    assert readers_of(["slime", "transformers"]) == ("compressed-tensors", "transformers", "slime")
+    assert readers_of(ALL_READERS) == tuple(RULES)
+    with pytest.raises(CkptkitError, match="unknown reader 'trtllm'"):
+        readers_of(["slime", "trtllm"])
+    with pytest.raises(CkptkitError, match="no reader is named"):
+        readers_of([])
+
+
 ATTENTION = ["q_proj", "k_proj", "v_proj"]
+QKV, LATENT = {"qkv_proj": tuple(ATTENTION)}, {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
+
+
+def matrix(layer: str, module: str = "other") -> Matrix:
+    return Matrix(f"{module}.weight", True, None, layer, layer, module)
 
 
 @pytest.mark.parametrize(
-    ("module", "ignore", "expands", "layers"),
+    ("layer", "ignore", "mapping", "names"),
     [
-        (f"{L0}.self_attn.o_proj", [], False, [f"{L0}.self_attn.o_proj"]),
-        (f"{L0}.self_attn.k_proj", [], False, [f"{L0}.self_attn.qkv_proj"]),
-        (f"{L0}.self_attn.k_proj", [], True, [f"{L0}.self_attn.{name}" for name in ATTENTION]),
-        (f"{L0}.self_attn.k_proj", [f"{L0}.self_attn.qkv_proj"], True, [f"{L0}.self_attn.qkv_proj"]),
-        (f"{L0}.mlp.shared_experts.up_proj", [], False, [f"{L0}.mlp.shared_experts.gate_up_proj"]),
-        (f"{L0}.mlp.up_proj", [], True, [f"{L0}.mlp.gate_proj", f"{L0}.mlp.up_proj"]),
-        (f"{L0}.mlp.experts.7.down_proj", [], True, [f"{L0}.mlp.experts.0.{name}" for name in ("gate_proj", "up_proj", "down_proj")]),
-        ("lm_head", [], False, ["lm_head"]),
+        (f"{L0}.self_attn.o_proj", [], QKV, [f"{L0}.self_attn.o_proj"]),
+        (f"{L0}.self_attn.qkv_proj", [], {}, [f"{L0}.self_attn.qkv_proj"]),
+        (f"{L0}.self_attn.qkv_proj", [], QKV, [f"{L0}.self_attn.{name}" for name in ATTENTION]),
+        (f"{L0}.self_attn.qkv_proj", [f"{L0}.self_attn.qkv_proj"], QKV, [f"{L0}.self_attn.qkv_proj"]),
+        (f"{L0}.self_attn.fused_qkv_a_proj_with_mqa", [], LATENT, [f"{L0}.self_attn.q_a_proj", f"{L0}.self_attn.kv_a_proj_with_mqa"]),
+        (f"{L0}.mlp.experts", [], QKV, [f"{L0}.mlp.experts.0.{name}" for name in ("gate_proj", "up_proj", "down_proj")]),
     ],
 )
-def test_names_that_sglang_looks_up(module: str, ignore: list[str], expands: bool, layers: list[str]) -> None:
-    assert list(sglang_layers(module, ignore, expands)) == layers
+def test_names_that_sglang_looks_up(layer: str, ignore: list[str], mapping: dict[str, tuple[str, ...]], names: list[str]) -> None:
+    assert list(names_in_sglang(matrix(layer), ignore, mapping)) == names
 
 
-@pytest.mark.parametrize("expands", [False, True])
+def test_vllm_takes_every_fused_layer_apart_unless_the_release_has_it_so() -> None:
+    """GLM-4 stores gate_up_proj as one."""
+    layer = f"{L0}.mlp.gate_up_proj"
+    assert list(names_in_vllm(matrix(layer), [])) == [f"{L0}.mlp.gate_proj", f"{L0}.mlp.up_proj"]
+    assert list(names_in_vllm(matrix(layer, layer), [])) == [layer]
+
+
+@pytest.mark.parametrize("mapping", [{}, QKV], ids=["plain", "mapped"])
 @pytest.mark.parametrize(
     "ignore",
     [
@@ -119,15 +159,14 @@ def test_names_that_sglang_looks_up(module: str, ignore: list[str], expands: boo
     ],
     ids=str,
 )
-def test_fused_layers_as_sglang_itself(sglang_quantization: Any, ignore: list[str], expands: bool) -> None:
-    mapping = {name: list(shards) for name, shards in FUSED.items()} if expands else {}
-    layers = sglang_layers(f"{L0}.self_attn.q_proj", ignore, expands)
-    verdicts = {any(sglang(layer, entry) for entry in ignore) for layer in layers}
+def test_fused_layers_as_sglang_itself(sglang_quantization: Any, ignore: list[str], mapping: dict[str, tuple[str, ...]]) -> None:
+    layer = f"{L0}.self_attn.qkv_proj"
+    verdicts = {any(sglang(name, entry) for entry in ignore) for name in names_in_sglang(matrix(layer), ignore, mapping)}
     if len(verdicts) == 2:
         with pytest.raises(ValueError, match="requires all to use the same scheme"):
-            sglang_quantization.should_ignore_layer(f"{L0}.self_attn.qkv_proj", ignore, mapping)
+            sglang_quantization.should_ignore_layer(layer, ignore, mapping)
     else:
-        assert verdicts == {sglang_quantization.should_ignore_layer(f"{L0}.self_attn.qkv_proj", ignore, mapping)}
+        assert verdicts == {sglang_quantization.should_ignore_layer(layer, ignore, mapping)}
 
 
 def test_experts_as_sglang_itself(sglang_quantization: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,19 +178,13 @@ def test_experts_as_sglang_itself(sglang_quantization: Any, monkeypatch: pytest.
 
     monkeypatch.setattr(config, "get_scheme_dict", record)
     config.get_moe_scheme(None, f"{L0}.mlp.experts")
-    assert asked == list(sglang_layers(f"{L0}.mlp.experts.5.up_proj", [], True))
+    assert asked == list(names_in_sglang(matrix(f"{L0}.mlp.experts"), [], {}))
 
 
-def test_model_classes_that_declare_fused_names(sglang_quantization: Any) -> None:
-    from importlib import import_module
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        entries = {name: import_module(f"sglang.srt.models.{name}").EntryClass for name in EXPANDS_FUSED}
-    classes = {name: entry[0] if isinstance(entry, list) else entry for name, entry in entries.items()}
-    declared = {name: getattr(cls, "packed_modules_mapping", {}) for name, cls in classes.items()}
-    assert {name: bool(mapping) for name, mapping in declared.items()} == dict(EXPANDS_FUSED)
-    assert declared["qwen3_moe"] == {name: list(shards) for name, shards in FUSED.items()}
+def test_the_output_layer_is_no_layer_that_sglang_quantizes_by_class(sglang_quantization: Any) -> None:
+    """Neither is an embedding: SGLang looks for a scheme for its Linear layers and experts alone."""
+    config = sglang_quantization.config.from_config(quantization_config(QuantScheme(32, "qmax7")))
+    assert config.get_quant_method(torch.nn.Embedding(1, 1, device="meta"), "lm_head") is None
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])

@@ -6,10 +6,15 @@ import json
 from typing import Any
 
 import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from ckptkit.errors import CkptkitError
+from ckptkit.specs import TensorSpec
+from quant.planner import quantize_step
 from quant.scheme import QuantScheme, quantization_config, read_scheme
 
 # As published with Kimi K2 Thinking.
@@ -50,6 +55,10 @@ KIMI: dict[str, Any] = {
         ((32, "qmax7", ("re:(",)), "no regular expression"),
         ((32, "qmax7", ("",)), "is empty"),
         ((32, "qmax7", ("re:",)), "is empty"),
+        ((32, "qmax7", (), False), "the qmax7 grid is symmetric"),
+        ((32, "qmax7", (), True, "mse"), "a search would leave the qmax7 grid"),
+        ((32, "minmax", (), True, "best"), "unknown search 'best'"),
+        ((32, "minmax", (), True, "none", torch.float64), "unknown scale dtype torch.float64"),
     ],
 )
 def test_an_invalid_scheme_cannot_exist(arguments: tuple[Any, ...], message: str) -> None:
@@ -72,21 +81,59 @@ def test_the_config_says_what_was_done() -> None:
     assert weights["observer_kwargs"] == {"grid": "qmax7"}
 
 
-@pytest.mark.parametrize("grid", ["qmax7", "minmax"])
-def test_compressed_tensors_and_transformers_accept_the_config(grid: Any) -> None:
-    content = quantization_config(QuantScheme(32, grid, ("lm_head",)))
+SCHEMES = [
+    QuantScheme(32, "qmax7", ("a", "re:b.*")),
+    QuantScheme(128, "minmax"),
+    QuantScheme(None, "qmax7", ("lm_head",)),
+    QuantScheme(64, "minmax", ("lm_head",), symmetric=False),
+    QuantScheme(None, "minmax", (), False, "mse", torch.float16),
+    QuantScheme(32, "qmax7", scale_dtype=torch.float32),
+]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compressed_tensors_and_transformers_accept_the_config(scheme: QuantScheme) -> None:
+    content = json.loads(json.dumps(quantization_config(scheme)))
     parsed = QuantizationConfig.model_validate(content)
     assert parsed.quantization_status == QuantizationStatus.COMPRESSED
-    assert parsed.config_groups["group_0"].weights.group_size == 32
+    weights = parsed.config_groups["group_0"].weights
+    assert (weights.strategy, weights.group_size) == (("group", scheme.group_size) if scheme.group_size else ("channel", None))
+    assert weights.symmetric == scheme.symmetric
+    assert weights.scale_dtype == scheme.scale_dtype
     hf = CompressedTensorsConfig.from_dict(content)
     assert hf.is_quantization_compressed
     # What transformers writes back still tells the grid.
-    assert read_scheme({"quantization_config": hf.to_dict()}) == QuantScheme(32, grid, ("lm_head",))
+    assert read_scheme({"quantization_config": hf.to_dict()}) == scheme
 
 
-@pytest.mark.parametrize("scheme", [QuantScheme(32, "qmax7", ("a", "re:b.*")), QuantScheme(128, "minmax")])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_scheme_reads_back(scheme: QuantScheme) -> None:
     assert read_scheme({"quantization_config": quantization_config(scheme)}) == scheme
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_names_of_the_parts_are_those_that_compressed_tensors_expects(scheme: QuantScheme) -> None:
+    """And their shapes and dtypes: its own allocation, which transformers uses, and by hand what vLLM's and SGLang's loaders allocate."""
+    parsed = QuantizationConfig.model_validate(quantization_config(scheme)).config_groups["group_0"]
+    weight = torch.randn(24, 256).bfloat16()
+    spec = TensorSpec("x.weight", (24, 256), torch.bfloat16)
+    step = quantize_step(spec, scheme)
+    made = {one.name.removeprefix("x."): tensor for one, tensor in zip(step.outputs, step.run([weight]), strict=True)}
+    assert {one.name: (one.shape, one.dtype) for one in step.outputs} == {f"x.{name}": (tuple(part.shape), part.dtype) for name, part in made.items()}
+    assert set(made) == set(PackedQuantizationCompressor.compression_param_names(parsed))
+    module = torch.nn.Linear(256, 24, bias=False, dtype=torch.bfloat16)
+    initialize_module_for_quantization(module, parsed)
+    assert module.weight_scale.shape == made["weight_scale"].shape
+    assert scheme.scale_dtype or module.weight_scale.dtype == made["weight_scale"].dtype
+    groups = 256 // scheme.group_size if scheme.group_size else 1
+    expected = {
+        "weight_packed": ((24, 32), torch.int32),
+        "weight_scale": ((24, groups), scheme.scale_dtype or torch.bfloat16),
+        "weight_shape": ((2,), torch.int64),
+    }
+    if not scheme.symmetric:
+        expected["weight_zero_point"] = ((3, groups), torch.int32)
+    assert {name: (tuple(part.shape), part.dtype) for name, part in made.items()} == expected
 
 
 def test_reads_a_config_of_another_tool() -> None:
@@ -111,8 +158,8 @@ def _changed(**weights: Any) -> dict[str, Any]:
         ({"quantization_config": KIMI | {"config_groups": {"W8A8": ["Linear"]}}}, "input_activations is"),
         ({"quantization_config": KIMI | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}, "kv_cache_scheme is"),
         ({"quantization_config": _changed(num_bits=8)}, "num_bits is 8"),
-        ({"quantization_config": _changed(symmetric=False)}, "symmetric is False"),
-        ({"quantization_config": _changed(strategy="channel", group_size=-1)}, "strategy is 'channel'"),
+        ({"quantization_config": _changed(strategy="tensor", group_size=None)}, "strategy is 'tensor'"),
+        ({"quantization_config": _changed(scale_dtype="torch.float64")}, r"unknown scale dtype torch\.float64"),
         ({"quantization_config": _changed(actorder="weight")}, "actorder is 'weight'"),
         ({"quantization_config": _changed(actorder="group")}, "refuses this quantization_config"),
         ({"quantization_config": _changed(unknown=1)}, "refuses this quantization_config"),

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from verify.report import Finding, Report
+from verify.checks import all_checks, run_checks
+from verify.report import CheckResult, Finding, Report
+from verify.run import choose
+from verify.subject import Subject
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +41,16 @@ def edit_json() -> Callable[..., None]:
         path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
     return edit
+
+
+@pytest.fixture(scope="session")
+def alone() -> Callable[..., tuple[CheckResult | None, list[Finding]]]:
+    """`alone(code, path, ...)`: one check by itself, with the keywords of Subject; its result is None where it does not apply."""
+
+    def run(code: str, path: Path, **how: Any) -> tuple[CheckResult | None, list[Finding]]:
+        subject = Subject(path, **how)
+        chosen, _ = choose(subject, [one for one in all_checks() if one.code == code])
+        results, findings, _ = run_checks(subject, chosen)
+        return (results[0] if results else None), findings
+
+    return run

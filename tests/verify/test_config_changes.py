@@ -31,7 +31,7 @@ def change(path: Path, **changes: Any) -> Path:
     [
         ({"attention_dropout": 0.5}, "attention_dropout = 0.0", "attention_dropout = 0.5", "error"),
         ({"max_window_layers": 5}, "max_window_layers = 28", "max_window_layers = 5", "error"),
-        ({"eos_token_id": 5}, "eos_token_id = 3", "eos_token_id = 5", "error"),
+        ({"eos_token_id": [3, 5]}, "eos_token_id = 3", "eos_token_id = [3, 5]", "error"),
         ({"hidden_act": ...}, "hidden_act = silu", "hidden_act = None", "warning"),
         ({"rms_norm_eps": 1e-5}, "norm_epsilon = 1e-06", "norm_epsilon = 1e-05", "error"),
         ({"max_position_embeddings": 512}, None, None, "error"),

@@ -11,10 +11,11 @@ from verify.checks import all_checks
 from verify.explain import explain
 
 MINE = [
-    *("CK101", "CK102", "CK103", "CK104", "CK105", "CK106", "CK107", "CK111", "CK112", "CK113"),
+    *("CK101", "CK102", "CK103", "CK104", "CK105", "CK106", "CK107", "CK108", "CK110"),
+    *("CK111", "CK112", "CK113", "CK114", "CK115", "CK116", "CK117"),
     *("CK201", "CK202", "CK203", "CK204", "CK205", "CK206"),
-    *("CK301", "CK302", "CK303", "CK304", "CK305"),
-    *("CK701", "CK702", "CK703", "CK711", "CK712", "CK713", "CK714"),
+    *("CK301", "CK302", "CK303", "CK304", "CK305", "CK306", "CK307", "CK308"),
+    *("CK701", "CK702", "CK703", "CK704", "CK705", "CK706", "CK707", "CK708", "CK709", "CK711", "CK712", "CK713", "CK714"),
 ]
 
 

@@ -279,6 +279,17 @@ def test_uneven_layers_are_told_even_without_a_usable_config(releases: Make, cop
     assert ("CK104", "layers.6.mlp.gate.weight") in [(finding.code, finding.tensor) for finding in found]
 
 
+def test_an_expert_that_every_layer_lacks_is_told_even_without_a_usable_config(releases: Make, copy_of: Copy, edit_json: Callable[..., None]) -> None:
+    path = copy_of(releases("glm4_moe"))
+    edit_json(path / "config.json", model_type="unheard_of")
+    lost = [f"model.layers.{layer}.mlp.experts.11.down_proj.weight" for layer in range(2, 12)]
+    for name in lost:
+        models.edit(path, name, None)
+    edit_index(path, lambda names: [names.pop(name) for name in lost])
+    found = [(finding.code, finding.tensor, finding.actual) for finding in verify(path).findings]
+    assert ("CK104", "experts.11.down_proj.weight", "missing") in found
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "shape"),
     [
@@ -314,6 +325,14 @@ def test_a_total_size_that_is_not_the_sum(metadata: object, releases: Make, copy
     finding = only(verify(path))
     assert finding.code == "CK106"
     assert finding.expected == f"total_size {sum(tensor.nbytes for tensor in models.tensors(path).values())}"
+
+
+def test_a_total_size_that_counts_rows(releases: Make, copy_of: Copy, edit_json: Callable[..., None], only: Only) -> None:
+    """As slime's and Relax's converters to INT4 and FP8 write it."""
+    path = copy_of(releases("qwen2-tied"))
+    rows = sum(len(tensor) for tensor in models.tensors(path).values())
+    edit_json(path / INDEX, metadata={"total_size": rows})
+    assert only(verify(path)).actual == f"total_size {rows}, which is the number of rows"
 
 
 def test_one_layer_in_another_dtype(releases: Make, copy_of: Copy, only: Only) -> None:
@@ -468,7 +487,7 @@ def test_without_a_config_beside_megatron_what_needs_it_is_skipped(converted: Ma
     path = copy_of(converted("qwen2-tied") / "release")
     report = verify(path)
     skipped = {check.code: check.reason for check in report.checks if check.status == "skipped"}
-    assert set(skipped) == {"CK101", "CK105", "CK701"}
+    assert set(skipped) == {"CK101", "CK105", "CK209", "CK701"}
     assert "--hf" in (skipped["CK101"] or "")
     assert report.findings == []
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -136,6 +137,15 @@ def test_rounding_what_is_not_fp32_state_is_a_warning(tmp_path: Path, codes: Cod
     report = verify(tmp_path / "narrow", source=tmp_path / "wide")
     assert codes(report) == ["CK203"]
     assert {(finding.severity, finding.expected, finding.actual) for finding in report.findings} == {("warning", "float32", "bfloat16")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_cast_that_is_never_legal(dtype: torch.dtype, releases: Make, copy_of: Copy, alone: Callable[..., Any]) -> None:
+    path, name = copy_of(releases("qwen2-tied")), "model.layers.3.mlp.up_proj.weight"
+    models.edit(path, name, models.tensors(path)[name].to(dtype))
+    _, (finding,) = alone("CK203", path, source_path=releases("qwen2-tied"))
+    assert (finding.tensor, finding.severity) == (name, "error")
+    assert (finding.expected, finding.actual) == ("bfloat16", str(dtype).removeprefix("torch."))
 
 
 def test_fp32_state_rounded_to_bf16_is_an_error_with_the_values_lost(releases: Make, copy_of: Copy) -> None:

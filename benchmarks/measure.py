@@ -1,0 +1,86 @@
+"""What every section measures with: seconds and peak memory of a process, and files that are in the page cache or are not."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_EVERY_S = 0.005
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command that ended well. `resident` is the kernel's ru_maxrss, `anonymous` the most RssAnon that was seen, both in bytes."""
+
+    seconds: float
+    resident: int
+    anonymous: int
+
+
+def run(command: Sequence[str], product: Path | None = None) -> Run:
+    """Runs a command, whose product is removed before; the disk is synced first. Raises SystemExit when it fails."""
+    if product is not None:
+        shutil.rmtree(product, ignore_errors=True)
+    os.sync()
+    began, anonymous = time.monotonic(), 0
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    ended, status, usage = os.wait4(process.pid, os.WNOHANG)
+    while not ended:
+        anonymous = max(anonymous, _anonymous(process.pid))
+        time.sleep(_EVERY_S)
+        ended, status, usage = os.wait4(process.pid, os.WNOHANG)
+    seconds = time.monotonic() - began
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed")
+    return Run(seconds, usage.ru_maxrss * 1024, anonymous)
+
+
+def _anonymous(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:  # it has just ended
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
+
+
+def forget(files: Sequence[Path]) -> None:
+    """Drops files from the page cache. Raises SystemExit when they stay there: then no run is cold."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+    if (share := cached(files)) > 0.01:
+        raise SystemExit(f"{share:.0%} of {files[0].parent} stays in the page cache: a run on cold files cannot be measured here")
+
+
+def remember(files: Sequence[Path]) -> None:
+    """Reads files into the page cache."""
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            while stream.read(1 << 24):
+                pass
+
+
+def cached(files: Sequence[Path]) -> float:
+    """The share of files that is in the page cache, 0 to 1 (mincore(2))."""
+    libc, pages, found = ctypes.CDLL(None, use_errno=True), 0, 0
+    for file in files:
+        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE) as mapped:
+            state = (ctypes.c_ubyte * (-(-len(mapped) // mmap.PAGESIZE)))()
+            window = (ctypes.c_char * 1).from_buffer(mapped)
+            failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(window)), ctypes.c_size_t(len(mapped)), state)
+            del window
+            if failed:
+                raise SystemExit(f"mincore of {file}: {os.strerror(ctypes.get_errno())}")
+            pages += len(state)
+            found += sum(byte & 1 for byte in bytes(state))
+    return found / max(pages, 1)

@@ -1,0 +1,172 @@
+"""`ckptkit.json`: a digest of every tensor and side file of a checkpoint, and what it was made from, to prove a copy of it later.
+
+Digests are SHA-256 of the bytes of a tensor as it lies in memory (little-endian, row-major): nobody can make other weights with the same
+digest. A manifest proves what it is kept apart from: whoever can change weights can write a new manifest beside them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptkit.checkpoint import Checkpoint, CheckpointWriter
+from ckptkit.copy import copy
+from ckptkit.errors import CkptkitError
+from ckptkit.formats import Location
+from ckptkit.raw import bytes_of
+from ckptkit.safetensors_io import MAX_HEADER, read_json
+from ckptkit.sidefiles import MANIFEST, side_files
+
+SCHEMA = "ckptkit-manifest/1"
+_HEX = frozenset("0123456789abcdef")
+
+
+@dataclass(frozen=True)
+class TensorDigest:
+    """One tensor of a manifest: dtype as torch spells it without `torch.`, shape, and the SHA-256 of its bytes in hexadecimal."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorDigest:
+        """The digest of a contiguous tensor on the CPU."""
+        return cls(dtype_name(tensor.dtype), tuple(tensor.shape), hashlib.sha256(bytes_of(tensor)).hexdigest())
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a manifest promises. Tensors have the names of the format on disk; of Megatron's, those of global tensors. Files are relative."""
+
+    tensors: Mapping[str, TensorDigest]
+    files: Mapping[str, str]
+
+
+class Digested:
+    """A CheckpointWriter that takes a digest of what another one writes; alone, only digests. Threads may share it."""
+
+    def __init__(self, writer: CheckpointWriter | None = None) -> None:
+        self._writer = writer
+        self.tensors: dict[str, TensorDigest] = {}
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        self.tensors[name] = TensorDigest.of(tensor.contiguous())
+        if self._writer is not None:
+            self._writer.write(name, tensor)
+
+    def finish(self) -> None:
+        if self._writer is not None:
+            self._writer.finish()
+
+    def discard(self) -> None:
+        if self._writer is not None:
+            self._writer.discard()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def digests_of(checkpoint: Checkpoint, workers: int | None = None) -> dict[str, TensorDigest]:
+    """Reads every tensor once, with `workers` threads (None: one a core)."""
+    found = Digested()
+    copy(checkpoint, found, "digesting", workers)
+    return {name: found.tensors[name] for name in checkpoint.specs}
+
+
+def described_files(location: Location, beside: Sequence[Path] = ()) -> dict[str, str]:
+    """SHA-256 of what belongs to a checkpoint besides its tensors, by path relative to its root.
+
+    In an HF directory: config, tokenizer, templates, code. In a Megatron one: the iteration's metadata and everything below `hf/` and the
+    directories `beside`.
+    """
+    if location.kind == "hf":
+        found: Iterable[Path] = (location.path / relative for relative in side_files(location.path))
+    else:
+        names = ("common.pt", ".metadata", "metadata.json")
+        whole = [path for folder in (location.root / "hf", *beside) for path in sorted(folder.rglob("*")) if path.is_file()]
+        found = [*(location.path / name for name in names if (location.path / name).is_file()), *whole]
+    return {str(path.relative_to(location.root)): file_digest(path) for path in found}
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file in hexadecimal. Raises CkptkitError when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CkptkitError(f"{path}: {error.strerror}", "it belongs to the checkpoint; make it readable") from error
+
+
+def lineage_of(location: Location) -> dict[str, str]:
+    """What identifies a source: its own manifest where that has digests, else the headers of its files and their sizes.
+
+    Headers tell one release from another, and not whether its weights were changed: for that, make a manifest of the source first.
+    """
+    manifest = location.root / MANIFEST
+    if manifest.exists() and "tensors" in read_json(manifest):
+        return {"source": location.root.name, "sha256_of": "manifest", "sha256": file_digest(manifest)}
+    digest = hashlib.sha256()
+    for path in sorted([*location.path.glob("*.safetensors"), *location.path.glob("*.distcp"), *location.path.glob(".metadata")]):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        digest.update(_header(path))
+    return {"source": location.root.name, "sha256_of": "headers", "sha256": digest.hexdigest()}
+
+
+def _header(path: Path) -> bytes:
+    if path.suffix != ".safetensors":
+        return path.read_bytes() if path.name == ".metadata" else b""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return file.read(min(length, MAX_HEADER))
+
+
+def write_manifest(
+    path: Path,
+    command: Sequence[str],
+    tensors: Mapping[str, TensorDigest],
+    files: Mapping[str, str],
+    more: Mapping[str, Any],
+) -> None:
+    """Writes the manifest of `tensors` and `files`. `more` are further keys: `source`, `hf_layout`, `lineage`."""
+    digests = {name: [one.dtype, list(one.shape), one.sha256] for name, one in tensors.items()}
+    content = {"schema": SCHEMA, "version": version("ckptkit"), "command": list(command), **more, "files": files, "tensors": digests}
+    # One line a tensor: with indentation a model of 200,000 tensors would take a million lines.
+    text = json.dumps(content | {"tensors": {}}, indent=1).removesuffix("{}\n}")
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in digests.items())
+    path.write_text(f"{text}{{\n{lines}\n }}\n}}\n" if digests else json.dumps(content, indent=1) + "\n")
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The digests of a manifest. Raises CkptkitError when it is none, or has none."""
+    content = read_json(path)
+    if content.get("schema") != SCHEMA:
+        raise CkptkitError(f"{path} has schema {content.get('schema')!r}, not {SCHEMA!r}", "name a ckptkit.json, or what `ckptkit manifest` wrote")
+    tensors, files = content.get("tensors"), content.get("files")
+    if not isinstance(tensors, dict) or not tensors or not isinstance(files, dict):
+        raise CkptkitError(f"{path} has no digests: an earlier version of ckptkit wrote it", "make one of the sound checkpoint with `ckptkit manifest`")
+    if wrong := next((name for name, one in files.items() if not _is_sha256(one)), None):
+        raise CkptkitError(f"{path}: the digest of {wrong} is no SHA-256", "take the manifest from where it was kept")
+    return Manifest({name: _tensor(path, name, entry) for name, entry in tensors.items()}, files)
+
+
+def _tensor(path: Path, name: str, entry: Any) -> TensorDigest:
+    if isinstance(entry, list) and len(entry) == 3:
+        dtype, shape, sha256 = entry
+        if isinstance(dtype, str) and isinstance(shape, list) and all(type(size) is int for size in shape) and _is_sha256(sha256):
+            return TensorDigest(dtype, tuple(shape), sha256)
+    raise CkptkitError(f"{path}: the entry of {name} is not [dtype, shape, SHA-256]", "take the manifest from where it was kept")
+
+
+def _is_sha256(text: object) -> bool:
+    return isinstance(text, str) and len(text) == 64 and _HEX.issuperset(text)

@@ -1,0 +1,103 @@
+"""`make examples`: the reports of one run that passes and one that fails, in every format, and a screenshot of the page.
+
+The model is the small mixture of experts of `ckptkit.demo`, with seeded random weights. Nothing of the machine gets into the
+reports: paths are relative to the directory that all is made in, and seconds are set to 0.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ckptkit.api import quantize
+from ckptkit.demo import MOE, make_release
+from ckptkit.safetensors_io import HfCheckpoint, SafetensorsWriter
+from quant.scheme import QuantScheme
+from verify.report import Finding, Report
+from verify.reports import FORMATS, write_report
+from verify.run import verify
+
+HERE = Path(__file__).resolve().parent
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def broken_int4(int4: Path, path: Path) -> None:
+    """A copy of an INT4 checkpoint with three faults: scales of the neighbouring expert, a NaN, and a key projection of zeros."""
+    source = HfCheckpoint(int4)
+    tensors = dict(source.read(list(source.specs)))
+    layer = "model.layers.{}.mlp.experts.{}.{}_proj.weight_scale"
+    for expert in range(6, 12):
+        tensors[layer.format(5, expert, "down")] = tensors[layer.format(5, (expert + 1) % 12, "down")].clone()
+    tensors[layer.format(9, 3, "up")][0, 0] = float("nan")
+    tensors["model.layers.3.self_attn.k_proj.bias"] = torch.zeros_like(tensors["model.layers.3.self_attn.k_proj.bias"])
+    shutil.copytree(int4, path)
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    writer = SafetensorsWriter(path, source.specs, source.layout)
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    writer.finish()
+
+
+def without_machine(report: Report, root: Path) -> Report:
+    """The report with paths relative to `root`, and no times."""
+
+    def relative(text: str | None) -> str | None:
+        return None if text is None else text.replace(f"{root}/", "")
+
+    def clean(finding: Finding) -> Finding:
+        texts = {key: relative(getattr(finding, key)) for key in ("expected", "actual", "hint", "tensor", "file")}
+        return replace(finding, **texts)  # type: ignore[arg-type]
+
+    return replace(
+        report,
+        checks=[replace(check, reason=relative(check.reason), seconds=0.0) for check in report.checks],
+        findings=[clean(finding) for finding in report.findings],
+        facts={name: [str(relative(line)) for line in lines] for name, lines in report.facts.items()},
+    )
+
+
+def example(path: str, source: str) -> Report:
+    """The report of `ckptkit verify PATH --source SOURCE`, run in the working directory."""
+    report = verify(path, source=source, command=["ckptkit", "verify", path, "--source", source, "--report", "report.html"])
+    return without_machine(report, Path.cwd())
+
+
+def screenshot(page: Path, image: Path) -> None:
+    """What a browser shows of the page. Without a browser the image stays as it is."""
+    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if browser is None:
+        print(f"none of {', '.join(BROWSERS)} is on PATH: {image.name} was left as it is", file=sys.stderr)
+        return
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses to be started by root
+    with tempfile.TemporaryDirectory() as profile:
+        command = [browser, "--headless", *sandbox, f"--user-data-dir={profile}", "--hide-scrollbars", "--window-size=1280,1000"]
+        subprocess.run([*command, f"--screenshot={image}", page.as_uri()], check=True, capture_output=True)
+
+
+def main() -> None:
+    """Makes all the examples, in this file's directory."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.chdir(directory)
+        make_release("glm4_moe", MOE, Path("moe"), "8MB")
+        quantize("moe", "moe-int4", QuantScheme(32, "qmax7"))
+        broken_int4(Path("moe-int4"), Path("moe-broken"))
+        for name, path in (("passed", "moe-int4"), ("failed", "moe-broken")):
+            report = example(path, "moe")
+            if report.status != name:
+                raise SystemExit(f"{path} {report.status}, which is no example of a run that {name}")
+            for ending in FORMATS:
+                write_report(report, HERE / f"{name}{ending}")
+        os.chdir(HERE)
+    screenshot(HERE / "failed.html", HERE / "failed.png")
+
+
+if __name__ == "__main__":
+    main()

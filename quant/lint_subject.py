@@ -1,0 +1,97 @@
+"""The `ignore` list of an INT4 config.json beside the names of its model, read by every reader. No weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import CkptkitError
+from ckptkit.safetensors_io import SINGLE, read_json, read_shard, shard_names
+from ckptkit.sidefiles import quantization_of
+from quant.class_tree import ClassTree, class_tree
+from quant.matrices import Matrix, matrices_named
+from quant.portable import Divergence, Reading, divergences, read_all
+from quant.readers import ALL_READERS, RULES, readers_of
+from quant.scheme import QuantScheme
+
+PACKED = ".weight_packed"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An `ignore` list beside the names of a model, read by every reader. `packed[i]`: whether matrix i is INT4."""
+
+    config: Mapping[str, Any]
+    ignore: tuple[str, ...]
+    targets: tuple[str, ...]
+    tree: ClassTree
+    matrices: Sequence[Matrix]
+    stored: frozenset[str] | None
+    readers: tuple[str, ...]
+
+    @cached_property
+    def readings(self) -> dict[str, Reading]:
+        """Every reader's reading."""
+        return self.read(self.ignore)
+
+    def read(self, ignore: Sequence[str]) -> dict[str, Reading]:
+        """Every reader's reading of another list."""
+        return read_all(RULES, self.matrices, ignore, self.config, self.targets)
+
+    @cached_property
+    def packed(self) -> tuple[bool, ...]:
+        """By the names of the index where it has packed ones, else by the classes and what compressed-tensors makes of the list."""
+        if self.stored is not None:
+            return tuple(matrix.module in self.stored for matrix in self.matrices)
+        base = self.readings["compressed-tensors"]
+        return tuple(matrix.kept is None and answer == "packs" for matrix, answer in zip(self.matrices, base.answers, strict=True))
+
+    def divergences(self, readings: Mapping[str, Reading]) -> list[Divergence]:
+        """Where the wanted readers take a list otherwise than what is packed."""
+        return list(divergences(self.matrices, self.packed, (readings[reader] for reader in self.readers), readings["compressed-tensors"]))
+
+
+def open_subject(path: Path, readers: Sequence[str] = ALL_READERS) -> tuple[Subject, str]:
+    """The subject at `path`, a directory with config.json, and in words where its names come from.
+
+    Raises CkptkitError when there is no compressed-tensors INT4 config, or the model is not known.
+    """
+    wanted = readers_of(readers)
+    config = read_json(path / "config.json")
+    content = quantization_of(config)
+    if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":
+        raise CkptkitError(f"{path / 'config.json'} has no quantization_config of compressed-tensors", "lint looks at INT4 checkpoints and their ignore lists")
+    ignore = content.get("ignore") or []
+    if not isinstance(ignore, list) or not all(isinstance(entry, str) for entry in ignore):
+        raise CkptkitError(f"{path / 'config.json'}: `ignore` is {ignore!r:.80}", "it must be a list of module names and `re:` patterns")
+    QuantScheme(32, "qmax7", tuple(ignore))  # raises for an entry that is no regular expression
+    tree = class_tree(config)
+    names, source = _names(path, tree)
+    matrices = matrices_named(names, tree, config)
+    stored = frozenset(name.removesuffix(PACKED) for name in names if name.endswith(PACKED))
+    return Subject(config, tuple(dict.fromkeys(ignore)), _targets(content, path), tree, matrices, stored or None, wanted), source
+
+
+def _targets(content: Mapping[str, Any], path: Path) -> tuple[str, ...]:
+    groups = content.get("config_groups")
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) and isinstance(group.get("targets"), list) for group in groups.values()):
+        raise CkptkitError(f"{path / 'config.json'}: config_groups are not as compressed-tensors writes them", "restore config.json from the release")
+    return tuple(dict.fromkeys(str(target) for group in groups.values() for target in group["targets"]))
+
+
+def _names(path: Path, tree: ClassTree) -> tuple[list[str], str]:
+    if (weight_map := shard_names(path)) is not None:
+        return list(weight_map), "the index"
+    if (path / SINGLE).exists():
+        return list(read_shard(path / SINGLE).specs), f"the header of {SINGLE}"
+    modules = [*tree.others, *sorted(tree.linears), *_draft_modules(tree)]
+    return [f"{module}.weight" for module in modules], "the model's classes, since there are no weights"
+
+
+def _draft_modules(tree: ClassTree) -> Iterator[str]:
+    for draft in tree.drafts:
+        layer = "layers.0." if draft.prefix == "mtp." else ""
+        yield from (draft.prefix + layer + tail.replace("#", "0") for tail in sorted(tree.tails) if "." in tail and tail != tree.head)

@@ -1,0 +1,112 @@
+"""Weights that come from an INT4 checkpoint go back to it bit for bit: a group keeps its scale for as long as that gives its weights.
+
+Choosing a scale anew would move weights that nobody changed: the largest weight of a group need not stand at the end of the grid that it
+was rounded to, and scales are made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import CkptkitError
+from ckptkit.sidefiles import quantization_of
+from quant.grids import check, dequantize
+from quant.kernels import Packed, quantize_pack
+from quant.packing import pack, pack_zero_point, unpack_zero_point
+from quant.scheme import GRIDS, Grid, QuantScheme
+
+_BLOCK = 1 << 20  # weights at a time: temporaries stay in the cache
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the config of an INT4 checkpoint says of its scales; `grid` is None where another tool wrote it, `scale_dtype` where nothing is said."""
+
+    group_size: int | None
+    symmetric: bool
+    grid: Grid | None = None
+    scale_dtype: torch.dtype | None = None
+
+    def fits(self, scheme: QuantScheme) -> bool:
+        """Whether a scale here belongs to the same weights as in `scheme`."""
+        return (self.group_size, self.symmetric) == (scheme.group_size, scheme.symmetric)
+
+
+def recorded(config: Mapping[str, Any]) -> Recorded | None:
+    """Of a whole config.json; None when it describes no INT4 weights. Raises CkptkitError for what ckptkit cannot read."""
+    # Imported here because it brings transformers with it, which takes seconds.
+    from compressed_tensors.quantization import QuantizationConfig
+
+    from quant.dequantize import format_of
+    from quant.int4 import PackedInt4
+
+    if quantization_of(config) is None or not isinstance(form := format_of(config), PackedInt4):
+        return None
+    groups = QuantizationConfig.model_validate(dict(quantization_of(config))).config_groups
+    weights = next(iter(groups.values())).weights
+    grid = weights.observer_kwargs.get("grid")
+    return Recorded(form.group, form.symmetric, grid if grid in GRIDS else None, weights.scale_dtype)
+
+
+def stored_parts(reference: Checkpoint, module: str, symmetric: bool) -> Packed | None:
+    """What an INT4 checkpoint has of a module; None when it does not have it packed.
+
+    Raises CkptkitError when a part is missing.
+    """
+    names = [f"{module}.{part}" for part in ("weight_packed", "weight_scale", *([] if symmetric else ["weight_zero_point"]))]
+    if names[0] not in reference.specs:
+        return None
+    if missing := [name for name in names if name not in reference.specs]:
+        raise CkptkitError(f"the reference has {names[0]} but no {missing[0]}", "download the missing shard, or leave the reference out")
+    found = [*reference.read(names).values()]
+    return Packed(found[0], found[1], None if symmetric else found[2])
+
+
+def requantize(weight: Tensor, before: Packed, scheme: QuantScheme, name: str) -> Packed:
+    """Packs [rows, columns] with the scales and zero points of `before` in every group that they reproduce, with fresh ones in the others.
+
+    A group keeps its scale when (code - zero point) x scale, with code = round(w / scale) + zero point in -8..7, is each weight of it
+    in the weight's dtype; of zeros the sign, which no code holds, does not count. Scales are stored in the scheme's dtype, or else as they
+    were. Raises CkptkitError as `quantize_pack` does, and when `before` has other groups.
+    """
+    scheme = replace(scheme, scale_dtype=scheme.scale_dtype or before.scale.dtype)
+    check(weight, scheme, name)
+    rows, columns = weight.shape
+    if before.scale.shape != (rows, scheme.groups(columns)):
+        wanted = [rows, scheme.groups(columns)]
+        raise CkptkitError(f"{name}: the reference has scales {list(before.scale.shape)}, not {wanted}", "give a reference of the same model")
+    scale = before.scale.to(device=weight.device, dtype=scheme.scale_dtype)
+    zero_point = None if before.zero_point is None else unpack_zero_point(before.zero_point.to(weight.device), before.scale.shape)
+    codes, kept = _codes(weight, scale, zero_point, scheme)
+    if bool(kept.all()):
+        return Packed(pack(codes), scale, None if zero_point is None else pack_zero_point(zero_point))
+    (fresh,) = quantize_pack([weight], scheme, [name])
+    words = torch.where(kept.unsqueeze(-1), pack(codes).reshape(*kept.shape, -1), fresh.words.reshape(*kept.shape, -1))
+    scale = torch.where(kept, scale, fresh.scale)
+    if zero_point is not None and fresh.zero_point is not None:
+        zero_point = torch.where(kept, zero_point, unpack_zero_point(fresh.zero_point, kept.shape))
+    return Packed(words.flatten(1), scale, None if zero_point is None else pack_zero_point(zero_point))
+
+
+def _codes(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
+    """Codes int8 [rows, columns] by these scales, and [rows, groups]: where they give every weight."""
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    kept = torch.ones(scale.shape, dtype=torch.bool, device=weight.device)
+    size = scheme.group_size or weight.shape[1]
+    step = max(1, _BLOCK // max(weight.shape[1], 1))
+    for start in range(0, weight.shape[0] if weight.numel() else 0, step):
+        block = slice(start, start + step)
+        zero = None if zero_point is None else zero_point[block]
+        groups = weight[block].reshape(-1, kept.shape[1], size)
+        quotient = groups.float() / scale[block].float().unsqueeze(-1)
+        exact = quotient.round_() if zero is None else quotient.round_().add_(zero.unsqueeze(-1))
+        codes[block] = exact.nan_to_num_(nan=0.0).clamp_(-8, 7).to(torch.int8).flatten(1)
+        meant = dequantize(codes[block], scale[block], zero).to(weight.dtype)
+        kept[block] = (meant.reshape(groups.shape) == groups).all(-1) & scale[block].isfinite() & (scale[block] != 0)
+    return codes, kept

@@ -1,0 +1,36 @@
+"""Every known way in which a checkpoint can be silently wrong, as mutations of clean checkpoints that `verify` has to find."""
+
+from __future__ import annotations
+
+from mutations import (
+    arguments,
+    configuration,
+    hf_config,
+    hf_files,
+    hf_names,
+    hf_shapes,
+    int4,
+    int4_parts,
+    manifest,
+    order,
+    order_megatron,
+    torch_dist,
+    values,
+)
+from mutations.mutation import Mutation
+
+MUTATIONS: tuple[Mutation, ...] = (
+    *hf_files.MUTATIONS,
+    *hf_names.MUTATIONS,
+    *hf_config.MUTATIONS,
+    *hf_shapes.MUTATIONS,
+    *configuration.MUTATIONS,
+    *torch_dist.MUTATIONS,
+    *arguments.MUTATIONS,
+    *values.MUTATIONS,
+    *order.MUTATIONS,
+    *order_megatron.MUTATIONS,
+    *manifest.MUTATIONS,
+    *int4.MUTATIONS,
+    *int4_parts.MUTATIONS,
+)

@@ -1,0 +1,128 @@
+"""Edits of a checkpoint directory that leave everything else as it was, index and checksums included."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ckptkit.blob import Blob
+from ckptkit.saved_tensor import SavedLayout
+
+INDEX = "model.safetensors.index.json"
+
+
+def edit_json(file: Path, change: Callable[[Any], object]) -> None:
+    """Changes the content of a JSON file in place."""
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def edit_config(path: Path, **values: Any) -> None:
+    """Sets keys of config.json."""
+    edit_json(path / "config.json", lambda config: config.update(values))
+
+
+def edit_index(path: Path, change: Callable[[dict[str, str]], object]) -> None:
+    """Changes the weight_map in place."""
+    edit_json(path / INDEX, lambda content: change(content["weight_map"]))
+
+
+def shard_of(path: Path, name: str) -> Path:
+    """The file that the index names for a tensor."""
+    return path / json.loads((path / INDEX).read_text())["weight_map"][name]
+
+
+def edit_header(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the header of a shard in place and leaves the data as they are."""
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def tensor(path: Path, name: str) -> Tensor:
+    """One tensor of an HF directory."""
+    with safe_open(shard_of(path, name), "pt") as file:
+        return file.get_tensor(name)
+
+
+def names(path: Path, part: str) -> list[str]:
+    """Every tensor of an HF directory whose name has this part."""
+    return [name for name in json.loads((path / INDEX).read_text())["weight_map"] if part in name]
+
+
+def replace(path: Path, new: Mapping[str, Tensor], old: Collection[str] = ()) -> None:
+    """Puts tensors in place of those of the same name, or beside `old` (which go); index and total_size stay true."""
+    weight_map = json.loads((path / INDEX).read_text())["weight_map"]
+    beside = weight_map[next(iter(old))] if old else next(reversed(weight_map.values()))
+    homes = {name: weight_map.get(name, beside) for name in (*new, *old)}
+    for file in sorted(set(homes.values())):
+        kept = {name: found for name, found in load_file(path / file).items() if name not in homes}
+        save_file(kept | {name: found.contiguous() for name, found in new.items() if homes[name] == file}, path / file, metadata={"format": "pt"})
+    for name in old:
+        del weight_map[name]
+    write_index(path, weight_map | {name: homes[name] for name in new})
+
+
+def write_index(path: Path, weight_map: Mapping[str, str]) -> None:
+    """An index with this weight_map and a true total_size."""
+    total = sum(data_bytes(path / file) for file in set(weight_map.values()))
+    (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2))
+
+
+def data_bytes(file: Path) -> int:
+    """Bytes of a shard behind its header."""
+    with file.open("rb") as stream:
+        return file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
+
+
+def rename(path: Path, new_name: Callable[[str], str]) -> None:
+    """Gives every tensor the name that `new_name` makes of its own, in shards and index."""
+    weight_map: dict[str, str] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        content = {new_name(name): found for name, found in load_file(file).items()}
+        save_file(content, file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(content, file.name)
+    write_index(path, weight_map)
+
+
+def edit_common(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes what common.pt of a Megatron checkpoint holds."""
+    file = path / "release" / "common.pt"
+    content = torch.load(file, weights_only=False)
+    change(content)
+    torch.save(content, file)
+
+
+def stored_tensor(path: Path, key: str, expert: int = 0) -> Tensor:
+    """A stored tensor of a Megatron checkpoint, or one expert of it [1, ...]."""
+    blob, shape, dtype = _stored(path, key, expert)
+    return blob.tensor(dtype, shape)
+
+
+def edit_stored(path: Path, key: str, change: Callable[[Tensor], Tensor], expert: int = 0) -> None:
+    """Changes its bytes where they lie; the checksum is that of the new bytes."""
+    blob, shape, dtype = _stored(path, key, expert)
+    changed = change(blob.tensor(dtype, shape)).contiguous()
+    with blob.path.open("r+b") as stream:
+        SavedLayout.of(shape, dtype).write(stream.fileno(), blob.offset, changed)
+
+
+def _stored(path: Path, key: str, expert: int) -> tuple[Blob, tuple[int, ...], torch.dtype]:
+    with (path / "release" / ".metadata").open("rb") as stream:
+        metadata = pickle.load(stream)
+    entry = metadata.state_dict_metadata[key]
+    chunk = next(chunk for chunk in entry.chunks if chunk.offsets[0] == expert)
+    info = next(info for index, info in metadata.storage_data.items() if index.fqn == key and index.offset == chunk.offsets)
+    return Blob(path / "release" / info.relative_path, info.offset, info.length), tuple(chunk.sizes), entry.properties.dtype

@@ -1,0 +1,53 @@
+"""Runs one mutation on one checkpoint: a copy is broken and verified. Used by the tests and by the report."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mutations.mutation import Mutation, missed
+from mutations.starts import Starts
+from verify.report import CheckResult, Finding, Report
+from verify.run import verify
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutation: `missed` says why `verify` did not find it as it should; None when it did."""
+
+    report: Report
+    missed: str | None
+
+
+def run(mutation: Mutation, label: str, starts: Starts, work: Path) -> Outcome:
+    """Breaks a copy of the checkpoint in the empty directory `work` and verifies it. The copy is removed."""
+    start = starts.path(label)
+    path = Path(shutil.copytree(start, work / "checkpoint"))
+    named = mutation.damage(path, mutation.on[label]) or mutation.on[label]
+    changed = differ(path, start)
+    source = starts.source(label) if mutation.source else None
+    report = verify(path, source=source, manifest=starts.manifest(label) if mutation.with_manifest else None)
+    shutil.rmtree(path)
+    return Outcome(report, missed(mutation, named, report) if changed else "the mutation changed nothing on disk")
+
+
+def clean(label: str, starts: Starts) -> list[Finding | CheckResult]:
+    """What is found in a checkpoint that nothing is wrong with, alone and against its source, and the checks that did not pass."""
+    path = starts.path(label)
+    reports = [verify(path), verify(path, source=starts.source(label))]
+    return [one for report in reports for one in (*report.findings, *(check for check in report.checks if check.status != "passed"))]
+
+
+def differ(one: Path, other: Path) -> bool:
+    """Whether two directories hold other files, or a file of another content."""
+    names = sorted(file.relative_to(one) for file in one.rglob("*") if file.is_file())
+    if names != sorted(file.relative_to(other) for file in other.rglob("*") if file.is_file()):
+        return True
+    return any((one / name).read_bytes() != (other / name).read_bytes() for name in names)
+
+
+def runs(mutations: Sequence[Mutation], kinds: Sequence[str]) -> Iterator[tuple[Mutation, str]]:
+    """Every mutation with every checkpoint of these kinds that it is for."""
+    return ((mutation, label) for mutation in mutations for label in mutation.on if label.partition("/")[2] in kinds)

@@ -1,0 +1,102 @@
+"""The clean checkpoints that mutations break: small models of five kinds, as releases, in INT4 and as Megatron saves them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from families import CASES, case
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ckptkit.api import convert, quantize
+from mutations.edits import INDEX
+from quant.scheme import QuantScheme
+
+# Tied with biases, untied, softmax router, sigmoid router with fp32 bias and an MTP layer, latent attention with one too.
+MODELS = {"qwen2": "qwen2-tied", "qwen2-untied": "qwen2-untied", "qwen3_moe": "qwen3_moe", "glm4_moe": "glm4_moe-mtp", "deepseek_v3": "deepseek_v3"}
+_FUSED = ("qwen3_moe", "glm4_moe")
+# Groups of 32 do not divide the heads of the latent attention here; Kimi K2's INT4 release leaves attention out as well.
+_IGNORE = {"deepseek_v3": (r"re:.*\.self_attn\..*",)}
+_SPECIAL = ("<pad>", "<bos>", "<unk>", "<eos>")
+_TOKENS = 340  # fewer than the 352 rows of the embedding, as in most releases
+
+
+def labels(kinds: Sequence[str]) -> list[str]:
+    """`MODEL/KIND` of every checkpoint of these kinds: `hf`, `fused` (experts in one tensor a layer), `int4` and `megatron`."""
+    return [f"{model}/{kind}" for model in MODELS for kind in kinds if kind != "fused" or model in _FUSED]
+
+
+class Starts:
+    """Makes each checkpoint at its first use. Read only: mutations break copies."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def path(self, label: str) -> Path:
+        """The checkpoint `MODEL/KIND`."""
+        model, _, kind = label.partition("/")
+        path = self._root / model / kind
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            self._make(model, kind, path)
+        return path
+
+    def source(self, label: str) -> Path:
+        """What `verify --source` of a checkpoint names."""
+        return self.path(f"{label.partition('/')[0]}/hf")
+
+    def manifest(self, label: str) -> Path:
+        """What `verify --manifest` of an HF checkpoint names, computed without ckptkit."""
+        path = self.path(label)
+        file = path.with_suffix(".json")
+        if not file.exists():
+            found = {name: tensor for shard in sorted(path.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
+            beside = [one.name for one in sorted(path.iterdir()) if one.suffix != ".safetensors" and one.name != INDEX]
+            content = {
+                "schema": "ckptkit-manifest/1",
+                "tensors": {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _digest(tensor)] for name, tensor in found.items()},
+                "files": {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in beside},
+            }
+            file.write_text(json.dumps(content))
+        return file
+
+    def _make(self, model: str, kind: str, path: Path) -> None:
+        if kind in ("hf", "fused"):
+            case.save(MODELS[model], CASES[MODELS[model]], path, torch.bfloat16, fused=kind == "fused")
+            write_tokenizer(path)
+        elif kind == "int4":
+            quantize(self.source(model), path, QuantScheme(32, "qmax7", _IGNORE.get(model, ())))
+        else:
+            convert(self.source(model), path)
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def write_tokenizer(path: Path) -> None:
+    """The tokenizer files of a release: 340 tokens, the special ones that config.json means, a chat template."""
+    vocabulary = {token: number for number, token in enumerate(_SPECIAL)} | {f"w{number}": number for number in range(len(_SPECIAL), _TOKENS)}
+    special = [
+        {"id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        for number, token in enumerate(_SPECIAL)
+    ]
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>", "model_max_length": 256}
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "chat_template.jinja").write_text("{% for message in messages %}<bos>{{ message['content'] }}<eos>{% endfor %}\n")

@@ -1,0 +1,116 @@
+"""The registry of mutations is complete and true, and a mutation that is not found cannot pass."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from mutations import MUTATIONS
+from mutations.edits import edit_config
+from mutations.mutation import Mutation, level_of, missed
+from mutations.report import matrix
+from mutations.running import run
+from mutations.starts import MODELS, Starts, labels
+from verify.checks import all_checks
+from verify.report import Finding, Report
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "failure-modes.md"
+MODES = [f"F{number}" for number in range(1, 30)]
+# What files cannot show, and what is no defect of a checkpoint.
+WITHOUT_MUTATION = {"F11", "F16", "F17", "F26"}
+NORM = Mutation("test", "a test", ("F5",), "configuration", "CK702", lambda path, place: None, {"qwen2/hf": "norm_epsilon"}, with_source=True)
+
+
+def other_epsilon(path: Path, place: str) -> None:
+    edit_config(path, rms_norm_eps=1e-3)
+
+
+def rows() -> dict[str, list[str]]:
+    """The cells of every row of docs/failure-modes.md, by mode."""
+    lines = [line.strip("| \n").split(" | ") for line in DOCUMENT.read_text().splitlines() if re.match(r"\| F\d", line)]
+    return {cells[0]: cells[1:] for cells in lines}
+
+
+def codes(text: str) -> set[str]:
+    return set(re.findall(r"CK\d{3}", text))
+
+
+def kinds(of: Iterable[Mutation]) -> Counter[str]:
+    """How many mutations there are for each kind of checkpoint."""
+    return Counter(kind for one in of for kind in {label.partition("/")[2] for label in one.on})
+
+
+def test_every_mutation_has_a_name_of_its_own_and_checkpoints_that_exist() -> None:
+    assert [name for name, count in Counter(one.name for one in MUTATIONS).items() if count > 1] == []
+    known = set(labels(("hf", "fused", "int4", "megatron")))
+    assert [one.name for one in MUTATIONS if not one.on or not set(one.on) <= known] == []
+
+
+def test_there_are_enough_of_every_kind_and_family() -> None:
+    count = kinds(MUTATIONS)
+    assert len(MUTATIONS) >= 80
+    assert min(count["hf"], count["int4"], count["megatron"]) >= 30
+    assert {label.partition("/")[0] for one in MUTATIONS for label in one.on} == set(MODELS)
+
+
+def test_a_code_belongs_to_its_level() -> None:
+    wrong = [one.name for one in MUTATIONS if level_of(one.code) != one.level and not (one.source and level_of(one.code) == "source")]
+    # Here a dearer check says what is wrong where a cheaper one only says that something is.
+    assert sorted(wrong) == ["both rotary spellings, two bases"]
+
+
+def test_the_document_has_every_mode_once() -> None:
+    assert list(rows()) == MODES
+
+
+def test_the_document_names_checks_and_mutations_that_exist() -> None:
+    registered, names = {check.code for check in all_checks()}, {one.name for one in MUTATIONS}
+    for mode, (_, checks, examples) in rows().items():
+        assert codes(checks) <= registered, mode
+        if mode not in WITHOUT_MUTATION:
+            named = [name for name in examples.split("; ") if name in names]
+            assert len(named) >= 1, mode
+            assert [name for name in examples.split("; ") if name not in names and "argument" not in name] == [], mode
+
+
+def test_the_document_names_the_code_of_every_mutation_in_the_rows_of_its_modes() -> None:
+    found = rows()
+    wrong = [(one.name, mode, one.code) for one in MUTATIONS for mode in one.modes if mode in WITHOUT_MUTATION or one.code not in codes(found[mode][1])]
+    assert wrong == []
+
+
+def test_every_mode_that_files_can_show_has_a_mutation() -> None:
+    assert {mode for one in MUTATIONS for mode in one.modes} == set(MODES) - WITHOUT_MUTATION
+
+
+def test_a_mutation_that_changes_nothing_is_an_error(starts: Starts, tmp_path: Path) -> None:
+    assert run(NORM, "qwen2/hf", starts, tmp_path).missed == "the mutation changed nothing on disk"
+
+
+def test_one_that_changes_something_is_found(starts: Starts, tmp_path: Path) -> None:
+    assert run(replace(NORM, damage=other_epsilon), "qwen2/hf", starts, tmp_path).missed is None
+
+
+def judged(mutation: Mutation, *findings: Finding) -> str | None:
+    return missed(mutation, "norm_epsilon", Report("0", (), "here", None, [], findings, {}))
+
+
+def test_what_is_not_found_as_it_should_be_is_missed() -> None:
+    right = Finding("CK702", "norm_epsilon = 1e-05", "norm_epsilon = 0.001", "")
+    assert judged(NORM, right) is None
+    assert judged(NORM) == "CK702 found nothing; findings are of no check"
+    assert judged(NORM, replace(right, code="CK701")) == "CK702 found nothing; findings are of CK701"
+    assert "names norm_epsilon" in (judged(NORM, replace(right, expected="rotary_base = 1", actual="rotary_base = 2")) or "")
+    assert judged(NORM, replace(right, severity="warning")) == "CK702 is only a warning"
+    assert judged(NORM, right, replace(right, code="CK104")) == "the level is headers (CK104, CK702), the registry says configuration"
+
+
+def test_the_matrix_has_a_cell_for_every_code_that_fired(starts: Starts, tmp_path: Path) -> None:
+    mutation = replace(NORM, damage=other_epsilon)
+    (tmp_path / "one").mkdir()
+    head, line = matrix([(mutation, "qwen2/hf", run(mutation, "qwen2/hf", starts, tmp_path / "one"))])
+    assert head.split() == ["level", "mutation,", "checkpoint", "702"]
+    assert line.split() == ["configuration", "test,", "qwen2/hf", "X"]

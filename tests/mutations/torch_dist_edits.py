@@ -1,0 +1,242 @@
+"""Ways to break the files of a Megatron torch_dist directory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+from ckptkit.blob import Blob
+from ckptkit.saved_tensor import SavedLayout
+from mutations.edits import edit_common, edit_json
+from mutations.mutation import Damage
+
+TRACKER, FILE = "latest_checkpointed_iteration.txt", "__0_0.distcp"
+FC1 = "decoder.layers.3.mlp.linear_fc1.weight"
+EXPERTS = "decoder.layers.5.mlp.experts.experts.linear_fc2.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def tracker(text: str) -> Damage:
+    """The tracker says something else."""
+
+    def damage(path: Path, file: str) -> None:
+        (path / file).write_text(text)
+
+    return damage
+
+
+def gone(path: Path, file: str) -> str:
+    """A file of the iteration is not there; findings name it, or the directory that lacks it."""
+    (path / "release" / file).unlink()
+    return file
+
+
+def garbage(path: Path, file: str) -> str:
+    (path / "release" / file).write_bytes(b"garbage")
+    return "release"
+
+
+def not_moved(path: Path, file: str) -> None:
+    """A converter died after it wrote the tracker and before it moved iter_0000001."""
+    (path / "release").rename(path / "iter_0000001")
+
+
+def backend(**values: Any) -> Damage:
+    """metadata.json says something else."""
+
+    def damage(path: Path, file: str) -> None:
+        edit_json(path / "release" / file, lambda content: content.update(values))
+
+    return damage
+
+
+def sized(change: Callable[[int], int]) -> Damage:
+    """The file with the data is shorter or longer."""
+
+    def damage(path: Path, file: str) -> None:
+        found = path / "release" / file
+        os.truncate(found, change(found.stat().st_size))
+
+    return damage
+
+
+def stray(path: Path, file: str) -> None:
+    (path / "release" / file).write_bytes(b"of an earlier save")
+
+
+def metadata(change: Callable[[Metadata, str], object]) -> Damage:
+    """`.metadata` says something else of a key."""
+
+    def damage(path: Path, key: str) -> None:
+        models.edit_metadata(path / "release", lambda content: change(content, key))  # type: ignore[arg-type]
+
+    return damage
+
+
+def metadata_of(change: Callable[[Metadata, str], object], named: str) -> Damage:
+    """The same, where a finding names something else than the key."""
+
+    def damage(path: Path, key: str) -> str:
+        models.edit_metadata(path / "release", lambda content: change(content, key))  # type: ignore[arg-type]
+        return named
+
+    return damage
+
+
+def index_of(content: Metadata, key: str, part: int = 0) -> MetadataIndex:
+    return next(index for index in content.storage_data if (index.fqn, index.index) == (key, part))
+
+
+def lost(content: Metadata, key: str) -> None:
+    """Neither the key nor where it lies."""
+    del content.state_dict_metadata[key]
+    for index in [index for index in content.storage_data if index.fqn == key]:
+        del content.storage_data[index]
+
+
+def added(content: Metadata, key: str) -> None:
+    """A key that no rule knows, with the bytes of another."""
+    content.state_dict_metadata[key] = content.state_dict_metadata[FC1]
+    content.storage_data[MetadataIndex(key, torch.Size([0, 0]), 0)] = content.storage_data[index_of(content, FC1)]
+
+
+def moved(by: int) -> Callable[[Metadata, str], None]:
+    """An entry that begins some bytes off."""
+
+    def change(content: Metadata, key: str) -> None:
+        content.storage_data[index_of(content, key)].offset += by
+
+    return change
+
+
+def beyond(content: Metadata, key: str) -> None:
+    content.storage_data[index_of(content, key)].offset += 1 << 30
+
+
+def in_another_file(content: Metadata, key: str) -> None:
+    content.storage_data[index_of(content, key)].relative_path = "__3_0.distcp"
+
+
+def shorter(content: Metadata, key: str) -> None:
+    """An entry that is said to be shorter than its tensor."""
+    content.storage_data[index_of(content, key)].length //= 2
+
+
+def hole(content: Metadata, key: str) -> None:
+    """Only the first rows are in a chunk."""
+    old = index_of(content, key)
+    first = content.state_dict_metadata[key].chunks[0]
+    content.state_dict_metadata[key].chunks = [ChunkStorageMetadata(first.offsets, torch.Size([first.sizes[0] - 8, *first.sizes[1:]]))]
+    assert old.offset == first.offsets
+
+
+def overlap(content: Metadata, key: str) -> None:
+    """The same rows in two chunks."""
+    chunks = content.state_dict_metadata[key].chunks
+    chunks.append(chunks[0])
+    content.storage_data[MetadataIndex(key, chunks[0].offsets, len(chunks) - 1)] = content.storage_data[index_of(content, key)]
+
+
+def expert_lost(content: Metadata, key: str) -> None:
+    """One rank's expert never arrived."""
+    content.state_dict_metadata[key].chunks.pop(5)
+
+
+def fewer_experts(content: Metadata, key: str) -> None:
+    """The tensor is one expert shorter, and its chunks agree."""
+    entry = content.state_dict_metadata[key]
+    entry.chunks.pop()
+    entry.size = torch.Size([entry.size[0] - 1, *entry.size[1:]])
+
+
+def reshaped(content: Metadata, key: str) -> None:
+    """A tensor of the same bytes in another shape."""
+    entry = content.state_dict_metadata[key]
+    rows, columns = entry.size
+    entry.size = torch.Size([columns, rows])
+    entry.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), entry.size)]
+
+
+def stacked(content: Metadata, key: str) -> None:
+    """The key of another layout: without the number of its layer."""
+    content.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"] = content.state_dict_metadata.pop(key)
+    old = index_of(content, key)
+    content.storage_data[MetadataIndex("decoder.layers.mlp.linear_fc1.weight", old.offset, 0)] = content.storage_data.pop(old)
+
+
+def layer_lost(path: Path, prefix: str) -> str:
+    """Nothing of a layer."""
+
+    def change(content: Metadata) -> None:
+        for key in [key for key in content.state_dict_metadata if key.startswith(prefix)]:
+            lost(content, key)
+
+    models.edit_metadata(path / "release", change)
+    return prefix + "mlp.linear_fc1.weight" if prefix.startswith("decoder") else prefix + "eh_proj.weight"
+
+
+def extra_states_lost(path: Path, place: str) -> None:
+    """All `_extra_state` objects, as a writer leaves them out that knows only tensors."""
+
+    def change(content: Metadata) -> None:
+        for key in [key for key in content.state_dict_metadata if "_extra_state" in key]:
+            lost(content, key)
+
+    models.edit_metadata(path / "release", change)
+
+
+def layout_said(**values: Any) -> Damage:
+    """content_metadata of common.pt says another layout of keys."""
+
+    def damage(path: Path, place: str) -> None:
+        edit_common(path, lambda common: common["content_metadata"].update(values))
+
+    return damage
+
+
+def arguments_gone(path: Path, place: str) -> None:
+    """The arguments are a text, as some tools write them."""
+    edit_common(path, lambda common: common.update(args="--num-layers 12"))
+
+
+def bytes_damaged(path: Path, key: str) -> str:
+    """A block of a disk reads as zeros: the checksum of the entry no longer fits."""
+    with (path / "release" / ".metadata").open("rb") as stream:
+        content = pickle.load(stream)
+    info = content.storage_data[index_of(content, key)]
+    with (path / "release" / info.relative_path).open("r+b") as stream:
+        stream.seek(info.offset + info.length // 2)
+        stream.write(bytes(512))
+    return "checksum"
+
+
+def padded(fill: Callable[[Tensor], Tensor]) -> Damage:
+    """The embedding with 32 rows more, as for some tensor parallel sizes, and what they hold; its bytes are appended to the file."""
+
+    def damage(path: Path, key: str) -> None:
+        file = path / "release" / FILE
+        end = file.stat().st_size
+
+        def change(content: Metadata) -> None:
+            entry, info = content.state_dict_metadata[key], content.storage_data[index_of(content, key)]
+            before = Blob(file, info.offset, info.length).tensor(entry.properties.dtype, tuple(entry.size))
+            after = torch.cat([before, fill(before[:32])])
+            layout = SavedLayout.of(after.shape, after.dtype)
+            with file.open("r+b") as stream:
+                layout.write(stream.fileno(), end, after)
+            entry.size = torch.Size(after.shape)
+            entry.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), entry.size)]
+            info.offset, info.length = end, layout.size
+
+        models.edit_metadata(path / "release", change)
+        edit_common(path, lambda common: setattr(common["args"], "padded_vocab_size", 384))
+
+    return damage

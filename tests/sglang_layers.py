@@ -1,0 +1,87 @@
+"""Asks the real SGLang which names it looks up in `ignore`: builds each model class on the meta device and writes down every look-up.
+
+`python tests/sglang_layers.py CONFIGS.json OUT.json`, where CONFIGS is {case: content of config.json}. `looked_up` starts that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCHEME = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+# Everything is ignored, so that no layer asks for a kernel.
+QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["re:.*"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": SCHEME}},
+}
+
+
+def looked_up(configs: Mapping[str, Mapping[str, Any]], root: Path) -> dict[str, dict[str, Any]]:
+    """For every case: `names` looked up, the model's `class`, its declared `packed_modules_mapping`, and the `ignore` list as mapped."""
+    here = Path(__file__).resolve()
+    (root / "configs.json").write_text(json.dumps(configs))
+    paths = [str(here.parents[1]), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", str(here), str(root / "configs.json"), str(root / "out.json")]
+    with (root / "log").open("wb") as log:
+        done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
+    assert done.returncode == 0, (root / "log").read_text()[-2000:]
+    found: dict[str, dict[str, Any]] = json.loads((root / "out.json").read_text())
+    return found
+
+
+def main(configs: Path, out: Path) -> None:
+    """Builds all of them in this process, since starting SGLang is what takes time."""
+    found = {}
+    for name, config in json.loads(configs.read_text()).items():
+        directory = configs.parent / name
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTIZATION}))
+        found[name] = _look_ups(directory)
+    out.write_text(json.dumps(found))
+
+
+def _look_ups(directory: Path) -> dict[str, Any]:
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors as module
+    from sglang.srt.model_loader import loader
+
+    from verify.sglang_load import allow_building_on_cpu, server_args, start_process_groups
+
+    args = server_args(directory, False)
+    initialize_moe_config(args)
+    allow_building_on_cpu()
+    start_process_groups(directory.parent)
+    model_config = ModelConfig.from_server_args(args)
+    initialize_dp_attention(args, model_config)
+    names: list[str] = []
+    original = module.should_ignore_layer
+
+    def record(layer_name: str, ignore: Sequence[str], fused_mapping: Mapping[str, Sequence[str]]) -> bool:
+        names.append(layer_name)
+        return bool(original(layer_name, ignore, fused_mapping))
+
+    module.should_ignore_layer = record
+    try:
+        quant_config = loader._get_quantization_config(model_config, LoadConfig())
+        with torch.device("meta"):
+            model = loader._initialize_model(model_config, LoadConfig(), quant_config)
+    finally:
+        module.should_ignore_layer = original
+    return {"class": type(model).__name__, "names": names, "packed_modules_mapping": quant_config.packed_modules_mapping}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,114 @@
+"""CK709 and CK307 in a launch: what training rounds to, and what the engine's ranks can share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.api import quantize
+from ckptkit.errors import CkptkitError
+from quant.scheme import QuantScheme
+from verify.launch_arguments import LaunchArguments
+from verify.preflight import preflight
+from verify.report import Finding, Report
+
+Make = Callable[..., Path]
+Copy = Callable[[Path], Path]
+
+FLAG, GROUP = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
+
+
+@pytest.fixture(scope="module")
+def int4(releases: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """qwen2-untied in INT4, group size 32. Read only."""
+    path = tmp_path_factory.mktemp("int4") / "qwen2"
+    quantize(releases("qwen2-untied"), path, QuantScheme(32, "qmax7"))
+    return path
+
+
+def found(report: Report, code: str) -> list[Finding]:
+    return [finding for finding in report.findings if finding.code == code]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [f"{FLAG}=1", f"{GROUP}=32"],
+        ["--runtime-env-json", json.dumps({"env_vars": {FLAG: "1", GROUP: "32"}})],
+        [f'--runtime-env-json={{\\"{FLAG}\\": \\"1\\", \\"{GROUP}\\": \\"32\\"}}'],
+    ],
+)
+def test_variables_are_read_wherever_a_launch_has_them(words: list[str]) -> None:
+    options = LaunchArguments.read(["--rollout-num-gpus-per-engine", "8", *words])
+    assert (options.qat, options.qat_group, options.engine) == (True, 32, 8)
+
+
+def test_words_count_before_the_environment() -> None:
+    options = LaunchArguments.read([f"{GROUP}=64"], {FLAG: "0", GROUP: "32", "HOME": "1"})
+    assert (options.qat, options.qat_group) == (False, 64)
+
+
+def test_a_group_size_that_is_no_number() -> None:
+    with pytest.raises(CkptkitError, match=GROUP):
+        LaunchArguments.read([f"{GROUP}=many"])
+
+
+def test_a_launch_that_fits(int4: Path) -> None:
+    report = preflight(hf_checkpoint=int4, arguments=[f"{FLAG}=1", f"{GROUP}=32"])
+    result = next(check for check in report.checks if check.code == "CK709")
+    assert (result.status, result.tensors_compared) == ("passed", 5)
+    assert report.findings == []
+
+
+@pytest.mark.parametrize("arguments", [[], [f"{FLAG}=0", f"{GROUP}=128"]])
+def test_a_launch_that_does_not_round(arguments: list[str], int4: Path) -> None:
+    report = preflight(hf_checkpoint=int4, arguments=arguments)
+    assert "CK709" not in [check.code for check in report.checks]
+    assert report.findings == []
+
+
+def test_another_group_size(int4: Path) -> None:
+    (finding,) = found(preflight(hf_checkpoint=int4, arguments=[f"{FLAG}=1", f"{GROUP}=128"]), "CK709")
+    assert (finding.expected, finding.actual) == ("group_size = 128, as training rounds", "group_size = 32")
+    assert GROUP in finding.hint
+
+
+def test_the_environment_counts(int4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FLAG, "1")
+    monkeypatch.setenv(GROUP, "64")
+    (finding,) = found(preflight(hf_checkpoint=int4), "CK709")
+    assert finding.expected == "group_size = 64, as training rounds"
+
+
+@pytest.mark.parametrize(("key", "value", "expected"), [("symmetric", False, True), ("num_bits", 8, 4), ("strategy", "channel", "group")])
+def test_another_scheme(key: str, value: Any, expected: Any, int4: Path, copy_of: Copy) -> None:
+    path = copy_of(int4)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"][key] = value
+    (path / "config.json").write_text(json.dumps(config))
+    (finding,) = found(preflight(hf_checkpoint=path, arguments=[f"{FLAG}=1"]), "CK709")
+    assert (finding.expected, finding.actual) == (f"{key} = {expected}, as training rounds", f"{key} = {value}")
+
+
+def test_an_engine_that_serves_bf16(releases: Make) -> None:
+    (finding,) = found(preflight(hf_checkpoint=releases("qwen2-untied"), arguments=[f"{FLAG}=1"]), "CK709")
+    assert "serves BF16" in finding.actual
+
+
+def test_an_engine_without_a_config_is_for_other_checks(tmp_path: Path) -> None:
+    report = preflight(hf_checkpoint=tmp_path, arguments=[f"{FLAG}=1"])
+    assert next(check for check in report.checks if check.code == "CK709").status == "skipped"
+    assert [finding.code for finding in report.findings] == ["CK714"]
+
+
+def test_engine_ranks_that_cut_through_a_tile(int4: Path) -> None:
+    """down_proj has 288 columns: 144 on each of two ranks, and a Marlin tile is 128 wide."""
+    report = preflight(hf_checkpoint=int4, tp=2, arguments=["--rollout-num-gpus-per-engine", "2"])
+    (finding,) = found(report, "CK307")
+    assert finding.expected == "INT4 weights that 2 ranks can share"
+    assert "144 columns" in finding.actual
+    assert "CK307" not in [check.code for check in preflight(hf_checkpoint=int4, tp=2).checks]

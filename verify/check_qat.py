@@ -1,0 +1,60 @@
+"""CK709: what training rounds weights to, held against what the rollout engine's checkpoint says of its INT4 weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ckptkit.errors import CkptkitError
+from verify.checks import Skip, Tally, check
+from verify.expected import is_quantized, weights_of
+from verify.launch_arguments import QAT_FLAG, QAT_GROUP, LaunchArguments
+from verify.report import Finding
+from verify.side_files import SideFiles
+from verify.subject import Subject
+
+# What slime's fake quantization does, whatever the config says. Source: `fake_int4_quant_cuda.cu` and slime's Megatron patch.
+_TRAINED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+
+
+def _not_said(subject: Subject) -> str | None:
+    if subject.launch is None or subject.launch.hf_checkpoint is None:
+        return "only preflight of a launch with --hf-checkpoint looks at it"
+    options = subject.arguments
+    return None if options and (options.qat or options.qat_group is not None) and options.qat is not False else f"{QAT_FLAG} is not set"
+
+
+@check(
+    "CK709",
+    "training rounds to the INT4 weights that the engine serves",
+    rationale="The trainer takes its group size from a variable, the engine its own from quantization_config. Where they differ, another policy is served.",
+    fix="Set OPEN_TRAINING_INT4_GROUP_SIZE to group_size of the engine's checkpoint, and give an INT4 checkpoint with symmetric groups as --hf-checkpoint.",
+    unless=_not_said,
+)
+def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Group size, bits and symmetry of `quantization_config` of `--hf-checkpoint` against the launch's variables."""
+    launch, options = subject.launch, subject.arguments
+    if launch is None or launch.hf_checkpoint is None or options is None:
+        raise Skip("only preflight of a launch with --hf-checkpoint looks at it")
+    config: Mapping[str, Any] | None = None
+    with suppress(CkptkitError):
+        config = SideFiles(launch.hf_checkpoint).config
+    if not config:
+        raise Skip("--hf-checkpoint has no config.json that can be read (CK714, CK101)")
+    where = str(launch.hf_checkpoint / "config.json")
+    if not is_quantized(config):
+        actual = "no quantization_config: the engine serves BF16, and drops INT4 updates without a word"
+        yield Finding("CK709", f"an INT4 checkpoint, since {QAT_FLAG} is set", actual, "give the INT4 checkpoint as --hf-checkpoint", file=where)
+        return
+    for key, expected, actual in _differing(weights_of(config), options, tally):
+        hint = f"make {QAT_GROUP} the group_size of the checkpoint" if key == "group_size" else "quantize the checkpoint again with `ckptkit quantize`"
+        yield Finding("CK709", f"{key} = {expected}, as training rounds", f"{key} = {actual}", hint, file=where)
+
+
+def _differing(weights: Mapping[str, Any], options: LaunchArguments, tally: Tally) -> Iterator[tuple[str, Any, Any]]:
+    wanted = _TRAINED | ({"group_size": options.qat_group} if options.qat_group is not None else {})
+    for key, expected in wanted.items():
+        tally.compared(0)
+        if weights.get(key) != expected:
+            yield key, expected, weights.get(key)

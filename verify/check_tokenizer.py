@@ -1,0 +1,188 @@
+"""CK706 to CK708: tokenizer, special tokens and chat template, against the embedding, one another and the source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import CkptkitError
+from ckptkit.formats import locate
+from converters.planner import dims_of
+from verify.check_values import needs_source
+from verify.checks import Skip, Tally, check
+from verify.expected import config_of
+from verify.report import Finding, Severity
+from verify.side_files import GENERATION, TOKENIZER_CONFIG, SideFiles
+from verify.subject import Subject
+
+_KINDS = ("eos", "pad", "bos")
+
+
+def side_of(subject: Subject) -> SideFiles:
+    """The files beside the weights; for Megatron those of the HF directory that belongs to it."""
+    if subject.kind == "hf":
+        return SideFiles(subject.path)
+    with suppress(CkptkitError):
+        return SideFiles(subject.hf_path or subject.megatron_files.weights.parent / "hf")
+    return SideFiles(subject.path / "hf")
+
+
+def _source_side(subject: Subject) -> SideFiles:
+    if subject.source_path is None:
+        raise Skip("no --source was given")
+    place = locate(subject.source_path)
+    return SideFiles(place.path if place.kind == "hf" else place.root / "hf")
+
+
+def _no_vocabulary(side: SideFiles) -> str | None:
+    with suppress(CkptkitError):  # a file that cannot be read is for the check to say
+        return None if side.has_vocabulary else "there is no tokenizer whose token ids can be read"
+    return None
+
+
+def _rows(subject: Subject) -> int:
+    """Rows of the embedding. Raises Skip where no config says so, which CK101 reports."""
+    try:
+        return dims_of(config_of(subject)).vocab
+    except CkptkitError as error:
+        raise Skip(f"there is no usable config.json (CK101): {error.message}") from error
+
+
+@check(
+    "CK706",
+    "every token id has a row in the embedding",
+    rationale="A vocabulary cut to another tokenizer's size has no row for the last tokens; looking one up reads memory that is not the embedding's.",
+    fix="Take the tokenizer of the release that the weights come from; vocab_size must be the number of rows, not of tokens.",
+    unless=lambda subject: _no_vocabulary(side_of(subject)),
+)
+def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """The largest id of every tokenizer file against `vocab_size`, which CK105 holds against the embedding; one id a token over all files."""
+    side, rows = side_of(subject), _rows(subject)
+    try:
+        vocabularies = side.vocabularies
+    except CkptkitError as error:
+        yield Finding("CK706", "a tokenizer that can be read", error.message, error.hint or "copy it from the release", file=str(side.root))
+        return
+    hint = "take tokenizer and config.json from the release of these weights"
+    for file, ids in vocabularies.items():
+        tally.compared(0)
+        token, largest = max(ids.items(), key=lambda item: item[1])
+        if largest >= rows:
+            actual = f"{token!r} has id {largest}, of {sum(number >= rows for number in ids.values())} without a row"
+            yield Finding("CK706", f"ids below {rows}, the rows of the embedding", actual, hint, file=str(side.root / file))
+        other = next((token for token, number in ids.items() if side.ids[token] != number), None)
+        if other is not None:
+            actual = f"{other!r} has id {ids[other]}, and {side.ids[other]} in another file"
+            yield Finding("CK706", "one id for a token", actual, "take all tokenizer files from one release", file=str(side.root / file))
+
+
+def _one_place_only(subject: Subject) -> str | None:
+    side = side_of(subject)
+    if not (side.root / "config.json").exists():
+        return "there is no config.json beside it"
+    with suppress(CkptkitError):
+        tokens = side.has_vocabulary and any(map(side.special, _KINDS))
+        return None if tokens or (side.root / GENERATION).exists() else "only config.json says which tokens are special"
+    return None
+
+
+@check(
+    "CK707",
+    "config, generation_config and tokenizer agree on the special tokens",
+    rationale="Trainer and server stop at different tokens: answers run on to the length limit, or end too soon, and rewards are given for it.",
+    fix="Make eos_token_id in config.json and generation_config.json that of the tokenizer's eos_token, as in the release.",
+    unless=_one_place_only,
+)
+def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Ids of the end, padding and begin tokens: inside the vocabulary, and the same wherever two files state one.
+
+    Several ends are usual in generation_config.json, so the ends of two files need only have one in common.
+    """
+    side, rows = side_of(subject), _rows(subject)
+    try:
+        stated = {kind: dict(_stated(side, kind)) for kind in _KINDS}
+        unknown = [(kind, text) for kind in _KINDS if (text := side.special(kind)) is not None and side.ids and text not in side.ids]
+    except CkptkitError as error:
+        yield Finding("CK707", "files that can be read", error.message, error.hint or "copy them from the release", file=str(side.root))
+        return
+    hint = "take config.json, generation_config.json and the tokenizer from one release"
+    for kind, by_file in stated.items():
+        for file, numbers in by_file.items():
+            tally.compared(0)
+            if strange := sorted(number for number in numbers if not (0 <= number < rows or (kind == "pad" and number == -1))):
+                yield Finding("CK707", f"{kind}_token_id below {rows}, the rows of the embedding", f"{strange[0]}", hint, file=str(side.root / file))
+        yield from _disagreements(kind, by_file, side.root, hint)
+    for kind, text in unknown:
+        yield Finding("CK707", f"{kind}_token in the vocabulary", f"{text!r} is no token of it", hint, file=str(side.root / TOKENIZER_CONFIG))
+    if not any(stated.values()):
+        tally.compared(0)  # three files were looked at, and none of them names a special token
+
+
+def _stated(side: SideFiles, kind: str) -> Iterator[tuple[str, set[int]]]:
+    """The ids that each file states."""
+    text = side.config.get("text_config")
+    inner = text.get(f"{kind}_token_id") if isinstance(text, Mapping) else None
+    for file, value in (("config.json", side.config.get(f"{kind}_token_id", inner)), (GENERATION, side.generation.get(f"{kind}_token_id"))):
+        numbers = {number for number in (value if isinstance(value, list) else [value]) if type(number) is int}
+        if numbers:
+            yield file, numbers
+    token = side.special(kind)
+    if token is not None and token in side.ids:
+        yield TOKENIZER_CONFIG, {side.ids[token]}
+
+
+def _disagreements(kind: str, by_file: Mapping[str, set[int]], root: Path, hint: str) -> Iterator[Finding]:
+    """Files whose ids have nothing in common with those that come before them. An engine ends at any id of config and generation_config."""
+    before: set[int] = set()
+    for file, numbers in by_file.items():
+        if before and not before & numbers:
+            # Some releases have a tokenizer that ends texts and a generation_config that ends turns, so that is only a warning.
+            severity: Severity = "error" if kind == "eos" and file == GENERATION else "warning"
+            expected, actual = f"{kind}_token_id {_text(before)}, as in {' and '.join(one for one in by_file if one != file)}", _text(numbers)
+            yield Finding("CK707", expected, actual, hint, file=str(root / file), severity=severity)
+        before |= numbers
+
+
+def _text(numbers: set[int]) -> str:
+    return " or ".join(map(str, sorted(numbers)))
+
+
+def _nothing_to_carry(subject: Subject) -> str | None:
+    if (reason := needs_source(subject)) is not None:
+        return reason
+    with suppress(CkptkitError):
+        there = _source_side(subject)
+        if there.root == side_of(subject).root:
+            return "tokenizer and chat template are taken from the source"
+        return None if there.templates or there.has_vocabulary else "the source has no tokenizer and no chat template"
+    return None
+
+
+@check(
+    "CK708",
+    "tokenizer and chat template are those of the source",
+    rationale="Without its template a server answers with a default one, or not at all; with another tokenizer every id means another word.",
+    fix="Copy the tokenizer files and chat_template.jinja from the source.",
+    unless=_nothing_to_carry,
+)
+def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Every chat template by its text, wherever it is stored, and the id of every token."""
+    here, there = side_of(subject), _source_side(subject)
+    try:
+        pairs: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
+            ("chat template", here.templates, there.templates),
+            ("token", here.ids, there.ids),
+        ]
+    except CkptkitError as error:
+        yield Finding("CK708", "files that can be read", error.message, error.hint or "copy them from the source", file=str(here.root))
+        return
+    for what, mine, its in pairs:
+        for _ in its:
+            tally.compared(0)
+        missing, other = [name for name in its if name not in mine], [name for name in its if name in mine and mine[name] != its[name]]
+        for names, actual in ((missing, "missing"), (other, "another one")):
+            if names:
+                expected = f"the {what} {names[0]!r} of the source" if len(names) == 1 else f"{len(names)} {what}s of the source, such as {names[0]!r}"
+                yield Finding("CK708", expected, actual, f"copy the tokenizer files from {there.root}", count=len(names), file=str(here.root))

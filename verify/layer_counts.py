@@ -1,0 +1,70 @@
+"""How many tensors each layer and each expert has: a table to look at, and what stands out where there is no config to tell."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from ckptkit.specs import TensorSpec, ranges
+from converters.dims import ModelDims
+from converters.planner import dims_of
+from verify.folding import LAYER, MTP_LAYER, by_pattern
+from verify.report import Finding
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
+
+
+def layer_table(specs: Mapping[str, TensorSpec], config: dict[str, object] | None) -> list[str]:
+    """`dense layers {0..1}: 14 tensors` for every set of layers of one kind and count."""
+    dims = dims_of(config) if config else None
+    counts = Counter((False, int(match[1])) for name in specs if (match := LAYER.match(name)))
+    counts += Counter((True, int(match[1])) for name in specs if (match := MTP_LAYER.match(name)))
+    groups: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for (mtp, layer), count in counts.items():
+        groups["MTP layers" if mtp else _kind_of_layer(layer, dims), count].append(layer)
+    in_order = sorted(groups.items(), key=lambda item: (item[0][0] == "MTP layers", item[1]))
+    return [f"{kind} {ranges(layers)}: {count} tensors each" for (kind, count), layers in in_order]
+
+
+def _kind_of_layer(layer: int, dims: ModelDims | None) -> str:
+    if dims is None:
+        return "layers"
+    if layer >= dims.layers:
+        return "MTP layers" if layer < dims.layers + dims.mtp_layers else "layers beyond the config"
+    return "MoE layers" if layer in dims.moe else "dense layers"
+
+
+def uneven(specs: Mapping[str, TensorSpec], file: str) -> Iterator[Finding]:
+    """Without a usable config: layers that lack what others of their kind have, and experts that lack what others of all layers have."""
+    yield from _uneven_layers(specs, file)
+    yield from _uneven_experts(specs, file)
+
+
+def _uneven_experts(names: Iterable[str], file: str) -> Iterator[Finding]:
+    """Experts that lack in every layer what most of them have: the layers alone would agree on that."""
+    having: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name in names:
+        if match := _EXPERT.fullmatch(name):
+            having[match[3]][int(match[2])].add(match[1])
+    everyone = {expert for experts in having.values() for expert in experts}
+    for part, experts in having.items():
+        if missing := everyone - experts.keys():
+            text = f"experts.{ranges(missing)}.{part}"
+            yield Finding("CK104", "there, as in the other experts", "missing", "convert or download it again", text, len(missing), file)
+
+
+def _uneven_layers(specs: Iterable[str], file: str) -> Iterator[Finding]:
+    """Without a usable config: layers of one kind (with or without experts) that lack what most of their kind have."""
+    parts: dict[int, set[str]] = defaultdict(set)
+    for name in specs:
+        if match := LAYER.match(name):
+            parts[int(match[1])].add(name[match.end() :])
+    for routed in (False, True):
+        kind = {layer: frozenset(names) for layer, names in parts.items() if any(".experts." in name for name in names) == routed}
+        if not kind:
+            continue
+        usual, _ = Counter(kind.values()).most_common(1)[0]
+        for layer, names in kind.items():
+            for text, group in by_pattern(f"layers.{layer}.{name}" for name in usual - names):
+                yield Finding("CK104", "there, as in the other layers of this kind", "missing", "convert or download it again", text, len(group), file)

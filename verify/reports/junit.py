@@ -1,0 +1,69 @@
+"""The report as JUnit XML, which CI systems show as tests: one a check."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+from verify.report import CheckResult, Report
+from verify.reports.text import Group, groups, printable, rest, subject_of
+
+_SHOWN = 100  # findings of one code
+_GROUPS = {
+    "CK1": "files",
+    "CK2": "values",
+    "CK3": "quantization",
+    "CK4": "megatron",
+    "CK5": "sglang",
+    "CK6": "behaviour",
+    "CK7": "configuration",
+}
+
+
+def junit(report: Report) -> str:
+    """One testsuite; a check with findings of severity error is a failure, one with warnings alone passes and prints them."""
+    root = ElementTree.Element("testsuites")
+    counts = report.to_json()["counts"]
+    suite = ElementTree.SubElement(root, "testsuite", name="ckptkit", tests=str(counts["checks"]), failures=str(counts["failed"]), errors="0")
+    suite.set("skipped", str(counts["skipped"]))
+    suite.set("time", f"{sum(check.seconds for check in report.checks):.3f}")
+    properties = ElementTree.SubElement(suite, "properties")
+    for name, value in (("version", report.version), ("checkpoint", report.checkpoint), ("source", report.source), ("command", " ".join(report.command))):
+        if value:
+            ElementTree.SubElement(properties, "property", name=name, value=_xml(value))
+    found = groups(report, _SHOWN)
+    for check in report.checks:
+        _case(suite, check, [group for group in found if group.code == check.code])
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _case(suite: ElementTree.Element, check: CheckResult, found: list[Group]) -> None:
+    classname = f"ckptkit.{_GROUPS.get(check.code[:3], 'checks')}"
+    case = ElementTree.SubElement(suite, "testcase", classname=classname, name=_xml(f"{check.code} {check.title}"), time=f"{check.seconds:.3f}")
+    if check.status == "skipped":
+        ElementTree.SubElement(case, "skipped", message=_xml(check.reason or ""))
+    errors = [group for group in found if group.severity == "error"]
+    if check.status == "failed":
+        count = sum(len(group.shown) + group.more for group in errors)
+        failure = ElementTree.SubElement(case, "failure", type=check.code, message=f"{count} finding{'s' * (count != 1)}")
+        failure.text = _text(errors)
+    if warnings := [group for group in found if group.severity == "warning"]:
+        ElementTree.SubElement(case, "system-out").text = _text(warnings)
+
+
+def _text(found: list[Group]) -> str:
+    lines = []
+    for group in found:
+        for anchor, finding in group.shown:
+            about = subject_of(finding)
+            lines += [f"{anchor} {group.severity}" + (f": {about}" if about else "")]
+            lines += [f"  file: {finding.file}"] if finding.file and finding.tensor else []
+            lines += [f"  rank: {finding.rank}"] if finding.rank else []
+            lines += [f"  expected: {finding.expected}", f"  actual: {finding.actual}", f"  next: {finding.hint}"]
+        lines += [rest(group)] if group.more else []
+    return _xml("\n".join(lines))
+
+
+def _xml(text: str) -> str:
+    """Text of characters that XML 1.0 permits; it has no escape for the others."""
+    return "".join(char if char not in "\ufffe\uffff" else "\ufffd" for char in printable(text))

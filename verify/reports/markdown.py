@@ -1,0 +1,56 @@
+"""The report as Markdown (GitHub's), for a pull request, an issue or a job summary."""
+
+from __future__ import annotations
+
+import re
+
+from verify.report import CheckResult, Finding, Report
+from verify.reports.text import Group, groups, printable, rest, totals
+
+_SHOWN = 20  # findings of one code
+
+
+def markdown(report: Report) -> str:
+    """Status first, then a table of checks, the findings by code, and the facts."""
+    source = f" against {_code(report.source)}" if report.source else ""
+    lines = [f"# ckptkit: {report.status.upper()}", "", f"{_code(report.checkpoint)}{source}", "", f"{totals(report)}.", ""]
+    lines += ["| code | check | status | compared | seconds |", "| --- | --- | --- | ---: | ---: |"]
+    lines += [_row(check) for check in report.checks]
+    for group in groups(report, _SHOWN):
+        lines += ["", f"## {group.code} {group.severity}: {_plain(group.title)}", "", *_findings(group)]
+    for name, facts in report.facts.items():
+        lines += ["", f"## {_plain(name)}", "", *(f"- {_plain(fact)}" for fact in facts)]
+    lines += ["", f"Made by ckptkit {_plain(report.version)} with {_code(' '.join(report.command))}."]
+    return "\n".join(lines) + "\n"
+
+
+def _row(check: CheckResult) -> str:
+    title = check.title if check.reason is None else f"{check.title} ({check.reason})"
+    return f"| {check.code} | {_plain(title)} | {check.status} | {check.tensors_compared} | {check.seconds:.1f} |"
+
+
+def _findings(group: Group) -> list[str]:
+    lines = [line for anchor, finding in group.shown for line in _finding(anchor, finding)]
+    return lines + ([f"- … {rest(group)}"] if group.more else [])
+
+
+def _finding(anchor: str, finding: Finding) -> list[str]:
+    about = _code(finding.tensor) if finding.tensor else _code(finding.file) if finding.file else ""
+    count = f" ({finding.count} tensors)" if finding.count > 1 else ""
+    lines = [f"- **{anchor}** {about}{count}".rstrip()]
+    lines += [f"  - file: {_code(finding.file)}"] if finding.file and finding.tensor else []
+    lines += [f"  - rank: {_plain(finding.rank)}"] if finding.rank else []
+    return [*lines, f"  - expected: {_plain(finding.expected)}", f"  - actual: {_plain(finding.actual)}", f"  - next: {_plain(finding.hint)}"]
+
+
+def _plain(text: str) -> str:
+    """Text in which nothing is markup: on one line, with the characters that Markdown or HTML give a meaning escaped."""
+    return re.sub(r"([\\`*_\[\]<>|#&~$!])", r"\\\1", printable(text).replace("\n", " "))
+
+
+def _code(text: str) -> str:
+    """A code span, in which nothing is markup but the pipes of tables and the backticks that end it."""
+    content = printable(text).replace("\n", " ")
+    fence = "`" * (max((len(run) for run in re.findall("`+", content)), default=0) + 1)
+    pad = " " if "`" in content or content != content.strip() else ""
+    return f"{fence}{pad}{content}{pad}{fence}"

@@ -1,0 +1,78 @@
+"""The report as SARIF 2.1.0 (https://docs.oasis-open.org/sarif/sarif/v2.1.0/), which code hosts show as annotations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from verify.checks import Check, all_checks
+from verify.report import CheckResult, Finding, Report, anchors
+from verify.reports.text import printable
+
+_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+
+
+def sarif(report: Report) -> str:
+    """One run: the rules are the checks that were run, a result is a finding, and a skipped check is a notification of the tool."""
+    known = {check.code: check for check in all_checks()}
+    rules = [_rule(check, known.get(check.code)) for check in report.checks]
+    places = {check.code: index for index, check in enumerate(report.checks)}
+    run = {
+        "tool": {"driver": {"name": "ckptkit", "version": report.version, "rules": rules}},
+        "invocations": [_invocation(report)],
+        "results": [_result(anchor, finding, report, places) for anchor, finding in zip(anchors(report.findings), report.findings, strict=True)],
+    }
+    return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
+
+
+def _rule(result: CheckResult, check: Check | None) -> dict[str, Any]:
+    rule: dict[str, Any] = {"id": result.code, "shortDescription": {"text": result.title}}
+    if check is None:
+        return rule
+    markdown = f"**Why it matters**: {check.rationale}\n\n**What to do**: {check.fix}"
+    return rule | {"fullDescription": {"text": check.rationale}, "help": {"text": f"{check.rationale}\n\n{check.fix}", "markdown": markdown}}
+
+
+def _invocation(report: Report) -> dict[str, Any]:
+    """That the tool ran to its end, and which checks could not run."""
+    invocation: dict[str, Any] = {"executionSuccessful": True}
+    if report.command:
+        invocation["arguments"] = [printable(word) for word in report.command[1:]]
+    notes = [_skipped(check) for check in report.checks if check.status == "skipped"]
+    return invocation | ({"toolExecutionNotifications": notes} if notes else {})
+
+
+def _skipped(check: CheckResult) -> dict[str, Any]:
+    return {"level": "note", "message": {"text": f"{check.code} was skipped: {check.reason}"}, "associatedRule": {"id": check.code}}
+
+
+def _result(anchor: str, finding: Finding, report: Report, places: dict[str, int]) -> dict[str, Any]:
+    count = f" ({finding.count} tensors)" if finding.count > 1 else ""
+    about = f"{finding.tensor}{count}: " if finding.tensor else ""
+    rank = f" on rank {finding.rank}" if finding.rank else ""
+    location: dict[str, Any] = {"physicalLocation": {"artifactLocation": {"uri": _uri(finding.file or _first_path(report))}}}
+    if finding.tensor:
+        location["logicalLocations"] = [{"fullyQualifiedName": printable(finding.tensor), "kind": "object"}]
+    result: dict[str, Any] = {
+        "ruleId": finding.code,
+        "level": finding.severity,
+        "message": {"text": printable(f"{about}expected {finding.expected}, found {finding.actual}{rank}. Next: {finding.hint}")},
+        "locations": [location],
+        "properties": {"anchor": anchor, "count": finding.count},
+    }
+    return result | ({"ruleIndex": places[finding.code]} if finding.code in places else {})
+
+
+def _first_path(report: Report) -> str:
+    """The checkpoint; preflight looks at several, and a finding about all of them is put at the first."""
+    preflight: Sequence[str] = report.command[1:2]
+    return report.checkpoint.partition(", ")[0] if list(preflight) == ["preflight"] else report.checkpoint
+
+
+def _uri(path: str) -> str:
+    """A file URI, or for a relative path a relative reference, with everything percent-encoded that needs it."""
+    quoted = quote(path, safe="/", errors="backslashreplace")
+    return f"file://{quoted}" if Path(path).is_absolute() else quoted

@@ -1,0 +1,77 @@
+"""What the formats for people share: names from untrusted files made printable, findings by code, and how many of them are shown."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from verify.report import Finding, Report, anchors
+
+# Control and format characters (of which some turn the direction of the text round) and halves of surrogate pairs.
+_HIDDEN = frozenset({"Cc", "Cf", "Cs"})
+
+
+@dataclass(frozen=True)
+class Group:
+    """The findings of one code and severity. Of many only the first are shown; `more` says how many are not."""
+
+    code: str
+    title: str
+    severity: str
+    shown: Sequence[tuple[str, Finding]]
+    more: int
+
+
+def groups(report: Report, limit: int) -> list[Group]:
+    """All findings with their anchors, errors first, by code in the order of the report; at most `limit` shown of each group."""
+    found: dict[tuple[str, str], list[tuple[str, Finding]]] = defaultdict(list)
+    for anchor, finding in zip(anchors(report.findings), report.findings, strict=True):
+        found[finding.severity, finding.code].append((anchor, finding))
+    titles = {check.code: check.title for check in report.checks}
+    ordered = sorted(found.items(), key=lambda item: item[0][0] != "error")
+    return [Group(code, titles.get(code, ""), severity, group[:limit], max(0, len(group) - limit)) for (severity, code), group in ordered]
+
+
+def rest(group: Group) -> str:
+    """What to say of the findings that are not shown."""
+    return f"and {group.more} more {group.code} findings, all of them in the JSON report (--report FILE.json)"
+
+
+def subject_of(finding: Finding) -> str:
+    """What the finding is about: the tensors, with their number; else the file; else nothing."""
+    if finding.tensor:
+        return finding.tensor + (f" ({finding.count} tensors)" if finding.count > 1 else "")
+    return finding.file or ""
+
+
+def printable(text: str) -> str:
+    """The text with line breaks kept and every other character that cannot be seen written as an escape (`\\x1b`)."""
+    return "".join(char if char == "\n" or unicodedata.category(char) not in _HIDDEN else _escape(char) for char in text)
+
+
+def escaped(text: str) -> str:
+    """Printable text in which nothing is markup, for an element or a quoted attribute of HTML."""
+    return escape(printable(text))
+
+
+def size(nbytes: int) -> str:
+    """A number of bytes for people."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes} bytes"
+
+
+def totals(report: Report) -> str:
+    """How many checks there were and how they ended, and how much was compared."""
+    counts = report.to_json()["counts"]
+    ended = f"{counts['checks']} checks: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
+    return f"{ended}; {counts['tensors_compared']} comparisons, {size(counts['bytes_compared'])}"
+
+
+def _escape(char: str) -> str:
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
