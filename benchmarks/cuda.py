@@ -33,11 +33,11 @@ def rows() -> list[dict[str, Any]]:
     speed = _copy_speed()
     found: list[dict[str, Any]] = [{"what": "device copy", "GB/s": round(speed / 1e9)}]
     experts = [torch.randn(MATRIX, device="cuda").mul_(0.02).bfloat16() for _ in range(48)]
-    many = experts * 8
+    many = experts * 24
     for grid, group, symmetric in (("qmax7", 32, True), ("qmax7", 128, True), ("minmax", 32, True), ("minmax", 128, True), ("minmax", 128, False)):
         scheme = QuantScheme(group, grid, symmetric=symmetric)
         seconds = _events(partial(quantize_pack, many, scheme, _names(many)))
-        found.append(_row(f"384 experts, {grid}{'' if symmetric else ', asymmetric'}, groups of {group}", many, scheme, seconds, speed))
+        found.append(_row(f"1152 experts, {grid}{'' if symmetric else ', asymmetric'}, groups of {group}", many, scheme, seconds, speed))
         if grid == "minmax" and symmetric:
             found.append(_compressed_tensors(experts[:8], group, seconds / len(many)))
     layer = experts * 16 + [expert.view(MATRIX[1], MATRIX[0]) for expert in experts] * 8

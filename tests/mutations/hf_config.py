@@ -93,6 +93,16 @@ MUTATIONS = (
         ("vllm#31849",),
     ),
     Mutation(
+        "tied flag at the top of a multimodal config",
+        "a default of the outer config class",
+        ("F19",),
+        "headers",
+        "CK705",
+        settings(tie_word_embeddings=True),
+        {"kimi_k25/hf": "tie_word_embeddings"},
+        ("transformers#43429", "vllm#31849"),
+    ),
+    Mutation(
         "untied flag without an output layer",
         "a default of a newer transformers",
         ("F19",),

@@ -16,9 +16,17 @@ from ckptkit.api import convert, quantize
 from mutations.edits import INDEX
 from quant.scheme import QuantScheme
 
-# Tied with biases, untied, softmax router, sigmoid router with fp32 bias and an MTP layer, latent attention with one too.
-MODELS = {"qwen2": "qwen2-tied", "qwen2-untied": "qwen2-untied", "qwen3_moe": "qwen3_moe", "glm4_moe": "glm4_moe-mtp", "deepseek_v3": "deepseek_v3"}
+# Tied with biases, untied, softmax router, sigmoid router with fp32 bias and an MTP layer, latent attention with one too, multimodal.
+MODELS = {
+    "qwen2": "qwen2-tied",
+    "qwen2-untied": "qwen2-untied",
+    "qwen3_moe": "qwen3_moe",
+    "glm4_moe": "glm4_moe-mtp",
+    "deepseek_v3": "deepseek_v3",
+    "kimi_k25": "kimi_k25",
+}
 _FUSED = ("qwen3_moe", "glm4_moe")
+_ONLY_HF = ("kimi_k25",)
 # Groups of 32 do not divide the heads of the latent attention here; Kimi K2's INT4 release leaves attention out as well.
 _IGNORE = {"deepseek_v3": (r"re:.*\.self_attn\..*",)}
 _SPECIAL = ("<pad>", "<bos>", "<unk>", "<eos>")
@@ -27,7 +35,8 @@ _TOKENS = 340  # fewer than the 352 rows of the embedding, as in most releases
 
 def labels(kinds: Sequence[str]) -> list[str]:
     """`MODEL/KIND` of every checkpoint of these kinds: `hf`, `fused` (experts in one tensor a layer), `int4` and `megatron`."""
-    return [f"{model}/{kind}" for model in MODELS for kind in kinds if kind != "fused" or model in _FUSED]
+    pairs = [(model, kind) for model in MODELS for kind in kinds if kind == "hf" or model not in _ONLY_HF]
+    return [f"{model}/{kind}" for model, kind in pairs if kind != "fused" or model in _FUSED]
 
 
 class Starts:

@@ -78,7 +78,7 @@ def test_json_is_the_contract() -> None:
         },
     ]
     assert content["facts"] == {"pipeline stages": ["stage 0: layers {0..5}", "stage 1: layers {6..11}"]}
-    assert set(content) == {"schema", "version", "command", "checkpoint", "source", "status", "counts", "checks", "findings", "facts"}
+    assert set(content) == {"schema", "version", "command", "checkpoint", "source", "status", "counts", "checks", "findings", "facts", "heat"}
 
 
 def test_a_real_report_keeps_the_contract(releases: Make, converted: Make) -> None:
