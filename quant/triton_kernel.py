@@ -1,4 +1,4 @@
-"""Weights to INT4 words and scales on a GPU: read once, written once, one launch for all matrices of a shape.
+"""Weights to INT4 words and scales on a GPU: read once, written once, hundreds of matrices a launch.
 
 The bytes are those of `quant.grids` on the CPU. What that takes: divisions are correctly rounded (from the reciprocal of the
 scale by Markstein's correction, three operations a weight instead of about ten), and where `minmax` rounds to the weight's dtype,
@@ -7,7 +7,7 @@ so does this. Adding `_MAGIC` to a float32 below 2**22 rounds it half to even an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import triton
@@ -29,7 +29,7 @@ _BOOST = tl.constexpr(2.0**80)
 _TILE = 1024  # weights a program takes: one warp has no one to wait for
 _WARPS = 1
 _ALIGNMENT = 16  # bytes that one load takes
-_MOST = 65535  # matrices of one launch: the grid's second axis ends there
+_MOST = 256  # matrices of one launch: while the GPU works on them, the next are prepared
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -169,14 +169,18 @@ def _channelwise(  # type: ignore[no-untyped-def]
 def quantize_pack_cuda(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequence[str]) -> list[Packed]:
     """`quant.kernels.quantize_pack` for CUDA tensors; parts of one launch share their memory.
 
-    One launch for all matrices of a shape and dtype, then one wait for the GPU, which tells whether everything was finite.
+    Every launch takes up to `_MOST` matrices of a shape and dtype; at the end one wait for the GPU tells whether everything was finite.
+    Raises CkptkitError as that does.
     """
     kinds = _alike(weights)
     for members in kinds:
         check(weights[members[0]], scheme, names[members[0]])
-    launched = [(members, *_launch([weights[index] for index in members], scheme)) for members in kinds]
-    packed = {index: one for members, made, _ in launched for index, one in zip(members, made, strict=True)}
-    wrong = [members[place] for members, _, bad in launched for place in bad.nonzero().flatten().tolist()]
+    launches = [members[start : start + _MOST] for members in kinds for start in range(0, len(members), _MOST)]
+    bad = torch.zeros((len(launches), _MOST), dtype=torch.int32, device=weights[0].device)
+    packed: dict[int, Packed] = {}
+    for members, flags in zip(launches, bad.unbind(), strict=True):
+        packed |= zip(members, _launch([weights[index] for index in members], scheme, flags), strict=True)
+    wrong = [members[place] for members, flags in zip(launches, bad.tolist(), strict=True) for place in range(len(members)) if flags[place]]
     if wrong:
         first = min(wrong)
         raise not_finite(weights[first], packed[first].scale.dtype, names[first])
@@ -184,15 +188,18 @@ def quantize_pack_cuda(weights: Sequence[Tensor], scheme: QuantScheme, names: Se
 
 
 def _alike(weights: Sequence[Tensor]) -> list[list[int]]:
-    """The places of the weights of one shape and dtype, for each: thousands of weights, so that what is asked of every one counts."""
+    """The places of the weights of one shape and dtype, for each. There may be thousands, and the GPU waits: what is asked of every one counts."""
     places: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
+    kind, members = None, []
     for index, weight in enumerate(weights):
-        places.setdefault((weight.shape, weight.dtype), []).append(index)
-    return [members[start : start + _MOST] for members in places.values() for start in range(0, len(members), _MOST)]
+        if (found := (weight.shape, weight.dtype)) != kind:
+            kind, members = found, places.setdefault(found, [])
+        members.append(index)
+    return list(places.values())
 
 
-def _launch(weights: Sequence[Tensor], scheme: QuantScheme) -> tuple[list[Packed], Tensor]:
-    """Matrices of one shape and dtype, and a flag for each that a scale of it is not finite."""
+def _launch(weights: Sequence[Tensor], scheme: QuantScheme, bad: Tensor) -> Iterator[Packed]:
+    """Matrices of one shape and dtype; `bad` gets a 1 for each that has a scale which is not finite."""
     count, (rows, columns), dtype, device = len(weights), weights[0].shape, weights[0].dtype, weights[0].device
     stored = scheme.scale_dtype or dtype
     groups = scheme.groups(columns)
@@ -201,11 +208,11 @@ def _launch(weights: Sequence[Tensor], scheme: QuantScheme) -> tuple[list[Packed
     if any(place % _ALIGNMENT for place in places):
         straight = [weight.clone() if weight.data_ptr() % _ALIGNMENT else weight for weight in straight]
         places = [weight.data_ptr() for weight in straight]
-    table = torch.tensor(places, dtype=torch.int64).to(device)
+    # Not waiting for the launches before: memory that is not pinned is copied aside before the call returns.
+    table = torch.tensor(places, dtype=torch.int64).to(device, non_blocking=True)
     words = torch.empty((count, rows, columns // CODES_PER_WORD), dtype=torch.int32, device=device)
     scale = torch.empty((count, rows, groups), dtype=stored, device=device)
     zero = torch.empty((count, rows, groups) if not scheme.symmetric else (0,), dtype=torch.int8, device=device)
-    bad = torch.zeros(count, dtype=torch.int32, device=device)
     formats = {
         "WEIGHT": _TYPES[dtype],
         "STORED": _TYPES[stored],
@@ -225,4 +232,4 @@ def _launch(weights: Sequence[Tensor], scheme: QuantScheme) -> tuple[list[Packed
         else:
             _channelwise[rows, count](table, words, scale, zero, bad, rows, columns, **formats)
     zeros: Iterable[Tensor | None] = [None] * count if scheme.symmetric else pack_zero_point(zero).unbind()
-    return [Packed(*parts) for parts in zip(words.unbind(), scale.unbind(), zeros, strict=True)], bad
+    return (Packed(*parts) for parts in zip(words.unbind(), scale.unbind(), zeros, strict=True))
