@@ -49,6 +49,9 @@ families: $(stamp)  ## write the table of docs/families.md from the registry
 mutation-report: $(stamp)  ## break checkpoints in every known way and print which checks find it
 	@PYTHONPATH=.:tests $(python) -W ignore -m mutations.report
 
+examples: $(stamp)  ## make the reports of docs/examples again
+	@$(python) docs/examples/make.py
+
 bench: $(stamp)  ## measure speed and memory
 	@$(python) benchmarks/run.py $(BENCH_ARGS)
 
