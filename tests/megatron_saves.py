@@ -80,12 +80,15 @@ def main() -> None:
     ranks = [context.Process(target=_rank, args=(folder, rank, world)) for rank in range(world)]
     for rank in ranks:
         rank.start()
-    while any(rank.is_alive() for rank in ranks) and not any(rank.exitcode for rank in ranks):
-        multiprocessing.connection.wait([rank.sentinel for rank in ranks if rank.is_alive()])
-    failed = any(rank.exitcode for rank in ranks)
-    for rank in ranks:
-        if failed:
-            rank.kill()
+    running = {rank.sentinel: rank for rank in ranks}
+    failed = False
+    while running and not failed:
+        for sentinel in multiprocessing.connection.wait(list(running)):
+            rank = running.pop(sentinel)  # type: ignore[call-overload]
+            rank.join()
+            failed |= bool(rank.exitcode)
+    for rank in running.values():
+        rank.kill()
     sys.exit(failed)
 
 
