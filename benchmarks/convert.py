@@ -1,4 +1,4 @@
-"""Time and memory of converting a 1 GB model, each way and to INT4, against `cp -r` of the same bytes."""
+"""Every way of converting 8.7 GB, a mixture of experts and a dense model, on cold files: against `cp -r`, `cat`, and a built model in memory."""
 
 from __future__ import annotations
 
@@ -7,44 +7,62 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from measure import Run, remember, run
+from measure import ROUNDS, Run, forget, run
 
-ROUNDS = 3
-# In a process of its own: a child's ru_maxrss starts from the size of the process that it was forked from.
-MAKE = "import sys, pathlib; from ckptkit.demo import DENSE, make_release; make_release('qwen2', DENSE, pathlib.Path(sys.argv[1]), '300MB')"
+HERE = Path(__file__).parent
+MODELS = ("moe", "dense")
 
 
 def rows() -> list[dict[str, Any]]:
-    """Seconds, the ratio to `cp -r` and memory of each command, with the source in the page cache."""
+    """Seconds, their ratios to copying and to reading the same bytes, and memory, of each command on files that are not in the page cache."""
+    return [row for model in os.environ.get("BENCH_MODELS", " ".join(MODELS)).split() for row in _rows_of(model)]
+
+
+def _rows_of(model: str) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as directory:
         work = Path(directory)
-        subprocess.run([sys.executable, "-c", MAKE, str(work / "hf")], check=True)
+        # In a process of its own: a child's ru_maxrss starts from the size of the process that it was forked from.
+        subprocess.run([sys.executable, "models.py", model, str(work / "hf")], check=True, cwd=HERE)
         runs: dict[str, list[Run]] = {}
         for _ in range(ROUNDS):
             for what, (command, source, product) in _commands(work).items():
-                remember([path for path in source.rglob("*") if path.is_file()])
+                forget([path for path in source.rglob("*") if path.is_file()])
                 runs.setdefault(what, []).append(run(command, product))
-    copying = statistics.median(one.seconds for one in runs["cp -r HF"])
-    return [_row(what, found, copying) for what, found in runs.items()]
+        size = sum(path.stat().st_size for path in (work / "hf").glob("*.safetensors"))
+    median = {what: statistics.median(one.seconds for one in found) for what, found in runs.items()}
+    for what, found in runs.items():
+        side = "Megatron" if what.startswith(("Megatron", "cp -r Megatron", "cat Megatron", "DCP")) else "HF"
+        yield {
+            "model": model,
+            "what": what,
+            "seconds": round(median[what], 2),
+            "GB/s read": round(size / median[what] / 1e9, 2),
+            "ratio to cp -r": round(median[what] / median[f"cp -r {side}"], 2),
+            "ratio to cat": round(median[what] / median[f"cat {side}"], 2),
+            "peak MiB": max(one.resident for one in found) >> 20,
+            "anonymous MiB": max(one.anonymous for one in found) >> 20,
+        }
 
 
-def _commands(work: Path) -> dict[str, tuple[list[str], Path, Path]]:
+def _commands(work: Path) -> dict[str, tuple[list[str], Path, Path | None]]:
     """What is measured: a name, the command, what it reads and what it writes."""
-    ckptkit = [sys.executable, "-m", "ckptkit"]
+    ckptkit, built = [sys.executable, "-m", "ckptkit"], [sys.executable, "-W", "ignore", str(HERE / "built.py")]
     hf, megatron = work / "hf", work / "megatron"
-    return {
+    found: dict[str, tuple[list[str], Path, Path | None]] = {
+        "cat HF": (["sh", "-c", f"cat {hf}/*.safetensors"], hf, None),
         "cp -r HF": (["cp", "-r", str(hf), str(work / "cp")], hf, work / "cp"),
         "HF -> Megatron": ([*ckptkit, "convert", str(hf), str(megatron)], hf, megatron),
-        "Megatron -> HF": ([*ckptkit, "convert", str(megatron), str(work / "back")], megatron, work / "back"),
         "HF -> INT4": ([*ckptkit, "quantize", str(hf), str(work / "int4")], hf, work / "int4"),
-        "Megatron -> INT4": ([*ckptkit, "convert", str(megatron), str(work / "both"), "--quantize", "w4a16"], megatron, work / "both"),
+        "cat Megatron": (["sh", "-c", f"cat {megatron}/release/*.distcp"], megatron, None),
+        "cp -r Megatron": (["cp", "-r", str(megatron), str(work / "cp")], megatron, work / "cp"),
+        "Megatron -> HF": ([*ckptkit, "convert", str(megatron), str(work / "back")], megatron, work / "back"),
+        "Megatron -> INT4": ([*ckptkit, "convert", str(megatron), str(work / "int4"), "--quantize", "w4a16"], megatron, work / "int4"),
     }
-
-
-def _row(what: str, runs: list[Run], copying: float) -> dict[str, Any]:
-    seconds = statistics.median(one.seconds for one in runs)
-    memory = {"peak MiB": max(one.resident for one in runs) >> 20, "anonymous MiB": max(one.anonymous for one in runs) >> 20}
-    return {"what": what, "seconds": round(seconds, 2), "ratio to cp -r": round(seconds / copying, 2), **memory}
+    if os.environ.get("BENCH_BUILT"):
+        found["HF -> Megatron, built model"] = ([*built, "to-megatron", str(hf), str(work / "built")], hf, work / "built")
+        found["DCP load, save_file -> HF"] = ([*built, "to-hf", str(megatron / "release"), str(work / "loaded"), str(hf)], megatron, work / "loaded")
+    return found

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+ROUNDS = int(os.environ.get("BENCH_ROUNDS", "3"))
 _EVERY_S = 0.005
 
 

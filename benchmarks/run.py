@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-SECTIONS = ("kernels", "cuda", "offline", "convert", "verify")
+SECTIONS = ("kernels", "cuda", "offline", "convert", "scale", "verifier", "plan")
 
 
 def main(chosen: list[str]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ckptkit import unpickle
 from ckptkit.errors import CkptkitError
+from ckptkit.raw import Extent, read_into
 
 STORAGE_OF_DTYPE = {
     torch.float64: "DoubleStorage",
@@ -33,6 +34,14 @@ STORAGE_OF_DTYPE = {
     torch.uint8: "ByteStorage",
     torch.bool: "BoolStorage",
 }
+
+
+@dataclass(frozen=True)
+class _Strided:
+    """How a tensor lies in its storage, in elements."""
+
+    stride: tuple[int, ...]
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -53,16 +62,30 @@ class Blob:
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """The saved tensor. Raises CkptkitError when it is not the dense one that the checkpoint's metadata promises."""
         entries = self.entries()
+        info, arguments = self._described(entries, dtype, shape)
+        flat = torch.empty(info.file_size, dtype=torch.uint8)
+        self.read_into(info, memoryview(flat.numpy()))  # type: ignore[arg-type]
+        return torch.as_strided(flat.view(dtype), shape, arguments.stride, arguments.offset).contiguous()
+
+    def extent(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Extent | None:
+        """Where the bytes of the saved tensor stand, row by row; None where they stand otherwise. Raises CkptkitError as `tensor`."""
+        info, arguments = self._described(self.entries(), dtype, shape)
+        dense = torch.empty(shape, dtype=dtype, device="meta")
+        if arguments.offset or arguments.stride != dense.stride() or info.file_size != dense.nbytes:
+            return None
+        # torch can be told to leave the checksum out, which it then writes as zero.
+        return Extent(self.path, self._begin(info), info.file_size, info.CRC or None)
+
+    def _described(self, entries: Mapping[str, zipfile.ZipInfo], dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[zipfile.ZipInfo, _Strided]:
+        """The entry that holds a tensor's storage, and how the tensor lies in it."""
         storage, offset, size, stride = self._tensor_arguments(entries)
         kind = getattr(storage[1], "kind", "").rpartition(".")[2]
         if kind != STORAGE_OF_DTYPE.get(dtype) or tuple(size) != shape:
             raise CkptkitError(f"{self}: holds {list(size)} {kind}, the metadata says {list(shape)} {dtype}", "the checkpoint is damaged")
-        flat = torch.empty(storage[4] * dtype.itemsize, dtype=torch.uint8)
         info = self.entry(entries, f"data/{storage[2]}")
-        if info.file_size != flat.numel():
-            raise CkptkitError(f"{self}: storage of {info.file_size} bytes instead of {flat.numel()}", "the file is damaged; copy it again")
-        self.read_into(info, memoryview(flat.numpy()))  # type: ignore[arg-type]
-        return torch.as_strided(flat.view(dtype), shape, tuple(stride), offset).contiguous()
+        if info.file_size != storage[4] * dtype.itemsize:
+            raise CkptkitError(f"{self}: storage of {info.file_size} bytes instead of {storage[4] * dtype.itemsize}", "the file is damaged; copy it again")
+        return info, _Strided(tuple(stride), offset)
 
     def entries(self) -> dict[str, zipfile.ZipInfo]:
         """The uncompressed entries of the zip, by name without the leading folder. Raises CkptkitError when it is no zip."""
@@ -81,14 +104,16 @@ class Blob:
 
     def read_into(self, info: zipfile.ZipInfo, buffer: memoryview, start: int = 0) -> None:
         """Fills `buffer` with bytes from `start` of an entry, which lie behind its local header. Of a whole entry the checksum is checked."""
-        with self.path.open("rb") as file:
-            file.seek(self.offset + info.header_offset + 26)  # lengths of name and extra field in a zip local header
-            name_length, extra_length = (int.from_bytes(file.read(2), "little") for _ in range(2))
-            file.seek(name_length + extra_length + start, os.SEEK_CUR)
-            if buffer.nbytes and file.readinto(buffer) != buffer.nbytes:
-                raise CkptkitError(f"{self}: ends too early", "the file is truncated; copy it again")
+        if read_into(self.path, buffer, self._begin(info) + start) != buffer.nbytes:
+            raise CkptkitError(f"{self}: ends too early", "the file is truncated; copy it again")
         if buffer.nbytes == info.file_size:
             self.check(info, zlib.crc32(buffer))
+
+    def _begin(self, info: zipfile.ZipInfo) -> int:
+        """Where in the file the content of an entry begins."""
+        lengths, header = bytearray(4), self.offset + info.header_offset
+        read_into(self.path, memoryview(lengths), header + 26)  # of name and extra field, in a zip local header of 30 bytes
+        return header + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
 
     def check(self, info: zipfile.ZipInfo, checksum: int) -> None:
         """Raises CkptkitError when this is not the CRC-32 that an entry was written with."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import re
 import sys
 import traceback
 from collections.abc import Mapping
@@ -17,19 +19,52 @@ import click
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import locate
 from ckptkit.readahead import reading_ahead
+from ckptkit.store import place
 from quant.readers import ALL_READERS
 
 if TYPE_CHECKING:
     from ckptkit.api import Written
+    from quant.scheme import QuantScheme
     from verify.report import Report
 
 # Where they are installed transformers imports them, for losses, images and quantizers: a second and a half for what is not used here.
 _NOT_NEEDED = ("scipy", "torchao", "torchvision")
 
+
+class _Place(click.Path):
+    """A path, or a URL as it is: a Path would make one slash of its two."""
+
+    def convert(self, value: str | os.PathLike[str], parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        found = place(os.fspath(value))
+        return found if isinstance(found, str) else super().convert(found, parameter, context)
+
+
+_place = _Place(path_type=Path)
 _workers = click.option("--workers", type=click.IntRange(1), help="Threads that read, compute and write. [default: one a core]")
-_overwrite = click.option("--overwrite", is_flag=True, help="Replace what is at DST, once the new one is whole.")
-_dry_run = click.option("--dry-run", is_flag=True, help="Check everything and print the plan; write nothing.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
+_writing = [
+    _workers,
+    click.option(
+        "--memory",
+        callback=lambda context, parameter, value: _size(value),
+        default="512MB",
+        show_default=True,
+        help="Most bytes of tensors in flight: 512MB, 2GB.",
+    ),
+    click.option(
+        "--file-bytes", callback=lambda context, parameter, value: _size(value), help="Where a file of DST ends. [default: as in the release, or after 5GB]"
+    ),
+    click.option(
+        "--ray",
+        is_flag=False,
+        flag_value="auto",
+        metavar="[ADDRESS]",
+        help="Work on a Ray cluster: the one at ADDRESS or at hand, or a new one on this machine.",
+    ),
+    click.option("--resume", is_flag=True, help="Go on with what a run that was cut off has finished."),
+    click.option("--overwrite", is_flag=True, help="Replace what is at DST, once the new one is whole; at a URL, once its first file is."),
+    click.option("--dry-run", is_flag=True, help="Check everything and print the plan; write nothing."),
+]
 _sizes = [
     click.option(f"--{name}", default=1, show_default=True, type=click.IntRange(1), help=f"{what} parallel size to verify with.")
     for name, what in (("tp", "Tensor"), ("pp", "Pipeline"), ("ep", "Expert"))
@@ -54,6 +89,25 @@ _reports = click.option(
     callback=_usable,
     help="Also write the report to this file: .json, .md, .xml (JUnit), .sarif or .html. Repeatable.",
 )
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def _size(text: str | None) -> int | None:
+    """Bytes of `512MB` or `2GiB`. Raises click.BadParameter."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+) ?([KMG]I?B|)", text.upper())
+    if not found or not int(found[1]):
+        raise click.BadParameter(f"{text!r} is no size: write 512MB, 2GB or a number of bytes")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def _written(command: Any) -> Any:
+    for option in reversed(_writing):
+        command = option(command)
+    return command
 
 
 def _parallel(command: Any) -> Any:
@@ -89,7 +143,7 @@ def _int4(command: Any) -> Any:
             type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
             help="What scales are stored in; auto: the weight's own dtype.",
         ),
-        click.option("--like", type=click.Path(path_type=Path), help="INT4 checkpoint of the same model: pack what it has packed."),
+        click.option("--like", type=_place, help="INT4 checkpoint of the same model: pack what it has packed."),
         click.option("--tp", type=click.IntRange(1), help="Tensor parallel size that SGLang's INT4 kernels must be able to load."),
         click.option("--reader", "readers", multiple=True, type=click.Choice(ALL_READERS), help="Who must agree on what is packed. Repeatable. [default: all]"),
         click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]), help="What computes; the bytes are the same."),
@@ -108,71 +162,66 @@ def cli(debug: bool) -> None:
 
 
 @cli.command()
-@click.argument("src", type=click.Path(path_type=Path))
-@click.argument("dst", type=click.Path(path_type=Path))
-@click.option("--hf", type=click.Path(path_type=Path), help="HF directory that gives config, tokenizer and shard layout on the way back.")
+@click.argument("src", type=_place)
+@click.argument("dst", type=_place)
+@click.option("--hf", type=_place, help="HF directory that gives config, tokenizer and shard layout on the way back.")
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "bfloat16", "float16", "float32"]))
 @click.option("--dialect", type=click.Choice(["mcore", "slime"]), help="Names of Megatron's tensors: megatron-core's own (the default) or slime's modules.")
 @click.option("--quantize", "quantization", type=click.Choice(["w4a16"]), help="Megatron -> INT4 HF in one pass.")
 @_int4
-@_workers
-@_overwrite
-@_dry_run
+@_written
 @_json
 def convert(
-    src: Path,
-    dst: Path,
-    hf: Path | None,
+    src: str | Path,
+    dst: str | Path,
+    hf: str | Path | None,
     dtype: str,
     dialect: str | None,
     quantization: str | None,
-    workers: int | None,
-    overwrite: bool,
     dry_run: bool,
     as_json: bool,
-    **int4: Any,
+    **options: Any,
 ) -> None:
     """Convert SRC to DST. An HF directory becomes Megatron torch_dist; a Megatron root, release/ or iter_*/ becomes HF.
+
+    An HF directory may be at a URL: s3://, gs://, hf://.
 
     A quantized release (FP8, MXFP4, INT4) is dequantized on the way to Megatron.
     """
     with _started(src, dry_run):
         from ckptkit.api import convert as run
 
-        wanted = _wanted(int4)
-        scheme = _scheme(wanted["like"], **int4) if quantization else None
-        names = {"hf": hf, "dtype": dtype, "dialect": dialect, "quantize": scheme, **wanted}
-        written = run(src, dst, **names, workers=workers, overwrite=overwrite, dry_run=dry_run)
+        scheme, rest = _scheme(options, options["like"])
+        written = run(src, dst, hf=hf, dtype=dtype, dialect=dialect, quantize=scheme if quantization else None, dry_run=dry_run, **rest)
     _print_written(written, dry_run, as_json)
 
 
 @cli.command()
-@click.argument("src", type=click.Path(path_type=Path))
-@click.argument("dst", type=click.Path(path_type=Path))
+@click.argument("src", type=_place)
+@click.argument("dst", type=_place)
 @_int4
-@_workers
-@_overwrite
-@_dry_run
+@_written
 @_json
-def quantize(src: Path, dst: Path, workers: int | None, overwrite: bool, dry_run: bool, as_json: bool, **int4: Any) -> None:
-    """Quantize the HF checkpoint SRC to INT4 W4A16 (compressed-tensors pack-quantized) at DST.
+def quantize(src: str | Path, dst: str | Path, dry_run: bool, as_json: bool, **options: Any) -> None:
+    """Quantize the HF checkpoint SRC to INT4 W4A16 (compressed-tensors pack-quantized) at DST; each may be at a URL: s3://, gs://, hf://.
 
     A quantized release (FP8, MXFP4, INT4) is dequantized first; an INT4 one keeps its scales where they still give its weights.
     """
     with _started(src, dry_run):
         from ckptkit.api import quantize as run
 
-        wanted = _wanted(int4)
-        written = run(src, dst, _scheme(wanted["like"] or src, **int4), **wanted, workers=workers, overwrite=overwrite, dry_run=dry_run)
+        scheme, rest = _scheme(options, options["like"] or src)
+        written = run(src, dst, scheme, dry_run=dry_run, **rest)
     _print_written(written, dry_run, as_json)
 
 
-def _started(src: Path, dry_run: bool) -> AbstractContextManager[None]:
+def _started(src: str | Path, dry_run: bool) -> AbstractContextManager[None]:
     """Makes the most of the seconds that imports take: there are fewer, and meanwhile the weights at SRC are read, unless none are needed."""
     for name in _NOT_NEEDED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's own way to say that a module is not there
-    path = locate(src).path
-    return reading_ahead([] if dry_run else _weights(path))
+    # What is at a URL is read when it is wanted.
+    path = locate(src).path if isinstance(src, Path) else None
+    return reading_ahead([] if dry_run or path is None else _weights(path))
 
 
 def _reading(checkpoint: Path, source: Path | None) -> AbstractContextManager[None]:
@@ -188,17 +237,16 @@ def _weights(path: Path) -> list[Path]:
     return sorted([*path.glob("*.safetensors"), *path.glob("*.distcp")])
 
 
-def _wanted(options: dict[str, Any]) -> dict[str, Any]:
-    """Takes out of the options of `_int4` those that say whom the weights are for."""
-    return {name: options.pop(name) for name in ("like", "tp", "device")} | {"readers": options.pop("readers") or ALL_READERS}
+_OF_SCHEME = ("group_size", "grid", "asymmetric", "search", "scale_dtype", "ignore")
 
 
-def _scheme(reference: Path | None, **options: Any) -> Any:
-    """The scheme asked for; what is not said is as in the INT4 checkpoint at `reference`, if there is one."""
-    from ckptkit.api import DTYPES, int4_scheme
+def _scheme(options: dict[str, Any], reference: str | Path | None) -> tuple[QuantScheme, dict[str, Any]]:
+    """The scheme asked for, in which what is not said is as in the INT4 checkpoint at `reference`, if there is one; and the other options."""
+    from ckptkit.api import int4_scheme
+    from ckptkit.jobs import DTYPES
 
     size = options["group_size"]
-    return int4_scheme(
+    scheme = int4_scheme(
         reference,
         group_size="channel" if size == "channel" else int(size) if size else None,
         grid=options["grid"],
@@ -207,6 +255,8 @@ def _scheme(reference: Path | None, **options: Any) -> Any:
         search=options["search"],
         scale_dtype=DTYPES[options["scale_dtype"]],
     )
+    rest = {name: value for name, value in options.items() if name not in _OF_SCHEME}
+    return scheme, rest | {"readers": options["readers"] or ALL_READERS}
 
 
 def _print_written(written: Written, dry_run: bool, as_json: bool) -> None:
@@ -237,11 +287,11 @@ def _print_arguments(args: Mapping[str, Any], as_json: bool) -> None:
 
 
 @cli.command()
-@click.argument("path", type=click.Path(path_type=Path))
-@click.option("--hf", type=click.Path(path_type=Path), help="HF directory with the config of a Megatron checkpoint that does not carry it.")
+@click.argument("path", type=_place)
+@click.option("--hf", type=_place, help="HF directory with the config of a Megatron checkpoint that does not carry it.")
 @click.option("--megatron-args", "as_args", is_flag=True, help="Print the Megatron arguments of the model, as a launch script wants them, and nothing else.")
 @_json
-def inspect(path: Path, hf: Path | None, as_args: bool, as_json: bool) -> None:
+def inspect(path: str | Path, hf: str | Path | None, as_args: bool, as_json: bool) -> None:
     """Say what lies at PATH: format, sizes, dtypes, configuration, and every tensor with layers and experts folded."""
     from ckptkit.api import inspect as run
     from ckptkit.api import model_arguments
@@ -420,8 +470,8 @@ def main() -> None:
     except OSError as error:
         _fail(CkptkitError(str(error), "check the path and its permissions") if not debug else error, debug)
         sys.exit(2)
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted; nothing was left behind", err=True)
+    except (KeyboardInterrupt, click.Abort) as error:
+        click.echo("; ".join(["interrupted", *getattr(error.__cause__ or error, "__notes__", ["nothing was left behind"])]), err=True)
         sys.exit(130)
 
 
@@ -430,4 +480,4 @@ def _fail(error: Exception, debug: bool) -> None:
         traceback.print_exception(error)
         return
     click.secho("error: ", fg="red", bold=True, nl=False, err=True)
-    click.echo(str(error), err=True)
+    click.echo("\n".join([str(error), *getattr(error, "__notes__", [])]), err=True)

@@ -20,10 +20,12 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from ckptkit.safetensors_io import INDEX, HfCheckpoint, SafetensorsWriter, cut_shards
+from ckptkit.files import FilesWriter
+from ckptkit.safetensors_files import SafetensorsFiles, cut_shards
+from ckptkit.safetensors_io import INDEX, HfCheckpoint
 from ckptkit.specs import TensorSpec
+from ckptkit.torch_dist_files import TorchDistFiles
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
-from ckptkit.torch_dist_writer import TorchDistWriter
 from quant.kernels import quantize_pack
 from quant.scheme import QuantScheme
 
@@ -93,7 +95,7 @@ def pack_routers(path: Path) -> None:
     for file in [*path.glob("*.safetensors"), path / INDEX]:
         file.unlink(missing_ok=True)
     specs = {name: TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    writer = SafetensorsWriter(path, specs, cut_shards(specs))
+    writer = FilesWriter(path, SafetensorsFiles(specs, cut_shards(specs)))
     for name, tensor in tensors.items():
         writer.write(name, tensor)
     writer.finish()
@@ -117,7 +119,7 @@ def restart_layer_ids(path: Path) -> None:
             tensors[name] = tensors[twin]
     shutil.rmtree(path / "release")
     (path / "latest_checkpointed_iteration.txt").unlink()
-    writer = TorchDistWriter(path, source.specs, args)
+    writer = FilesWriter(path, TorchDistFiles(source.specs, args))
     for name, tensor in tensors.items():
         writer.write(name, tensor)
     writer.finish()

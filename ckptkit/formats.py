@@ -13,6 +13,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 ITERATION = re.compile(r"iter_\d{7}")
 LEGACY_RANK = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 LEGACY_FILE = "model_optim_rng.pt"
+_URL = re.compile(r"(?:^|/)([a-z][a-z0-9+.-]*):/+(.*)", re.IGNORECASE)  # as a Path leaves it: made absolute, and of its slashes one
 
 _PICKLE = "{} is a pickle: convert .bin weights to safetensors first: load with transformers and save_pretrained"
 # What lies where safetensors with an index should, the most telling first, and the way out.
@@ -45,6 +46,7 @@ class Location:
 def locate(path: str | Path) -> Location:
     """What kind of checkpoint lies at `path`. Raises CkptkitError when there is none or it is ambiguous."""
     given, root = Path(path), Path(path).absolute()
+    refuse_url(path)
     if not root.exists():
         raise CkptkitError(f"{given} does not exist", "check the path")
     if not root.is_dir():
@@ -61,6 +63,13 @@ def locate(path: str | Path) -> Location:
     if is_hf or any(root.glob("*.safetensors")) or (root / "model.safetensors.index.json").exists():
         return Location("hf", root, root)
     raise CkptkitError(f"{given} holds no checkpoint", _why_not(root))
+
+
+def refuse_url(path: str | Path) -> None:
+    """Raises CkptkitError for a URL, also for what a Path leaves of one, unless there is a file or directory of that name."""
+    if (url := _URL.search(str(path))) and not Path(path).exists():
+        hint = "copy it to a local disk; inspect, convert and quantize read HF directories from URLs"
+        raise CkptkitError(f"{url[1]}://{url[2]} is a URL, which is not read here", hint)
 
 
 def is_legacy(path: Path) -> bool:

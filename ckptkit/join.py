@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError
+from ckptkit.plan import extent_of
+from ckptkit.raw import Extent
 from ckptkit.specs import TensorSpec, summarize
 
 
@@ -31,6 +33,10 @@ class Joined:
     @property
     def groups(self) -> Sequence[tuple[str, ...]]:
         return [*self._parts[0].groups, *self._parts[1].groups]
+
+    def extent(self, name: str) -> Extent | None:
+        """As of the one that holds it."""
+        return next(extent_of(part, name) for part in self._parts if name in part.specs)
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

@@ -14,33 +14,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ckptkit.checkpoint import Checkpoint, CheckpointWriter
+from ckptkit.checkpoint import Checkpoint
 from ckptkit.copy import copy
+from ckptkit.digest import TensorDigest, is_sha256
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import Location
-from ckptkit.raw import bytes_of
+from ckptkit.remote_file import size_of
 from ckptkit.safetensors_io import MAX_HEADER, read_json
 from ckptkit.sidefiles import MANIFEST, side_files
 
 SCHEMA = "ckptkit-manifest/1"
-_HEX = frozenset("0123456789abcdef")
-
-
-@dataclass(frozen=True)
-class TensorDigest:
-    """One tensor of a manifest: dtype as torch spells it without `torch.`, shape, and the SHA-256 of its bytes in hexadecimal."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    sha256: str
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorDigest:
-        """The digest of a contiguous tensor on the CPU."""
-        return cls(dtype_name(tensor.dtype), tuple(tensor.shape), hashlib.sha256(bytes_of(tensor)).hexdigest())
 
 
 @dataclass(frozen=True)
@@ -51,35 +36,25 @@ class Manifest:
     files: Mapping[str, str]
 
 
-class Digested:
-    """A CheckpointWriter that takes a digest of what another one writes; alone, only digests. Threads may share it."""
+class _Digests:
+    """A CheckpointWriter that only digests. Threads may share it."""
 
-    def __init__(self, writer: CheckpointWriter | None = None) -> None:
-        self._writer = writer
+    def __init__(self) -> None:
         self.tensors: dict[str, TensorDigest] = {}
 
     def write(self, name: str, tensor: Tensor) -> None:
         self.tensors[name] = TensorDigest.of(tensor.contiguous())
-        if self._writer is not None:
-            self._writer.write(name, tensor)
 
     def finish(self) -> None:
-        if self._writer is not None:
-            self._writer.finish()
+        pass
 
     def discard(self) -> None:
-        if self._writer is not None:
-            self._writer.discard()
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16` for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
+        pass
 
 
 def digests_of(checkpoint: Checkpoint, workers: int | None = None) -> dict[str, TensorDigest]:
     """Reads every tensor once, with `workers` threads (None: one a core)."""
-    found = Digested()
+    found = _Digests()
     copy(checkpoint, found, "digesting", workers)
     return {name: found.tensors[name] for name in checkpoint.specs}
 
@@ -118,7 +93,7 @@ def lineage_of(location: Location) -> dict[str, str]:
         return {"source": location.root.name, "sha256_of": "manifest", "sha256": file_digest(manifest)}
     digest = hashlib.sha256()
     for path in sorted([*location.path.glob("*.safetensors"), *location.path.glob("*.distcp"), *location.path.glob(".metadata")]):
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        digest.update(f"{path.name} {size_of(path)}\n".encode())
         digest.update(_header(path))
     return {"source": location.root.name, "sha256_of": "headers", "sha256": digest.hexdigest()}
 
@@ -139,7 +114,7 @@ def write_manifest(
     more: Mapping[str, Any],
 ) -> None:
     """Writes the manifest of `tensors` and `files`. `more` are further keys: `source`, `hf_layout`, `lineage`."""
-    digests = {name: [one.dtype, list(one.shape), one.sha256] for name, one in tensors.items()}
+    digests = {name: one.to_json() for name, one in tensors.items()}
     content = {"schema": SCHEMA, "version": version("ckptkit"), "command": list(command), **more, "files": files, "tensors": digests}
     # One line a tensor: with indentation a model of 200,000 tensors would take a million lines.
     text = json.dumps(content | {"tensors": {}}, indent=1).removesuffix("{}\n}")
@@ -155,18 +130,9 @@ def read_manifest(path: Path) -> Manifest:
     tensors, files = content.get("tensors"), content.get("files")
     if not isinstance(tensors, dict) or not tensors or not isinstance(files, dict):
         raise CkptkitError(f"{path} has no digests: an earlier version of ckptkit wrote it", "make one of the sound checkpoint with `ckptkit manifest`")
-    if wrong := next((name for name, one in files.items() if not _is_sha256(one)), None):
+    if wrong := next((name for name, one in files.items() if not is_sha256(one)), None):
         raise CkptkitError(f"{path}: the digest of {wrong} is no SHA-256", "take the manifest from where it was kept")
-    return Manifest({name: _tensor(path, name, entry) for name, entry in tensors.items()}, files)
-
-
-def _tensor(path: Path, name: str, entry: Any) -> TensorDigest:
-    if isinstance(entry, list) and len(entry) == 3:
-        dtype, shape, sha256 = entry
-        if isinstance(dtype, str) and isinstance(shape, list) and all(type(size) is int for size in shape) and _is_sha256(sha256):
-            return TensorDigest(dtype, tuple(shape), sha256)
-    raise CkptkitError(f"{path}: the entry of {name} is not [dtype, shape, SHA-256]", "take the manifest from where it was kept")
-
-
-def _is_sha256(text: object) -> bool:
-    return isinstance(text, str) and len(text) == 64 and _HEX.issuperset(text)
+    found = {name: TensorDigest.parse(entry) for name, entry in tensors.items()}
+    if wrong := next((name for name, digest in found.items() if digest is None), None):
+        raise CkptkitError(f"{path}: the entry of {wrong} is not [dtype, shape, SHA-256]", "take the manifest from where it was kept")
+    return Manifest({name: digest for name, digest in found.items() if digest is not None}, files)

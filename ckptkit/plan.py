@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError
+from ckptkit.raw import Extent
 from ckptkit.specs import TensorSpec, summarize
 
 Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -22,17 +23,18 @@ Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Step:
-    """A pure function from some tensors to others. `label` names it in `--dry-run`."""
+    """A pure function from some tensors to others. `label` names it in `--dry-run`. `passes`: the bytes of the one output are the first of the one input."""
 
     inputs: tuple[str, ...]
     outputs: tuple[TensorSpec, ...]
     run: Function
     label: str
+    passes: bool = False
 
 
 def identity(spec: TensorSpec) -> Step:
     """The step that passes a tensor through untouched."""
-    return Step((spec.name,), (spec,), list, "copy")
+    return Step((spec.name,), (spec,), list, "copy", passes=True)
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,10 @@ class Plan:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        used = {name for step in self.steps for name in step.inputs}
-        require(self.where, used, self.sources)
-        if left := set(self.sources) - used - self.dropped:
+        # Of a large model each of these is a hundred thousand names, and sources may be a list.
+        used, sources = {name for step in self.steps for name in step.inputs}, set(self.sources)
+        require(self.where, used, sources)
+        if left := sources - used - self.dropped:
             raise CkptkitError(
                 f"{self.where} holds {len(left)} tensor(s) that no rule of this model family knows: {summarize(sorted(left))}",
                 "nothing is converted, so that nothing is lost; check num_hidden_layers, num_nextn_predict_layers and the other sizes in config.json",
@@ -90,14 +93,16 @@ class View:
     @cached_property
     def groups(self) -> Sequence[tuple[str, ...]]:
         """Outputs of all steps that share a source group, in the source's reading order."""
-        group_of = {name: index for index, names in enumerate(self.source.groups) for name in names}
-        merged = _Components(len(self.source.groups))
+        source = self.source.groups
+        group_of = {name: index for index, names in enumerate(source) for name in names}
+        merged = _Components(len(source))
         for step in self._plan.steps:
-            merged.join([group_of[name] for name in step.inputs])
+            if len(step.inputs) > 1:
+                merged.join([group_of[name] for name in step.inputs])
         outputs: dict[int, list[str]] = {}
         for step in self._plan.steps:
             key = merged.find(group_of[step.inputs[0]])
-            outputs.setdefault(key, []).extend(spec.name for spec in step.outputs)
+            outputs.setdefault(key, []).extend([spec.name for spec in step.outputs])
         return [tuple(outputs[key]) for key in sorted(outputs)]
 
     def _steps(self, names: Sequence[str]) -> Collection[Step]:
@@ -106,6 +111,14 @@ class View:
     def inputs(self, names: Sequence[str]) -> list[str]:
         """What is read of the source to make these."""
         return list(dict.fromkeys(name for step in self._steps(names) for name in step.inputs))
+
+    def extent(self, name: str) -> Extent | None:
+        """Where the bytes of a tensor stand in a file, if it passes through every plan as it is."""
+        step = self._step_of[name]
+        found = extent_of(self.source, step.inputs[0]) if step.passes else None
+        nbytes = self._specs[name].nbytes
+        # A checksum is of all bytes.
+        return None if found is None or (found.crc is not None and found.nbytes != nbytes) else replace(found, nbytes=nbytes)
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         steps = self._steps(names)
@@ -118,6 +131,19 @@ class View:
                 if spec.name in wanted:
                     found[spec.name] = checked(spec, tensor)
         return found
+
+
+@runtime_checkable
+class HasExtents(Protocol):
+    """A checkpoint that knows of some tensors where their bytes stand in a file."""
+
+    def extent(self, name: str) -> Extent | None:
+        """Where; None where the bytes are nowhere as they are, or in pieces."""
+
+
+def extent_of(checkpoint: Checkpoint, name: str) -> Extent | None:
+    """Where the bytes of a tensor stand in a file, if they do."""
+    return checkpoint.extent(name) if isinstance(checkpoint, HasExtents) else None
 
 
 def footprint(checkpoint: Checkpoint, names: Sequence[str]) -> int:

@@ -1,13 +1,30 @@
-"""The bytes of tensors: seen without a copy, read from and written to a place in a file. Threads may share the file."""
+"""The bytes of tensors: seen without a copy, read from and written to places in files. Threads may share a file.
+
+Large pieces go past the page cache where the file system allows it (open(2), O_DIRECT): a checkpoint is read or written once, and to
+keep what nobody will ask for again costs the kernel a page of memory for each 4 KiB, and the machine what it had cached before.
+"""
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _LARGEST = 1 << 30  # Linux moves at most 2 GiB a call
+_BLOCK = 4096  # offsets and sizes past the page cache are multiples of this
+_LARGE = 1 << 20  # pieces from this size on go past the page cache
+BUFFER = 8 << 20
+# What file systems say that have no such way: tmpfs, some network and some stacked ones.
+_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -16,16 +33,155 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
-def write_at(descriptor: int, content: bytes | memoryview, offset: int) -> None:
-    """Writes all of `content`. Raises OSError."""
-    view = memoryview(content)
+@dataclass(frozen=True)
+class Extent:
+    """Bytes of a file that are those of a tensor, as they are; and the CRC-32 that they were written with, if one was."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    crc: int | None = None
+
+    def piece(self, begin: int, end: int) -> memoryview:
+        """At most BUFFER of the bytes, in memory that the next call from this thread uses again. Raises OSError, also where the file ends."""
+        piece = _buffer("extent").data[: end - begin]
+        if read_into(self.path, piece, self.offset + begin) != end - begin:
+            raise OSError(errno.EIO, "the file ends too early", str(self.path))
+        return piece
+
+
+def cuts(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of pieces of at most BUFFER of so many bytes that stand at `offset` of a file: such that its blocks are not cut."""
+    begin = 0
+    while begin < nbytes:
+        end = min(nbytes, (offset + begin) // BUFFER * BUFFER + BUFFER - offset)
+        yield begin, end
+        begin = end
+
+
+class WrittenFile:
+    """A file that is open for writing, of its full size from the start, made of a descriptor that becomes its own."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._descriptor = descriptor
+        self._direct = _reopened(descriptor, os.O_WRONLY)
+        self._past_cache = self._direct is not None
+        os.truncate(descriptor, size)
+
+    def write(self, content: bytes | memoryview, offset: int) -> None:
+        """Writes all of `content`. Raises OSError."""
+        view = memoryview(content)
+        begin, end = _aligned(offset, len(view))
+        if self._direct is None or not self._past_cache or end - begin < _LARGE:
+            _write_all(self._descriptor, view, offset)
+            return
+        try:
+            _write_direct(self._direct, view[begin - offset : end - offset], begin)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            self._past_cache = False
+            _write_all(self._descriptor, view, offset)
+            return
+        # The blocks at both ends are shared with what stands beside it.
+        _write_all(self._descriptor, view[: begin - offset], offset)
+        _write_all(self._descriptor, view[end - offset :], end)
+
+    def close(self) -> None:
+        """Closes it."""
+        for descriptor in filter(None, (self._descriptor, self._direct)):
+            os.close(descriptor)
+
+
+def read_into(path: Path, buffer: memoryview, offset: int) -> int:
+    """Fills `buffer` with bytes of a file. Returns how many there were: fewer where the file ends. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        done = _read_cached(descriptor, buffer, offset) if len(buffer) >= _LARGE else 0
+        if len(buffer) - done >= _LARGE and (direct := _reopened(descriptor, os.O_RDONLY)) is not None:
+            try:
+                done += _read_direct(direct, buffer[done:], offset + done)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+            finally:
+                os.close(direct)
+        return done + _read_all(descriptor, buffer[done:], offset + done)
+    finally:
+        os.close(descriptor)
+
+
+def _aligned(offset: int, length: int) -> tuple[int, int]:
+    """Beginning and end of the whole blocks between."""
+    return -(-offset // _BLOCK) * _BLOCK, (offset + length) // _BLOCK * _BLOCK
+
+
+def _reopened(descriptor: int, flags: int) -> int | None:
+    """The same open file past the page cache; None where that cannot be."""
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno not in (*_UNSUPPORTED, errno.ENOENT):
+            raise
+        return None
+
+
+def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
     while view:
         written = os.pwrite(descriptor, view[:_LARGEST], offset)
         view, offset = view[written:], offset + written
 
 
-def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Fills `buffer`. Returns how many bytes there were: fewer where the file ends. Raises OSError."""
+def _write_direct(descriptor: int, view: memoryview, offset: int) -> None:
+    """Writes whole blocks, through a buffer that lies on whole blocks in memory too."""
+    source, buffer = np.frombuffer(view, np.uint8), _buffer("blocks")
+    for at in range(0, len(source), BUFFER):
+        piece = buffer[: min(BUFFER, len(source) - at)]
+        np.copyto(piece, source[at : at + len(piece)])
+        _write_all(descriptor, piece.data, offset + at)
+
+
+def _read_cached(descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Reads what lies in the page cache, up to the first byte that does not."""
+    done = 0
+    try:
+        while done < len(buffer) and (count := os.preadv(descriptor, [buffer[done : done + _LARGEST]], offset + done, os.RWF_NOWAIT)):
+            done += count
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, *_UNSUPPORTED):
+            raise
+    return done
+
+
+def _read_direct(descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Reads past the page cache; the last bytes of a file that ends within a block are read too."""
+    target, begin, done = np.frombuffer(buffer, np.uint8), offset // _BLOCK * _BLOCK, 0
+    while done < len(target):
+        piece = _buffer("blocks").data
+        count = os.preadv(descriptor, [piece[: -(-(offset + len(target) - begin) // _BLOCK) * _BLOCK]], begin)
+        found = _buffer("blocks")[offset + done - begin : min(count, offset + len(target) - begin)]
+        if not len(found):
+            break
+        np.copyto(target[done : done + len(found)], found)
+        done += len(found)
+        begin += count
+        if count % _BLOCK:
+            break
+    return done
+
+
+# A buffer a thread and use: memory that is used again costs nothing, and new memory a fault for each 4 KiB.
+_of_thread = threading.local()
+
+
+def _buffer(use: str) -> NDArray[np.uint8]:
+    if not hasattr(_of_thread, use):
+        setattr(_of_thread, use, np.frombuffer(mmap.mmap(-1, BUFFER), np.uint8))
+    found: NDArray[np.uint8] = getattr(_of_thread, use)
+    return found
+
+
+def _read_all(descriptor: int, buffer: memoryview, offset: int) -> int:
     done = 0
     while done < len(buffer):
         count = os.preadv(descriptor, [buffer[done : done + _LARGEST]], offset + done)

@@ -1,4 +1,4 @@
-"""Brings files into the page cache while the program is still being imported, and then stays ahead of its reading.
+"""Brings files into the page cache while the program is still being imported, until it reads them itself.
 
 Importing torch and transformers takes seconds of processor time in which the disk would be idle. Nothing here imports them.
 """
@@ -11,14 +11,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-WINDOW = 4 << 30  # bytes asked for and not yet read
+WINDOW = 8 << 30  # bytes
 _STEP = 64 << 20
-_PAUSE_S = 0.02
+_OWN = 128 << 20  # bytes from which on it is weights that the process reads itself, and no modules
 
 
 @contextmanager
 def reading_ahead(files: Sequence[Path]) -> Iterator[None]:
-    """While the block runs, a thread has the kernel read these files in order, without copying: at most WINDOW bytes ahead of the process."""
+    """While the block runs, a thread has the kernel read these files in order, without copying, until the process reads weights itself: then it
+
+    would fill memory with what that has read, or reads past the page cache. At most WINDOW bytes, or a quarter of the memory there is.
+    """
     stop = threading.Event()
     thread = threading.Thread(target=_ask, args=(files, min(WINDOW, _available() // 4), stop), name="ckptkit-readahead")
     thread.start()
@@ -38,9 +41,8 @@ def _ask(files: Sequence[Path], window: int, stop: threading.Event) -> None:
                 at, size = 0, os.fstat(stream.fileno()).st_size
                 while at < size and not stop.is_set():
                     # What is asked for counts as read too.
-                    if 2 * asked - (_read_so_far() - began) >= window:
-                        stop.wait(_PAUSE_S)
-                        continue
+                    if asked >= window or _read_so_far() - began - asked > _OWN:
+                        return
                     # One call for many bytes: each return to Python waits for the interpreter lock, which imports rarely let go.
                     count = os.sendfile(nowhere.fileno(), stream.fileno(), at, min(_STEP, size - at))
                     if not count:

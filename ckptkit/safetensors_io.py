@@ -1,4 +1,4 @@
-"""Reads HF checkpoints (safetensors shards with an index, or a single file) and writes them, one tensor in memory at a time.
+"""Reads HF checkpoints: safetensors shards with an index, or a single file.
 
 Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data
 (https://github.com/huggingface/safetensors#format).
@@ -7,8 +7,6 @@ Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape,
 from __future__ import annotations
 
 import json
-import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,8 +18,9 @@ from torch import Tensor
 
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import other_weights
-from ckptkit.raw import bytes_of, read_at, write_at
-from ckptkit.specs import CODE_OF_DTYPE, DTYPE_OF_CODE, TensorSpec, summarize
+from ckptkit.raw import Extent, bytes_of, read_into
+from ckptkit.remote_file import RemoteFile, remote_file
+from ckptkit.specs import DTYPE_OF_CODE, TensorSpec, summarize
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -36,17 +35,17 @@ class Shard:
     specs: Mapping[str, TensorSpec]
     offsets: Mapping[str, int]
     metadata: Mapping[str, str]
+    remote: RemoteFile | None = None
 
     def read(self, name: str) -> Tensor:
         """One tensor, read with plain reads, not mapped: a file that is cut meanwhile, or a bad sector, is an error and no signal."""
         spec = self.specs[name]
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            if read_at(descriptor, bytes_of(tensor), self.offsets[name]) != spec.nbytes:
-                raise CkptkitError(f"{self.path}: {name} ends before its {spec.nbytes} bytes", "the file is truncated; copy or download it again")
-        finally:
-            os.close(descriptor)
+        buffer, offset = bytes_of(tensor), self.offsets[name]
+        count = self.remote.read_into(buffer, offset) if self.remote else read_into(self.path, buffer, offset)
+        if count != spec.nbytes:
+            hint = "the file is truncated; copy or download it again"
+            raise CkptkitError(f"{self.remote or self.path}: {name} ends before its {spec.nbytes} bytes", hint)
         return tensor
 
 
@@ -56,7 +55,8 @@ def read_shard(path: Path) -> Shard:
     truncation, trailing bytes, holes or overlaps between tensors, unknown dtypes, sizes that do not fit shapes.
     """
     try:
-        size = path.stat().st_size
+        remote = remote_file(path)
+        size = remote.size if remote else path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
@@ -85,7 +85,8 @@ def read_shard(path: Path) -> Shard:
         end = stop
     if start + end != size:
         raise _broken(path, f"the header promises {start + end} bytes, the file has {size}")
-    return Shard(path, {spec.name: spec for spec, _, _ in entries}, {spec.name: start + begin for spec, begin, _ in entries}, metadata)
+    offsets = {spec.name: start + begin for spec, begin, _ in entries}
+    return Shard(path, {spec.name: spec for spec, _, _ in entries}, offsets, metadata, remote)
 
 
 def parse_entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
@@ -190,77 +191,10 @@ class HfCheckpoint:
         """Which tensors stand in which file, in file order: what a writer needs to cut shards the same way."""
         return {file: list(shard.specs) for file, shard in self.shards.items()}
 
+    def extent(self, name: str) -> Extent | None:
+        """Where its bytes stand, on a local disk."""
+        shard = self._shard_of[name]
+        return None if shard.remote else Extent(shard.path, shard.offsets[name], shard.specs[name].nbytes)
+
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._shard_of[name].read(name) for name in names}
-
-
-class SafetensorsWriter:
-    """Writes shards into a directory, tensors in any order and from any thread, each straight to its place; the index comes last.
-
-    `layout` says which tensors go into which file. One file named model.safetensors needs no index.
-    """
-
-    def __init__(self, root: Path, specs: Mapping[str, TensorSpec], layout: Mapping[str, Sequence[str]]) -> None:
-        self._root = root
-        self._specs = specs
-        self._layout = layout
-        self._place: dict[str, tuple[str, int]] = {}
-        self._left = set(specs)
-        self._files = {file: self._create(file, [specs[name] for name in names]) for file, names in layout.items()}
-        if set(self._place) != set(specs):
-            raise CkptkitError(f"{root}: the shard layout and the tensors to write differ: {summarize(sorted(set(self._place) ^ set(specs)))}")
-
-    def _create(self, file: str, specs: Sequence[TensorSpec]) -> int:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for spec in specs:
-            header[spec.name] = {"dtype": CODE_OF_DTYPE[spec.dtype], "shape": list(spec.shape), "data_offsets": [end, end + spec.nbytes]}
-            end += spec.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        start = 8 + len(text)
-        for spec in specs:
-            self._place[spec.name] = file, start + header[spec.name]["data_offsets"][0]
-        descriptor = os.open(self._root / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        write_at(descriptor, len(text).to_bytes(8, "little") + text, 0)
-        os.truncate(descriptor, start + end)
-        return descriptor
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        spec = self._specs[name]
-        if name not in self._left or tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-            raise CkptkitError(f"{spec} cannot be written as {list(tensor.shape)} {tensor.dtype}, or is written twice")
-        self._left.remove(name)
-        file, offset = self._place[name]
-        write_at(self._files[file], bytes_of(tensor.contiguous()), offset)
-
-    def finish(self) -> None:
-        if self._left:
-            raise CkptkitError(f"{self._root}: {len(self._left)} tensor(s) were never written: {summarize(sorted(self._left))}")
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        if list(self._layout) == [SINGLE]:
-            return
-        total = sum(spec.nbytes for spec in self._specs.values())
-        weight_map = {name: file for name, (file, _) in sorted(self._place.items())}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (self._root / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-    def discard(self) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
-
-
-def cut_shards(specs: Mapping[str, TensorSpec], limit: int = 5_000_000_000) -> dict[str, list[str]]:
-    """A layout where there is no reference: tensors in order, files of at most `limit` bytes, named as HF names them."""
-    shards: list[list[str]] = []
-    size = math.inf
-    for spec in specs.values():
-        if size + spec.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(spec.name)
-        size += spec.nbytes
-    if len(shards) == 1:
-        return {SINGLE: shards[0]}
-    return {f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors": names for index, names in enumerate(shards)}

@@ -13,16 +13,16 @@ import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._utils import _rebuild_tensor_v2
 
 from ckptkit.blob import STORAGE_OF_DTYPE
-from ckptkit.raw import bytes_of, write_at
+from ckptkit.raw import WrittenFile, cuts
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -85,18 +85,20 @@ class SavedLayout:
         bare = _Entry(b"archive/data/0", small[-1][0].end, nbytes)
         return cls(tuple(small), _Entry(bare.name, bare.offset, nbytes, -bare.begin % _ALIGNMENT))
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes in all."""
         return self.data.end + len(self.behind(0))
 
-    def write(self, descriptor: int, offset: int, tensor: Tensor) -> None:
-        """Writes a contiguous tensor on the CPU to `offset` of an open file, from its own memory. Raises OSError."""
-        content = bytes_of(tensor)
-        crc = zlib.crc32(content)
-        write_at(descriptor, self.before(crc), offset)
-        write_at(descriptor, content, offset + self.data.begin)
-        write_at(descriptor, self.behind(crc), offset + self.data.end)
+    def write(self, file: WrittenFile, offset: int, piece: Callable[[int, int], memoryview]) -> None:
+        """Writes a tensor to `offset` of an open file. `piece` gives its bytes from begin to end, and is asked in order. Raises OSError."""
+        crc, data = 0, offset + self.data.begin
+        for begin, end in cuts(data, self.data.size):
+            content = piece(begin, end)
+            crc = zlib.crc32(content, crc)
+            file.write(content, data + begin)
+        file.write(self.before(crc), offset)
+        file.write(self.behind(crc), offset + self.data.end)
 
     def before(self, crc: int) -> bytes:
         """What stands before data with this CRC-32."""

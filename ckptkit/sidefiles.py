@@ -26,11 +26,21 @@ def side_files(root: Path) -> Iterator[Path]:
     """
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root)
-        hidden = any(part.startswith(".") for part in relative.parts)
+        hidden = is_hidden(str(relative))
         if not hidden and path.is_symlink() and not path.exists():
             raise CkptkitError(f"{path} is a link to nothing", "download or copy it again, or remove the link")
-        if path.is_file() and not hidden and not path.name.endswith(_WEIGHTS) and relative != Path(MANIFEST):
+        if path.is_file() and not hidden and not is_weight(path.name) and relative != Path(MANIFEST):
             yield relative
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file, named relative to its HF directory, or a folder that it is in, is hidden: a download's own, and no part of the model."""
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def is_weight(name: str) -> bool:
+    """Whether a file holds weights, in whatever format, or is their index."""
+    return name.endswith(_WEIGHTS)
 
 
 def copy_side_files(root: Path, target: Path) -> None:

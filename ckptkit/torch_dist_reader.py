@@ -11,7 +11,7 @@ import math
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ckptkit import unpickle
 from ckptkit.blob import Blob
 from ckptkit.errors import CkptkitError
 from ckptkit.megatron_config import config_in, hf_home
+from ckptkit.raw import Extent
 from ckptkit.specs import TensorSpec
 from ckptkit.torch_dist_names import engine_name, whole_of
 
@@ -68,10 +69,10 @@ def read_metadata(path: Path) -> StoredMetadata:
     try:
         with file.open("rb") as stream:
             content = unpickle.load(stream)
-        storage = {(index.fqn, _shape(getattr(index, "offset", None))): info for index, info in content.storage_data.items()}
-        entries = content.state_dict_metadata
-        objects = {key: _blob(path, storage, key, None) for key, entry in entries.items() if entry.kind.endswith(".BytesStorageMetadata")}
-        return StoredMetadata({key: _stored(path, storage, key, entry) for key, entry in entries.items() if key not in objects}, objects)
+        places = {(index.fqn, _shape(getattr(index, "offset", None))): info for index, info in content.storage_data.items()}
+        storage, entries = _Storage(path, places), content.state_dict_metadata
+        objects = {key: storage.blob(key, None) for key, entry in entries.items() if entry.kind.endswith(".BytesStorageMetadata")}
+        return StoredMetadata({key: _stored(storage, key, entry) for key, entry in entries.items() if key not in objects}, objects)
     except OSError as error:
         raise CkptkitError(f"{file}: {error.strerror}", "a torch_dist checkpoint needs it; was the save cut short?") from error
     except (pickle.UnpicklingError, AttributeError, TypeError, KeyError) as error:
@@ -79,23 +80,35 @@ def read_metadata(path: Path) -> StoredMetadata:
 
 
 def _shape(size: Any) -> Shape | None:
-    return None if size is None else tuple(int(part) for part in size)
+    return None if size is None else tuple(map(int, size))
 
 
-def _blob(path: Path, storage: Mapping[tuple[str, Shape | None], Any], key: str, offsets: Shape | None) -> Blob:
-    if (key, offsets) not in storage:
-        raise CkptkitError(f"{path / '.metadata'} does not say where {key} at {offsets} is stored", "the checkpoint is incomplete")
-    info = storage[key, offsets]
-    if getattr(info, "transform_descriptors", None):
-        raise CkptkitError(f"{path}: {key} is stored transformed ({info.transform_descriptors})", "save it without a storage transform")
-    if Path(info.relative_path).name != info.relative_path:
-        raise CkptkitError(f"{path / '.metadata'} puts {key} into {info.relative_path!r}, which is not a file of this directory")
-    return Blob(path / info.relative_path, int(info.offset), int(info.length))
+@dataclass(frozen=True)
+class _Storage:
+    """Where `.metadata` of the directory `path` says that bytes lie, by key and offsets; `files` are those that it has named so far."""
+
+    path: Path
+    places: Mapping[tuple[str, Shape | None], Any]
+    files: dict[str, Path] = field(default_factory=dict)
+
+    def blob(self, key: str, offsets: Shape | None) -> Blob:
+        """The bytes of one chunk, or of an object (offsets None)."""
+        if (key, offsets) not in self.places:
+            raise CkptkitError(f"{self.path / '.metadata'} does not say where {key} at {offsets} is stored", "the checkpoint is incomplete")
+        info = self.places[key, offsets]
+        if getattr(info, "transform_descriptors", None):
+            raise CkptkitError(f"{self.path}: {key} is stored transformed ({info.transform_descriptors})", "save it without a storage transform")
+        name = info.relative_path
+        if name not in self.files:
+            if Path(name).name != name:
+                raise CkptkitError(f"{self.path / '.metadata'} puts {key} into {name!r}, which is not a file of this directory")
+            self.files[name] = self.path / name
+        return Blob(self.files[name], int(info.offset), int(info.length))
 
 
-def _stored(path: Path, storage: Mapping[tuple[str, Shape | None], Any], key: str, entry: Any) -> StoredTensor:
+def _stored(storage: _Storage, key: str, entry: Any) -> StoredTensor:
     boxes = [(_shape(chunk.offsets) or (), _shape(chunk.sizes) or ()) for chunk in entry.chunks]
-    chunks = tuple(Chunk(offsets, sizes, _blob(path, storage, key, offsets)) for offsets, sizes in boxes)
+    chunks = tuple([Chunk(offsets, sizes, storage.blob(key, offsets)) for offsets, sizes in boxes])
     return StoredTensor(key, _shape(entry.size) or (), _dtype(entry.properties), chunks)
 
 
@@ -109,12 +122,18 @@ def _dtype(properties: Any) -> torch.dtype:
 
 def tiling_problem(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> str | None:
     """Why these (offsets, sizes) boxes do not cover `shape` exactly once each; None when they do."""
+    if len(boxes) == 1 and boxes[0] == ((0,) * len(shape), shape):
+        return None
+    boxes = sorted(boxes)
     low = np.array([offsets for offsets, _ in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
     high = low + np.array([sizes for _, sizes in boxes], dtype=np.int64).reshape(low.shape)
     if (low < 0).any() or (high > np.array(shape, dtype=np.int64)).any():
         return "a chunk lies outside the tensor"
-    for index in range(len(boxes)):
-        overlap = np.minimum(high[index], high[index + 1 :]) > np.maximum(low[index], low[index + 1 :])
+    # Only those can overlap a box that begin, on the first axis, before it ends: of a thousand experts none but its own chunks.
+    ends = np.searchsorted(low[:, 0], high[:, 0]) if shape else np.full(len(boxes), len(boxes))
+    for index in np.flatnonzero(ends > np.arange(1, len(boxes) + 1)):
+        others = slice(index + 1, ends[index])
+        overlap = np.minimum(high[index], high[others]) > np.maximum(low[index], low[others])
         if overlap.all(axis=1).any():
             return f"two chunks overlap at {low[index].tolist()}"
     covered = sum(math.prod(sizes) for _, sizes in boxes)
@@ -238,6 +257,12 @@ class TorchDistCheckpoint:
             raise CkptkitError(f"{self.path}: the stored training arguments are {type(stored).__name__}, no namespace", "the checkpoint is damaged")
         return dict(vars(stored)) if stored is not None else {}
 
+    def extent(self, name: str) -> Extent | None:
+        """Where its bytes stand, if one blob holds all of them in order."""
+        part, *more = self._logical[name]
+        whole = not more and not part.index and len(part.chunks) == 1
+        return part.chunks[0].blob.extent(part.stored.dtype, part.shape) if whole else None
+
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._read(self._logical[name]) for name in names}
 
@@ -263,7 +288,9 @@ def _unstack(key: str, stored: StoredTensor) -> Iterator[tuple[str, _Part]]:
         for index in itertools.product(*box):
             if index in chunks:
                 chunks[index].append(chunk)
+    template = _STACKED.sub(r"\1.\0.\2", key) if stacked else key
+    template = _EXPERTS.sub(r"\1.\0.\2", template) if routed else template
+    before, *between = template.split("\0")
     for index in chunks:
-        name = _STACKED.sub(rf"\1.{index[0]}.\2", key) if stacked else key
-        name = _EXPERTS.sub(rf"\1.{index[-1]}.\2", name) if routed else name
+        name = before + "".join([f"{number}{text}" for number, text in zip(index, between, strict=True)])
         yield name, _Part(stored, index, tuple(chunks[index]))

@@ -30,7 +30,8 @@ class Record:
         parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
         for part in parts:
             if isinstance(part, dict):
-                self.__dict__.update({key: value for key, value in part.items() if isinstance(key, str)})
+                # A dict takes any key here; those that are no names are no attributes, and harmless.
+                self.__dict__.update(part)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Items of a dict subclass are of no interest."""

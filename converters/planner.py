@@ -17,10 +17,11 @@ from ckptkit.specs import TensorSpec, summarize
 from converters.carried import carried_names
 from converters.dims import ModelDims
 from converters.experts import fuse, is_fused, unfuse
+from converters.ops import Copy, GateUpInOne
 from converters.registry import family_of
 from converters.rules import ParamMapping
+from converters.shapes import Shape
 
-Shape = tuple[int, ...]
 MCORE = "mcore"
 DIALECTS = (MCORE, "slime")
 
@@ -35,8 +36,8 @@ class Rule:
 
     @property
     def megatron_shape(self) -> Shape:
-        """Shape of the Megatron tensor, from running the op on meta tensors."""
-        return tuple(self.mapping.op.merge([torch.empty(shape, device="meta") for shape in self.hf.values()]).shape)
+        """Shape of the Megatron tensor."""
+        return self.mapping.megatron_shape
 
 
 def dims_of(config: Mapping[str, Any]) -> ModelDims:
@@ -60,6 +61,12 @@ def dialect_of(config: Mapping[str, Any], names: Collection[str]) -> str:
     """The dialect that Megatron tensors of these names are in; megatron-core's when none fits, so that what lacks is told in its names."""
     candidates = [MCORE, *family_of(config).dialects]
     return next((dialect for dialect in candidates if all(rule.megatron in names for rule in rules_of(config, dialect))), MCORE)
+
+
+def rules_in(config: Mapping[str, Any], names: Collection[str]) -> list[Rule]:
+    """The rules of the model in the dialect that Megatron tensors of these names are in."""
+    dialects = family_of(config).dialects
+    return list(rules_of(config, dialect_of(config, names) if dialects else MCORE))
 
 
 def expected_hf(config: Mapping[str, Any]) -> dict[str, Shape]:
@@ -97,7 +104,7 @@ def to_hf(source: Checkpoint, where: str, *, fused: bool = False, dtype: torch.d
     `fused` chooses transformers v5's 3-D expert tensors. `release` are the names in the release: tensors that it repeats are
     repeated, and experts are fused only where it has them so. The dialect is told from the names. Padded vocabulary rows are cut off. Errors as `to_megatron`.
     """
-    rules = list(rules_of(source.config, dialect_of(source.config, source.specs)))
+    rules = rules_in(source.config, source.specs)
     _require(where, {rule.megatron: (rule.megatron,) for rule in rules}, source.specs)
     main = getattr(torch, main_dtype(source.specs) or "bfloat16")
     steps = [_split_step(rule, source.specs[rule.megatron], dtype, main, release) for rule in rules]
@@ -169,7 +176,12 @@ def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: torch.dtype 
         return [merged]
 
     output = TensorSpec(rule.megatron, rule.megatron_shape, target)
-    return Step((*rule.hf, *copies), (output,), run, type(rule.mapping.op).__name__)
+    return Step((*rule.hf, *copies), (output,), run, type(rule.mapping.op).__name__, _passes(rule, inputs[0], target) and not copies)
+
+
+def _passes(rule: Rule, spec: TensorSpec, target: torch.dtype) -> bool:
+    """Whether a rule with one tensor on each side leaves its bytes as they are."""
+    return type(rule.mapping.op) in (Copy, GateUpInOne) and spec.dtype == target and not rule.mapping.wide
 
 
 def _check_exact(rule: Rule, parts: Sequence[Tensor], merged: Tensor) -> None:
@@ -203,4 +215,4 @@ def _split_step(rule: Rule, spec: TensorSpec, dtype: torch.dtype | None, main: t
 
     shapes = list(rule.hf.items()) + [(name, next(iter(rule.hf.values()))) for name in copies]
     outputs = tuple(TensorSpec(name, shape, target) for name, shape in shapes)
-    return Step((rule.megatron,), outputs, run, type(rule.mapping.op).__name__)
+    return Step((rule.megatron,), outputs, run, type(rule.mapping.op).__name__, _passes(rule, spec, target) and not copies)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from converters.dims import ModelDims
 from converters.ops import Copy, Op
+from converters.shapes import Shape, shape_of
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class ParamMapping:
     """
 
     megatron: str
-    hf: Mapping[str, tuple[int, ...]]
+    hf: Mapping[str, Shape]
     op: Op = field(default_factory=Copy)
     layers: Sequence[int] | None = None
     fp32: bool = False
@@ -31,12 +33,18 @@ class ParamMapping:
     wide: bool = False
     copies: tuple[str, ...] = ()
 
+    @cached_property
+    def megatron_shape(self) -> Shape:
+        """Shape of the Megatron tensor, from running the op; the same in every layer and expert. Raises CkptkitError as `shape_of`."""
+        return shape_of(self.op.merge, self.hf.values())
+
     def expand(self, experts: int) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Every (Megatron name, HF names) pair of this rule for a model with that many routed experts."""
+        several = range(experts) if "{expert}" in self.megatron else [0]
         for layer in self.layers if self.layers is not None else [0]:
-            for expert in range(experts) if "{expert}" in self.megatron else [0]:
-                at = {"layer": layer, "expert": expert}
-                yield self.megatron.format(**at), tuple(name.format(**at) for name in self.hf)
+            megatron, *names = (name.replace("{layer}", str(layer)) for name in (self.megatron, *self.hf))
+            for expert in map(str, several):
+                yield megatron.replace("{expert}", expert), tuple(name.replace("{expert}", expert) for name in names)
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Place:
     hf: str
     layers: Sequence[int] | None
 
-    def rule(self, megatron: str, hf: Mapping[str, tuple[int, ...]], op: Op | None = None, *, fp32: bool = False, wide: bool = False) -> ParamMapping:
+    def rule(self, megatron: str, hf: Mapping[str, Shape], op: Op | None = None, *, fp32: bool = False, wide: bool = False) -> ParamMapping:
         """The rule between names of this place."""
         names = {self.hf + name: shape for name, shape in hf.items()}
         return ParamMapping(self.megatron + megatron, names, op or Copy(), self.layers, fp32=fp32, wide=wide)

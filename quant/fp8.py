@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class Fp8:
     exponents: bool = False
     unused: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def words(self) -> str:
         """The format in a few words."""
         rows, columns = self.block
@@ -64,10 +65,9 @@ class Fp8:
         names = [spec.name + ending for ending in self.scales]
         scale = release.require(next((name for name in names if name in release.specs), names[0]), spec.name)
         block = self.block[0] or spec.shape[-2], self.block[1] or spec.shape[-1]
-        counts = tuple(-(-size // step) for size, step in zip(spec.shape[-2:], block, strict=True))
-        grid = (*spec.shape[:-2], *counts)
+        grid = (*spec.shape[:-2], -(-spec.shape[-2] // block[0]), -(-spec.shape[-1] // block[1]))
         for_tensor = self.block == (None, None) and scale.shape in ((), (1,))
-        release.check(scale.name, scale.shape if for_tensor else grid, self._dtypes(), f"{spec} and {self.words}")
+        release.check(scale.name, scale.shape if for_tensor else grid, self._dtypes, spec, self.words)
 
         def run(tensors: Sequence[Tensor]) -> list[Tensor]:
             weight, scales = tensors
@@ -79,6 +79,7 @@ class Fp8:
 
         return Step((spec.name, scale.name), (TensorSpec(spec.name, spec.shape, torch.bfloat16),), run, "dequantize FP8")
 
+    @cached_property
     def _dtypes(self) -> tuple[torch.dtype, ...]:
         return (*SCALE_DTYPES, torch.float8_e8m0fnu, *([torch.uint8] if self.exponents else []))
 

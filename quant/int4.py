@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class PackedInt4:
     symmetric: bool
     unused: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def words(self) -> str:
         """The format in a few words."""
         each = "row" if self.group is None else f"{self.group} weights"
@@ -57,12 +58,11 @@ class PackedInt4:
             raise release.refused(packed.name, f"with {scale} is no packed matrix", "only one matrix a module is supported, not fused experts")
         rows, groups = packed.shape[0], scale.shape[1] if self.group else 1
         shape = rows, groups * self.group if self.group else packed.shape[1] * CODES_PER_WORD
-        why = f"{self.words} and {packed}"
-        release.check(scale.name, (rows, groups), SCALE_DTYPES, why)
-        release.check(packed.name, (rows, -(-shape[1] // CODES_PER_WORD)), (torch.int32,), f"{self.words} and {scale}")
-        release.check(stored_shape.name, (2,), _INTEGERS, why)
+        release.check(scale.name, (rows, groups), SCALE_DTYPES, self.words, packed)
+        release.check(packed.name, (rows, -(-shape[1] // CODES_PER_WORD)), (torch.int32,), self.words, scale)
+        release.check(stored_shape.name, (2,), _INTEGERS, self.words, packed)
         if not self.symmetric:
-            release.check(module + _ZERO, (-(-rows // CODES_PER_WORD), groups), (torch.int32,), why)
+            release.check(module + _ZERO, (-(-rows // CODES_PER_WORD), groups), (torch.int32,), self.words, packed)
 
         def run(tensors: Sequence[Tensor]) -> list[Tensor]:
             words, scales, stored, *zero = tensors

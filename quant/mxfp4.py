@@ -46,7 +46,7 @@ def _step(release: Release, blocks: TensorSpec) -> Step:
     if len(blocks.shape) != 4 or blocks.shape[-1] != _BYTES or blocks.dtype is not torch.uint8:
         raise release.refused(blocks.name, f"must be [experts, rows, groups, {_BYTES}] uint8", "only gpt-oss's layout of MXFP4 is supported")
     experts, rows, groups, _ = blocks.shape
-    release.check(scales.name, (experts, rows, groups), (torch.uint8,), str(blocks))
+    release.check(scales.name, (experts, rows, groups), (torch.uint8,), blocks)
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         if bool((tensors[1] > _LARGEST_SCALE).any()):

@@ -48,12 +48,13 @@ class Release:
             raise self.refused(beside, f"has no {name} beside it", "a shard is missing or stale: compare the names with the release's index")
         return self.specs[name]
 
-    def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], why: str) -> None:
-        """Raises CkptkitError unless a tensor has this shape and one of these dtypes; `why` says what they follow from."""
+    def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], *why: object) -> None:
+        """Raises CkptkitError unless a tensor has this shape and one of these dtypes; `why` is what they follow from."""
         spec = self.specs[name]
         if spec.shape != shape or spec.dtype not in dtypes:
             said = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise self.refused(name, f"must be {list(shape)} {said}, by {why}", "config.json belongs to other weights, or the shard is wrong: restore both")
+            reason = f"must be {list(shape)} {said}, by {' and '.join(map(str, why))}"
+            raise self.refused(name, reason, "config.json belongs to other weights, or the shard is wrong: restore both")
 
     def check_finite(self, name: str, values: Tensor) -> None:
         """Raises CkptkitError when `values`, the largest that can be made with this tensor, hold NaN or infinity."""

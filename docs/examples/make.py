@@ -18,7 +18,9 @@ import torch
 
 from ckptkit.api import quantize
 from ckptkit.demo import MOE, make_release
-from ckptkit.safetensors_io import HfCheckpoint, SafetensorsWriter
+from ckptkit.files import FilesWriter
+from ckptkit.safetensors_files import SafetensorsFiles
+from ckptkit.safetensors_io import HfCheckpoint
 from quant.scheme import QuantScheme
 from verify.report import Finding, Report
 from verify.reports import FORMATS, write_report
@@ -40,7 +42,7 @@ def broken_int4(int4: Path, path: Path) -> None:
     shutil.copytree(int4, path)
     for file in path.glob("*.safetensors"):
         file.unlink()
-    writer = SafetensorsWriter(path, source.specs, source.layout)
+    writer = FilesWriter(path, SafetensorsFiles(source.specs, source.layout))
     for name, tensor in tensors.items():
         writer.write(name, tensor)
     writer.finish()

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.copy import check_destination, new_directory
+from ckptkit.destination import check_destination, new_directory
 from ckptkit.errors import CkptkitError
+
+ASKED = {"command": "ckptkit convert source out"}
 
 
 def test_appears_only_when_finished(tmp_path: Path) -> None:
-    with new_directory(tmp_path / "out") as partial:
+    with new_directory(tmp_path / "out", ASKED) as (partial, _):
         (partial / "x").write_text("1")
         assert not (tmp_path / "out").exists()
     assert (tmp_path / "out/x").read_text() == "1"
@@ -22,7 +24,7 @@ def test_appears_only_when_finished(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, CkptkitError("no"), ZeroDivisionError])
 def test_nothing_is_left_after_a_failure(tmp_path: Path, error: type[BaseException] | BaseException) -> None:
-    with pytest.raises((KeyboardInterrupt, CkptkitError, ZeroDivisionError)), new_directory(tmp_path / "out") as partial:
+    with pytest.raises((KeyboardInterrupt, CkptkitError, ZeroDivisionError)), new_directory(tmp_path / "out", ASKED) as (partial, _):
         (partial / "x").write_text("1")
         raise error
     assert list(tmp_path.iterdir()) == []
@@ -31,12 +33,12 @@ def test_nothing_is_left_after_a_failure(tmp_path: Path, error: type[BaseExcepti
 def test_overwrite_replaces_only_when_the_new_one_is_whole(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/config.json").write_text("old")
-    with pytest.raises(CkptkitError, match="out exists already"), new_directory(tmp_path / "out"):
+    with pytest.raises(CkptkitError, match="out exists already"), new_directory(tmp_path / "out", ASKED):
         pass
-    with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "out", overwrite=True):
+    with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "out", ASKED, overwrite=True):
         raise ZeroDivisionError
     assert (tmp_path / "out/config.json").read_text() == "old"
-    with new_directory(tmp_path / "out", overwrite=True) as partial:
+    with new_directory(tmp_path / "out", ASKED, overwrite=True) as (partial, _):
         (partial / "new").write_text("new")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -44,15 +46,15 @@ def test_overwrite_replaces_only_when_the_new_one_is_whole(tmp_path: Path) -> No
 
 def test_a_partial_of_a_dead_run_is_not_touched_without_overwrite(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
-    with pytest.raises(CkptkitError, match="out.partial exists already"), new_directory(tmp_path / "out"):
+    with pytest.raises(CkptkitError, match="out.partial exists already"), new_directory(tmp_path / "out", ASKED):
         pass
-    with new_directory(tmp_path / "out", overwrite=True):
+    with new_directory(tmp_path / "out", ASKED, overwrite=True):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_missing_parent_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="absent does not exist"), new_directory(tmp_path / "absent/out"):
+    with pytest.raises(CkptkitError, match="absent does not exist"), new_directory(tmp_path / "absent/out", ASKED):
         pass
 
 
@@ -64,31 +66,31 @@ def test_destinations_that_would_lose_something(tmp_path: Path, destination: str
     (tmp_path / "link").symlink_to(tmp_path / "source")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     with pytest.raises(CkptkitError, match=r"overlaps|cannot be a destination"):
-        check_destination(tmp_path / destination, True, [tmp_path / "source", None])
+        check_destination(tmp_path / destination, [tmp_path / "source", None], overwrite=True)
     assert (tmp_path / "source/config.json").read_text() == "x"
 
 
 def test_a_source_that_is_the_partial_of_the_destination(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     with pytest.raises(CkptkitError, match="overlaps"):
-        check_destination(tmp_path / "out", True, [tmp_path / "out.partial"])
+        check_destination(tmp_path / "out", [tmp_path / "out.partial"], overwrite=True)
 
 
 def test_overwrite_replaces_checkpoints_and_empty_directories_only(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
-    check_destination(tmp_path / "home", True)
+    check_destination(tmp_path / "home", overwrite=True)
     (tmp_path / "home/thesis.txt").write_text("x")
     with pytest.raises(CkptkitError, match="is no checkpoint, so it is not replaced"):
-        check_destination(tmp_path / "home", True)
+        check_destination(tmp_path / "home", overwrite=True)
     (tmp_path / "home/latest_checkpointed_iteration.txt").write_text("release")
-    check_destination(tmp_path / "home", True)
+    check_destination(tmp_path / "home", overwrite=True)
 
 
 def test_a_neighbour_with_a_similar_name_is_left_alone(tmp_path: Path) -> None:
     for name in ("out", "out.old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(name)
-    with new_directory(tmp_path / "out", overwrite=True):
+    with new_directory(tmp_path / "out", ASKED, overwrite=True):
         pass
     assert (tmp_path / "out.old/config.json").read_text() == "out.old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.old"]
@@ -105,7 +107,7 @@ def test_what_was_there_is_put_back_when_the_last_step_fails(tmp_path: Path, mon
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(CkptkitError, match="Input/output error"), new_directory(tmp_path / "out", overwrite=True):
+    with pytest.raises(CkptkitError, match="Input/output error"), new_directory(tmp_path / "out", ASKED, overwrite=True):
         pass
     assert (tmp_path / "out/config.json").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -115,4 +117,4 @@ def test_a_partial_that_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/thesis.txt").write_text("x")
     with pytest.raises(CkptkitError, match="out.partial is no checkpoint"):
-        check_destination(tmp_path / "out", True)
+        check_destination(tmp_path / "out", overwrite=True)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptkit import copy as module
 from ckptkit.api import convert, int4_scheme, quantize
 from ckptkit.copy import copy
 from ckptkit.errors import CkptkitError
@@ -75,18 +74,16 @@ def test_every_group_once_and_by_so_many_threads(workers: int) -> None:
         assert source.order == NAMES
 
 
-def test_bytes_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IN_FLIGHT", 3000)
+def test_bytes_in_flight_are_bounded() -> None:
     source = Numbers()
-    copy(source, Sink(source), "test", 8)
+    copy(source, Sink(source), "test", 8, memory=3000)
     assert source.most == 3000
 
 
-def test_a_group_larger_than_the_bound_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IN_FLIGHT", 10)
+def test_a_group_larger_than_the_bound_goes_alone() -> None:
     source = Numbers()
     sink = Sink(source)
-    copy(source, sink, "test", 8)
+    copy(source, sink, "test", 8, memory=10)
     assert source.most == 1000
     assert source.order == NAMES
     assert len(sink.values) == 40
@@ -100,6 +97,14 @@ def test_footprint_counts_what_is_read_through_every_view() -> None:
     assert footprint(source, ["w0", "w1"]) == 2000
     assert footprint(first, ["half"]) == 500 + 2000
     assert footprint(second, ["half", "w2"]) == 1500 + 1500 + 3000
+
+
+def test_only_some_are_copied() -> None:
+    source = Numbers()
+    sink = Sink(source)
+    copy(source, sink, "test", 2, only={"w3", "w5"})
+    assert sink.values == {"w3": 3, "w5": 5}
+    assert sorted(source.order) == ["w3", "w5"]
 
 
 class BrokenError(Exception):

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckptkit.errors import CkptkitError
-from ckptkit.safetensors_io import HfCheckpoint, SafetensorsWriter, cut_shards, read_shard
+from ckptkit.files import FilesWriter
+from ckptkit.safetensors_files import SafetensorsFiles, cut_shards
+from ckptkit.safetensors_io import HfCheckpoint, read_shard
 from ckptkit.specs import TensorSpec
 
 TENSORS = {
@@ -39,7 +41,7 @@ def test_reads_what_the_library_wrote(tmp_path: Path) -> None:
 
 def test_library_reads_what_it_writes(tmp_path: Path) -> None:
     specs = {name: TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()}
-    writer = SafetensorsWriter(tmp_path, specs, {"one.safetensors": ["b", "a"], "two.safetensors": ["scalar", "empty", "fp8"]})
+    writer = FilesWriter(tmp_path, SafetensorsFiles(specs, {"one.safetensors": ["b", "a"], "two.safetensors": ["scalar", "empty", "fp8"]}))
     for name in reversed(TENSORS):
         writer.write(name, TENSORS[name])
     writer.finish()
@@ -57,7 +59,7 @@ def test_library_reads_what_it_writes(tmp_path: Path) -> None:
 
 
 def test_writer_refuses_an_unwritten_tensor_a_second_write_and_a_wrong_one(tmp_path: Path) -> None:
-    writer = SafetensorsWriter(tmp_path, {"a": TensorSpec("a", (3, 4), torch.float32)}, {"model.safetensors": ["a"]})
+    writer = FilesWriter(tmp_path, SafetensorsFiles({"a": TensorSpec("a", (3, 4), torch.float32)}, {"model.safetensors": ["a"]}))
     with pytest.raises(CkptkitError, match=r"1 tensor\(s\) were never written: a"):
         writer.finish()
     with pytest.raises(CkptkitError, match="cannot be written as"):

@@ -12,9 +12,10 @@ import torch
 
 from ckptkit.blob import STORAGE_OF_DTYPE, Blob
 from ckptkit.errors import CkptkitError
+from ckptkit.raw import WrittenFile, bytes_of
 from ckptkit.saved_tensor import SavedLayout
 from ckptkit.specs import TensorSpec
-from ckptkit.torch_dist_writer import TorchDistWriter
+from ckptkit.torch_dist_files import TorchDistFiles
 
 SHAPES = [(3, 4), (1, 2, 5), (7,), (), (0, 4), (1000, 33)]
 
@@ -27,9 +28,10 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def written(path: Path, tensor: torch.Tensor, offset: int = 0) -> SavedLayout:
     """Writes it to `offset` of a new file."""
     saved = SavedLayout.of(tuple(tensor.shape), tensor.dtype)
-    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
-    saved.write(descriptor, offset, tensor)
-    os.close(descriptor)
+    file = WrittenFile(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644), offset + saved.size)
+    content = bytes_of(tensor.contiguous())
+    saved.write(file, offset, lambda begin, end: content[begin:end])
+    file.close()
     return saved
 
 
@@ -100,4 +102,4 @@ def test_a_tensor_beyond_4_gib(tmp_path: Path) -> None:
 
 def test_a_dtype_without_a_storage_class_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match="output_layer.weight .* has a dtype that no Megatron checkpoint holds"):
-        TorchDistWriter(tmp_path, {"output_layer.weight": TensorSpec("output_layer.weight", (2, 2), torch.float8_e4m3fn)}, {})
+        TorchDistFiles({"output_layer.weight": TensorSpec("output_layer.weight", (2, 2), torch.float8_e4m3fn)}, {})

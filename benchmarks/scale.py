@@ -1,0 +1,48 @@
+"""Time and peak memory of `ckptkit convert` against the size of a dense model, 0.5 to 16 GB, on cold files."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from convert import HERE
+from measure import ROUNDS, Run, forget, run
+
+SIZES = ("0.5", "1", "2", "4", "8", "16")
+
+
+def rows() -> list[dict[str, Any]]:
+    """A row a size and command."""
+    return [row for size in os.environ.get("BENCH_SIZES", " ".join(SIZES)).split() for row in _rows_of(size)]
+
+
+def _rows_of(size: str) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as directory:
+        work = Path(directory)
+        hf, megatron = work / "hf", work / "megatron"
+        subprocess.run([sys.executable, "models.py", size, str(hf)], check=True, cwd=HERE)
+        ckptkit = [sys.executable, "-m", "ckptkit", "convert"]
+        commands: dict[str, tuple[list[str], Path, Path]] = {
+            "cp -r": (["cp", "-r", str(hf), str(work / "product")], hf, work / "product"),
+            "HF -> Megatron": ([*ckptkit, str(hf), str(megatron)], hf, megatron),
+            "Megatron -> HF": ([*ckptkit, str(megatron), str(work / "product")], megatron, work / "product"),
+        }
+        runs: dict[str, list[Run]] = {what: [] for what in commands}
+        for _ in range(ROUNDS):
+            for what, (command, source, product) in commands.items():
+                forget([path for path in source.rglob("*") if path.is_file()])
+                runs[what].append(run(command, product))
+        nbytes = sum(path.stat().st_size for path in hf.glob("*.safetensors"))
+    for what, found in runs.items():
+        yield {
+            "GB": round(nbytes / 1e9, 2),
+            "what": what,
+            "seconds": round(statistics.median(one.seconds for one in found), 2),
+            "anonymous MiB": max(one.anonymous for one in found) >> 20,
+        }

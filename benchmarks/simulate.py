@@ -1,0 +1,152 @@
+"""How long models of 30B to 1T parameters take on 1, 4 and 16 nodes: the closed form of `ckptkit.estimate`, held against a simulation.
+
+`python benchmarks/simulate.py` prints the tables of docs/scale.md; with `--read`, `--write`, `--workers` and `--shared` one for other machines.
+The simulation moves every piece of every file through storage, a core and storage again, each of which serves one piece at a time in
+the order of arrival, with files that take longer than others by chance. It shares nothing with the closed form but the sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+
+from ckptkit.estimate import GB, START, Machines, Throughput, Work, estimate
+
+PIECE = 256e6  # bytes of output that are read, computed and written together
+DEPTH = 3  # pieces of a file in flight: one being read, one being computed, one being written
+NOISE = 0.2  # standard deviation of the logarithm of how much longer than planned a file takes
+SEEDS = range(5)
+
+
+@dataclass
+class _Server:
+    """Serves one piece after the other: storage of a node, the shared file system, or the cores of a worker."""
+
+    free: float = 0.0
+
+    def serve(self, now: float, seconds: float) -> float:
+        """When a piece that arrives now, and takes so long, is done."""
+        self.free = max(self.free, now) + seconds
+        return self.free
+
+
+@dataclass
+class _Worker:
+    """A process and the file that it works on: its pieces in all, those whose reading has begun, and those written; `slow` is the file's luck."""
+
+    storage: _Server
+    cores: _Server = field(default_factory=_Server)
+    share: float = 0.0
+    slow: float = 1.0
+    pieces: int = 0
+    begun: int = 0
+    written: int = 0
+
+
+def simulate(work: Work, rates: Throughput, machines: Machines, seed: int) -> float:
+    """Seconds until the last file is written."""
+    noise, order = random.Random(seed), count()
+    files, whole = deque(sorted(work.files, reverse=True)), sum(work.files)
+    storages, shared = [_Server() for _ in range(machines.nodes)], _Server()
+    workers = [_Worker(storages[index % machines.nodes]) for index in range(machines.nodes * machines.workers)]
+    events = [(START, next(order), "free", worker) for worker in workers]
+
+    def move(worker: _Worker, now: float, nbytes: float, rate: float, event: str) -> None:
+        """Through the node's own storage, and at the same time through the shared file system."""
+        done = worker.storage.serve(now, nbytes / rate / GB * worker.slow)
+        if machines.shared is not None:
+            done = max(done, shared.serve(now, nbytes / machines.shared / GB))
+        heappush(events, (done, next(order), event, worker))
+
+    def begin(worker: _Worker, now: float) -> None:
+        """Reads on, as far as pieces may be in flight."""
+        if worker.begun < worker.pieces and worker.begun - worker.written < DEPTH:
+            worker.begun += 1
+            move(worker, now, worker.share * work.read, rates.read, "read")
+
+    now = START
+    while events:
+        now, _, event, worker = heappop(events)
+        if event == "read":
+            seconds = worker.share * work.transformed / rates.transform / machines.threads / GB * worker.slow
+            heappush(events, (worker.cores.serve(now, seconds), next(order), "computed", worker))
+            begin(worker, now)
+        elif event == "computed":
+            move(worker, now, worker.share * whole, rates.write, "written")
+        else:
+            worker.written += event == "written"
+            if worker.written == worker.pieces and files:
+                size = files.popleft()
+                pieces = max(1, round(size / PIECE))
+                worker.share, worker.slow, worker.pieces = size / whole / pieces, noise.lognormvariate(0, NOISE), pieces
+                worker.begun = worker.written = 0
+            begin(worker, now)
+    return now
+
+
+# GB of plain weights a second and core, by way; `_DEQUANTIZING` where the HF side is in FP8. Measured: docs/scale.md has the commands.
+TRANSFORM = {"HF -> Megatron": 1.0, "Megatron -> HF": 1.0, "Megatron -> INT4": 0.5}
+NODES = (1, 4, 16)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Machines of one kind: what a node's storage moves in GB/s, its worker processes, and the bandwidth of the file system that nodes share, if they do."""
+
+    words: str
+    read: float
+    write: float
+    workers: int
+    shared: float | None = None
+
+
+SITES = (
+    Site("nodes like the one measured: 2 cores, a disk of their own", 1.5, 0.8, 2),
+    Site("GPU nodes: 32 workers, 10 GB/s of network, a shared file system of 40 GB/s", 10.0, 10.0, 32, 40.0),
+)
+
+
+def table(site: Site, jobs: Mapping[str, tuple[float, Work]]) -> Iterator[str]:
+    """Lines of Markdown for jobs and what a core transforms in GB/s: at each number of nodes the closed form, the simulation and what bounds it."""
+    yield f"| {site.words} | files | " + " | ".join(f"{nodes} node{'s' * (nodes > 1)}" for nodes in NODES) + " |"
+    yield "| --- | --- |" + " --- |" * len(NODES)
+    for what, (transform, work) in jobs.items():
+        rates = Throughput(site.read, transform, site.write)
+        cells = [_cell(work, rates, Machines(nodes, site.workers, shared=site.shared)) for nodes in NODES]
+        yield f"| {what} | {len(work.files)} | " + " | ".join(cells) + " |"
+
+
+def _cell(work: Work, rates: Throughput, machines: Machines) -> str:
+    found = estimate(work, rates, machines)
+    simulated = statistics.median(simulate(work, rates, machines, seed) for seed in SEEDS)
+    return f"{_words(found.seconds)} ({_words(simulated)}), {found.bound}"
+
+
+def _words(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
+
+
+def main() -> None:
+    """Prints the tables."""
+    # Found beside this file when it is run as a command; whoever imports the simulation has no need of it.
+    from huge import MODELS, works
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--read", type=float, help="GB/s that a node reads; with it, give --write and --workers too")
+    parser.add_argument("--write", type=float, help="GB/s that a node writes")
+    parser.add_argument("--workers", type=int, help="worker processes of a node")
+    parser.add_argument("--shared", type=float, help="GB/s of a file system that all nodes share")
+    given = parser.parse_args()
+    own = [Site("your machines", given.read, given.write, given.workers, given.shared)] if given.read else SITES
+    jobs = {f"{model}, {way}": (TRANSFORM[way], work) for model, (config, form) in MODELS.items() for way, work in works(config, form).items()}
+    print("\n\n".join("\n".join(table(site, jobs)) for site in own))
+
+
+if __name__ == "__main__":
+    main()

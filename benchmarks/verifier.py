@@ -1,0 +1,61 @@
+"""`ckptkit verify` of a checkpoint against its source, compared with `cat` of both; and header checks of a trillion parameters."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from measure import ROUNDS, Run, forget, remember, run
+
+HERE = Path(__file__).parent
+SIZES = ("1", "4")
+HEADERS = "import sys, pathlib, huge; huge.make_hf(pathlib.Path(sys.argv[1]), huge.kimi_k2('int4'), 'int4')"
+
+
+def rows() -> list[dict[str, Any]]:
+    """Seconds, the ratio to `cat` of both sides on files that are not in the page cache ("cold") or are ("warm"), and memory."""
+    found = []
+    for size in SIZES:
+        with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as directory:
+            found += [{"GB": size, **row} for row in _values(Path(directory), size)]
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as directory:
+        return found + [{"GB": "", **row} for row in _headers(Path(directory) / "kimi")]
+
+
+def _values(work: Path, size: str) -> list[dict[str, Any]]:
+    # In processes of their own: a child's ru_maxrss starts from the size of the process that it was forked from.
+    ckptkit, hf, megatron = [sys.executable, "-m", "ckptkit"], work / "hf", work / "megatron"
+    subprocess.run([sys.executable, "models.py", size, str(hf)], check=True, cwd=HERE)
+    subprocess.run([*ckptkit, "convert", str(hf), str(megatron)], check=True, stdout=subprocess.DEVNULL)
+    shutil.copytree(hf, work / "copy")
+    found = []
+    for name, checkpoint, pattern in (("an HF copy", work / "copy", "*.safetensors"), ("Megatron", megatron, "release/*.distcp")):
+        files = sorted([*hf.glob("*.safetensors"), *checkpoint.glob(pattern)])
+        commands = {f"cat of HF and {name}": ["cat", *map(str, files)], f"verify {name} against HF": [*ckptkit, "verify", str(checkpoint), "--source", str(hf)]}
+        for state, prepare in (("cold", forget), ("warm", remember)):
+            runs: dict[str, list[Run]] = {what: [] for what in commands}
+            for _ in range(ROUNDS):
+                for what, command in commands.items():
+                    prepare(files)
+                    runs[what].append(run(command))
+            reading = statistics.median(one.seconds for one in next(iter(runs.values())))
+            found += [_row(what, one, reading, state) for what, one in runs.items()]
+    return found
+
+
+def _headers(path: Path) -> list[dict[str, Any]]:
+    subprocess.run([sys.executable, "-c", HEADERS, str(path)], check=True, cwd=HERE)
+    command = [sys.executable, "-m", "ckptkit", "preflight", "--hf-checkpoint", str(path)]
+    return [_row("header checks of Kimi K2 in INT4, 207,000 keys", [run(command) for _ in range(ROUNDS)], None, "warm")]
+
+
+def _row(what: str, runs: list[Run], reading: float | None, state: str) -> dict[str, Any]:
+    seconds = statistics.median(one.seconds for one in runs)
+    memory = {"peak MiB": max(one.resident for one in runs) >> 20, "anonymous MiB": max(one.anonymous for one in runs) >> 20}
+    return {"what": what, "page cache": state, "seconds": round(seconds, 2), "ratio to cat": round(seconds / reading, 2) if reading else "", **memory}

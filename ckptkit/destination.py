@@ -1,0 +1,111 @@
+"""The directory that appears only when everything in it is whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import CkptkitError
+from ckptkit.formats import TRACKER
+from ckptkit.journal import JOURNAL, Journal
+
+
+def check_destination(path: Path, sources: Iterable[Path | None] = (), *, overwrite: bool = False, resume: bool = False) -> None:
+    """Raises CkptkitError when `path` may not be written: something is there and not `overwrite`, or a dead run's `.partial` and neither
+
+    `overwrite` nor `resume`.
+
+    Even with `overwrite` only a checkpoint or an empty directory is replaced, and never one of `sources`, or anything
+    around or inside them.
+    """
+    target = path.resolve()
+    if not target.name or path.name in ("", "..") or path.is_symlink():
+        raise CkptkitError(f"{path} cannot be a destination", "name a new directory, not a link, `.` or `..`")
+    if not target.parent.is_dir():
+        raise CkptkitError(f"{path.parent} does not exist", "create it first")
+    for source in filter(None, sources):
+        for taken in (target, _partial(target)):
+            if taken == source.resolve() or taken in source.resolve().parents or source.resolve() in taken.parents:
+                raise CkptkitError(f"{path} overlaps {source}, which is read", "choose a destination beside it")
+    if target.exists() and not overwrite:
+        raise CkptkitError(f"{target} exists already", "choose another destination, or replace it with --overwrite")
+    if _partial(target).exists() and not (overwrite or resume):
+        hint = "go on with it (--resume), replace it (--overwrite), or choose another destination"
+        raise CkptkitError(f"{_partial(target)} exists already: a run was cut off", hint)
+    for taken in (target, _partial(target)):
+        if taken.exists() and not _replaceable(taken):
+            raise CkptkitError(f"{taken} is no checkpoint, so it is not replaced", "remove it yourself, or choose another destination")
+
+
+def _replaceable(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    marks = (TRACKER, ".metadata", "config.json", "ckptkit.json", JOURNAL)
+    return not any(path.iterdir()) or any((path / mark).exists() for mark in marks)
+
+
+@contextmanager
+def new_directory(path: Path, asked: Mapping[str, Any], *, overwrite: bool = False, resume: bool = False) -> Iterator[tuple[Path, Journal]]:
+    """A `.partial` directory that becomes `path` when the block ends well, and its journal.
+
+    When it ends badly the directory stays if a file in it is finished, and is removed if none is. `resume` goes on with what a run that
+    was asked for the same (`asked`, as JSON) has left, or begins where there is none.
+    """
+    check_destination(path, overwrite=overwrite, resume=resume)
+    path = path.resolve()
+    partial = _partial(path)
+    journal = Journal(partial)
+    try:
+        if resume and journal.exists:
+            journal.check(asked)
+        else:
+            if partial.exists():
+                shutil.rmtree(partial)
+            partial.mkdir()
+            journal.begin(asked)
+        yield partial, journal
+        journal.end()
+        old = _replace(partial, path)
+    except BaseException as error:
+        kept = _keep_or_remove(partial, journal)
+        if isinstance(error, OSError):
+            hint = "free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the paths and their permissions"
+            raise CkptkitError(f"writing {path}: {error}", f"{hint}; {kept}") from error
+        error.add_note(kept)
+        raise
+    if old is not None:
+        shutil.rmtree(old)
+
+
+def _keep_or_remove(partial: Path, journal: Journal) -> str:
+    """What becomes of a run that ends badly, and what to tell of it."""
+    if count := journal.count():
+        return f"{partial} keeps {count} finished file(s): give the same command with --resume to go on"
+    shutil.rmtree(partial, ignore_errors=True)
+    return "nothing was left behind"
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+def _replace(partial: Path, path: Path) -> Path | None:
+    """Puts `partial` in the place of `path`. Returns the directory that what was there has been moved into; on an error it is put back."""
+    if not path.exists():
+        os.rename(partial, path)
+        return None
+    old = Path(tempfile.mkdtemp(prefix=f"{path.name}.old.", dir=path.parent))
+    os.rename(path, old / path.name)
+    try:
+        os.rename(partial, path)
+    except OSError:
+        os.rename(old / path.name, path)
+        old.rmdir()
+        raise
+    return old

@@ -1,0 +1,149 @@
+"""Writes a checkpoint as a set of files, each of which appears under its name when it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import threading
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from ckptkit.digest import TensorDigest
+from ckptkit.errors import CkptkitError
+from ckptkit.raw import Extent, WrittenFile, bytes_of
+from ckptkit.specs import TensorSpec, summarize
+
+Digests = Mapping[str, TensorDigest]
+Piece = Callable[[int, int], memoryview]
+
+
+class Files(Protocol):
+    """The files of a checkpoint to write, as data: where each byte will lie follows from the tensors' specs alone.
+
+    So any number of threads, processes and machines may write them, and what they write is always the same.
+    """
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every tensor, by name."""
+
+    @property
+    def names(self) -> Mapping[str, Sequence[str]]:
+        """Which tensors stand in which file; files are relative to the checkpoint's root."""
+
+    def size(self, file: str) -> int:
+        """Bytes of a file."""
+
+    def around(self, file: str) -> tuple[int, bytes]:
+        """What stands in a file beside its tensors, and where."""
+
+    def put(self, name: str, file: WrittenFile, piece: Piece) -> None:
+        """Writes one tensor to its place in the file that holds it, from pieces of its bytes that are asked for in order, each once."""
+
+    def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:
+        """Reads the tensors of a file back. Raises CkptkitError where it is damaged."""
+
+    def finish(self, root: Path) -> None:
+        """Writes what makes a checkpoint of the files when all are there: an index, metadata, a tracker."""
+
+
+class FilesWriter:
+    """A CheckpointWriter of these files, or `only` of some of them; then what makes a checkpoint of them is not written.
+
+    Tensors come in any order and from any thread, each once, and go straight to their places. A file has a name of its own until it is
+    whole; then `whole` is called, by the thread that wrote its last tensor, with the file and the digests of its tensors.
+    """
+
+    def __init__(
+        self, root: Path, files: Files, only: Collection[str] | None = None, whole: Callable[[str, Digests], None] = lambda file, digests: None
+    ) -> None:
+        self._root, self._files, self._all, self._whole = root, files, only is None, whole
+        self._left = {file: set(names) for file, names in files.names.items() if only is None or file in only}
+        self._file_of = {name: file for file, names in self._left.items() for name in names}
+        self._waiting = set(self._file_of)
+        self._open: dict[str, tuple[WrittenFile, Path]] = {}
+        self._lock = threading.Lock()
+        self.digests: dict[str, TensorDigest] = {}
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        spec = self._files.specs[name]
+        with self._lock:
+            if name not in self._waiting or tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+                raise CkptkitError(f"{spec} cannot be written as {list(tensor.shape)} {tensor.dtype}, or is written twice")
+            self._waiting.remove(name)
+            file = self._opened(self._file_of[name])
+        view = bytes_of(tensor.contiguous())
+        self._put(name, file, lambda begin, end: view[begin:end])
+
+    def write_extent(self, name: str, extent: Extent) -> None:
+        """Stores a tensor whose bytes stand in a file, without holding all of them."""
+        with self._lock:
+            if name not in self._waiting or extent.nbytes != self._files.specs[name].nbytes:
+                raise CkptkitError(f"{self._files.specs[name]} cannot be written as {extent.nbytes} bytes, or is written twice")
+            self._waiting.remove(name)
+            file = self._opened(self._file_of[name])
+        crc = 0
+
+        def checked(begin: int, end: int) -> memoryview:
+            nonlocal crc
+            content = extent.piece(begin, end)
+            if extent.crc is not None:
+                crc = zlib.crc32(content, crc)
+                if end == extent.nbytes and crc != extent.crc:
+                    hint = "the file was damaged after it was written; copy it again"
+                    raise CkptkitError(f"{extent.path}: the bytes of {name} do not match their checksum", hint)
+            return content
+
+        self._put(name, file, checked)
+
+    def _put(self, name: str, file: WrittenFile, piece: Piece) -> None:
+        digest = hashlib.sha256()
+
+        def digested(begin: int, end: int) -> memoryview:
+            content = piece(begin, end)
+            digest.update(content)
+            return content
+
+        self._files.put(name, file, digested)
+        self._written(name, TensorDigest.known(self._files.specs[name], digest.hexdigest()))
+
+    def _opened(self, file: str) -> WrittenFile:
+        """A file that is made when its first tensor comes, under a name of its own: of two processes that write it neither disturbs the other."""
+        if file not in self._open:
+            path = self._root / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+            os.fchmod(descriptor, 0o644)
+            self._open[file] = WrittenFile(descriptor, self._files.size(file)), Path(temporary)
+            offset, content = self._files.around(file)
+            self._open[file][0].write(content, offset)
+        return self._open[file][0]
+
+    def _written(self, name: str, digest: TensorDigest) -> None:
+        file = self._file_of[name]
+        with self._lock:
+            self.digests[name] = digest
+            self._left[file].remove(name)
+            if self._left[file]:
+                return
+            written, temporary = self._open.pop(file)
+        written.close()
+        temporary.rename(self._root / file)
+        self._whole(file, {name: self.digests[name] for name in self._files.names[file]})
+
+    def finish(self) -> None:
+        if self._waiting:
+            raise CkptkitError(f"{self._root}: {len(self._waiting)} tensor(s) were never written: {summarize(sorted(self._waiting))}")
+        if self._all:
+            self._files.finish(self._root)
+
+    def discard(self) -> None:
+        for written, temporary in self._open.values():
+            written.close()
+            temporary.unlink(missing_ok=True)
+        self._open = {}

@@ -1,0 +1,96 @@
+"""The files of an HF checkpoint to write: safetensors shards, and the index that comes last.
+
+Format: `ckptkit.safetensors_io`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ckptkit.errors import CkptkitError
+from ckptkit.files import Piece
+from ckptkit.raw import WrittenFile, cuts
+from ckptkit.safetensors_io import INDEX, SINGLE, read_shard
+from ckptkit.specs import CODE_OF_DTYPE, TensorSpec, summarize
+
+FILE_BYTES = 5_000_000_000
+
+
+class SafetensorsFiles:
+    """Shards cut as `layout` says, below `folder` of the checkpoint's root. One file named model.safetensors needs no index.
+
+    Raises CkptkitError unless `layout` names exactly the tensors of `specs`, each once.
+    """
+
+    def __init__(self, specs: Mapping[str, TensorSpec], layout: Mapping[str, Sequence[str]], folder: str = "") -> None:
+        self.specs = specs
+        self.names = {f"{folder}/{file}" if folder else file: list(names) for file, names in layout.items() if names}
+        self._folder = folder
+        self._offset: dict[str, int] = {}
+        self._header = {file: self._place([specs[name] for name in names if name in specs]) for file, names in self.names.items()}
+        if set(self._offset) != set(specs) or sum(map(len, self.names.values())) != len(specs):
+            wrong = sorted({name for names in layout.values() for name in names} ^ set(specs))
+            raise CkptkitError(f"the shard layout and the tensors to write differ: {summarize(wrong)}", "name the HF directory with --hf")
+
+    def _place(self, specs: Sequence[TensorSpec]) -> bytes:
+        """The header of a file with these tensors, whose places are noted."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for spec in specs:
+            header[spec.name] = {"dtype": CODE_OF_DTYPE[spec.dtype], "shape": list(spec.shape), "data_offsets": [end, end + spec.nbytes]}
+            end += spec.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        begin = 8 + len(text)
+        for spec in specs:
+            self._offset[spec.name] = begin + header[spec.name]["data_offsets"][0]
+        return len(text).to_bytes(8, "little") + text
+
+    def size(self, file: str) -> int:
+        """Bytes of a file."""
+        return len(self._header[file]) + sum(self.specs[name].nbytes for name in self.names[file])
+
+    def around(self, file: str) -> tuple[int, bytes]:
+        """The header."""
+        return 0, self._header[file]
+
+    def put(self, name: str, file: WrittenFile, piece: Piece) -> None:
+        """Writes the bytes of a tensor."""
+        for begin, end in cuts(self._offset[name], self.specs[name].nbytes):
+            file.write(piece(begin, end), self._offset[name] + begin)
+
+    def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of a file. Raises CkptkitError as `read_shard` does."""
+        shard = read_shard(root / file)
+        for name in shard.specs:
+            yield name, shard.read(name)
+
+    def finish(self, root: Path) -> None:
+        """Writes the index."""
+        if [Path(file).name for file in self.names] == [SINGLE]:
+            return
+        total = sum(spec.nbytes for spec in self.specs.values())
+        weight_map = {name: Path(file).name for file, names in self.names.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (root / self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def cut_shards(specs: Mapping[str, TensorSpec], limit: int = FILE_BYTES) -> dict[str, list[str]]:
+    """A layout where there is no reference: tensors in order, files of at most `limit` bytes, named as HF names them."""
+    shards: list[list[str]] = []
+    size = math.inf
+    for spec in specs.values():
+        if size + spec.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(spec.name)
+        size += spec.nbytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors": names for index, names in enumerate(shards)}

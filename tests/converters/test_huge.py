@@ -1,0 +1,76 @@
+"""The headers of huge models that planning is measured on hold what a release holds: counted by hand for three layers of four experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+import ckptkit
+from benchmarks import huge
+from ckptkit.safetensors_io import HfCheckpoint
+from ckptkit.torch_dist_reader import TorchDistCheckpoint
+
+# One dense layer and two with experts.
+SMALL = {"num_hidden_layers": 3, "n_routed_experts": 4, "num_experts_per_tok": 2}
+ATTENTION, DENSE, SHARED, EXPERTS = 3 * 5, 3, 2 * 3, 2 * 4 * 3
+# Four norms a layer; routers and their biases; embedding, last norm and output layer.
+OTHERS = 3 * 4 + 2 * 2 + 3
+PLAIN = ATTENTION + DENSE + SHARED + EXPERTS + OTHERS
+COUNTS = {"bfloat16": PLAIN, "fp8": 2 * (ATTENTION + DENSE + SHARED + EXPERTS) + OTHERS, "int4": PLAIN + 2 * EXPERTS}
+# Eight tensors of attention a layer; norm, fc1 and fc2; norm, router, bias, two shared and two of each expert; the same three others.
+MEGATRON = 3 * 8 + 3 + 2 * (5 + 2 * 4) + 3
+
+
+def small(form: huge.Form) -> dict[str, Any]:
+    return huge.kimi_k2(form) | SMALL
+
+
+@pytest.mark.parametrize("form", get_args(huge.Form))
+def test_hf(form: huge.Form, tmp_path: Path) -> None:
+    huge.make_hf(tmp_path / "hf", small(form), form, shards=3)
+    found = HfCheckpoint(tmp_path / "hf")
+    assert len(found.specs) == COUNTS[form]
+    assert len(found.shards) == 3
+    # Embedding and output layer are 2 x 163840 x 7168 numbers of two bytes.
+    assert sum(spec.nbytes for spec in found.specs.values()) > 4_697_620_480
+    assert sum(file.stat().st_blocks * 512 for file in (tmp_path / "hf").iterdir()) < 1_000_000
+    written = ckptkit.convert(tmp_path / "hf", tmp_path / "megatron", dry_run=True)
+    assert written.tensors == MEGATRON
+
+
+def test_parts_of_quantized_weights() -> None:
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    fp8, int4 = (huge.stored(small(form), form) for form in ("fp8", "int4"))
+    assert (fp8[name].shape, fp8[name].dtype) == ((7168, 2048), torch.float8_e4m3fn)
+    assert (fp8[name + "_scale_inv"].shape, fp8[name + "_scale_inv"].dtype) == ((56, 16), torch.float32)
+    # The down projection of compressed latent attention ends in the middle of a block.
+    assert fp8["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (5, 56)
+    assert {part: int4[f"{name}_{part}"].shape for part in ("packed", "scale", "shape")} == {"packed": (7168, 256), "scale": (7168, 64), "shape": (2,)}
+    assert fp8["model.layers.1.mlp.gate.weight"].dtype == fp8["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_megatron(tmp_path: Path) -> None:
+    huge.make_megatron(tmp_path / "megatron", small("bfloat16"))
+    found = TorchDistCheckpoint(tmp_path / "megatron" / "release")
+    assert len(found.specs) == MEGATRON
+    assert len(found.metadata.tensors) == MEGATRON - 2 * 2 * 3  # four experts of a layer stand under one key
+    assert sum(len(stored.chunks) for stored in found.metadata.tensors.values()) == MEGATRON + 2 * 4  # gate and up of an expert apart
+    assert found.specs["decoder.layers.2.mlp.experts.experts.3.linear_fc1.weight"].shape == (4096, 7168)
+    assert sum(file.stat().st_blocks * 512 for file in (tmp_path / "megatron" / "release").iterdir()) < 1_000_000
+    assert ckptkit.convert(tmp_path / "megatron", tmp_path / "hf", dry_run=True).tensors == PLAIN
+
+
+def test_sizes_are_those_published() -> None:
+    # Billions of parameters, as the model cards say, with the multi-token prediction layer of DeepSeek V3 (14 billion); its embedding and
+    # output layer, which the release repeats for that layer, are counted once.
+    for name, billions in {"Qwen3-30B-A3B": 30.5, "Qwen3-235B-A22B": 235.1, "DeepSeek-V3 671B": 682.6, "Kimi-K2 1T": 1026.4}.items():
+        config, form = huge.MODELS[name]
+        work = huge.works(config, form)
+        assert work["HF -> Megatron"].written / 2e9 == pytest.approx(billions, abs=0.1)
+        assert {way: one.plain for way, one in work.items()} == dict.fromkeys(work, work["HF -> Megatron"].written)
+    # FP8 is a little more than a byte a parameter; the routed experts in INT4 a little more than half of one.
+    assert work["HF -> Megatron"].read / 1e9 == pytest.approx(1029, rel=0.01)
+    assert work["Megatron -> INT4"].written / 1e9 == pytest.approx(594, rel=0.01)

@@ -1,0 +1,22 @@
+"""An S3 server for the tests of remote paths, started once, and a new bucket for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from remote_servers import Bucket, s3_server, use_s3
+
+
+@pytest.fixture(scope="session")
+def s3_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a running S3 server."""
+    with s3_server(tmp_path_factory.mktemp("s3") / "log") as address:
+        yield address
+
+
+@pytest.fixture
+def bucket(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A new bucket, with the environment set so that s3:// means this server."""
+    with use_s3(monkeypatch, s3_address):
+        yield Bucket.new(s3_address)

@@ -1,0 +1,89 @@
+"""A large tensor that passes through as it is: in pieces, never held as a whole, and to the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptkit import copy as copying
+from ckptkit import raw
+from ckptkit.api import convert, int4_scheme, quantize
+from ckptkit.errors import CkptkitError
+from ckptkit.safetensors_io import Shard
+from ckptkit.torch_dist_reader import TorchDistCheckpoint
+
+Paths = Callable[[str], Path]
+
+
+def content(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Makes every tensor large enough, and pieces small. Returns for every piece that is read the file and where the tensor begins."""
+    read: list[tuple[str, int]] = []
+    piece = raw.Extent.piece
+
+    def watched(self: raw.Extent, begin: int, end: int) -> memoryview:
+        read.append((self.path.name, self.offset))
+        return piece(self, begin, end)
+
+    monkeypatch.setattr(copying, "STREAMED", 1)
+    monkeypatch.setattr(raw, "BUFFER", 8192)
+    monkeypatch.setattr(raw.Extent, "piece", watched)
+    return read
+
+
+@pytest.mark.parametrize("verb", ["to Megatron", "to HF", "to INT4"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2-tied"])
+def test_the_same_bytes(request: pytest.FixtureRequest, releases: Paths, converted: Paths, tmp_path: Path, verb: str, name: str) -> None:
+    def run(out: Path) -> None:
+        if verb == "to INT4":
+            quantize(releases(name), out, int4_scheme(group_size=32))
+        else:
+            convert((releases if verb == "to Megatron" else converted)(name), out)
+
+    run(tmp_path / "whole")
+    read = request.getfixturevalue("in_pieces")
+    run(tmp_path / "pieces")
+    assert content(tmp_path / "pieces") == content(tmp_path / "whole")
+    # Some tensors are larger than a piece.
+    assert len(read) > len(set(read)) > 10
+
+
+def test_what_is_streamed_is_not_read_as_a_tensor(releases: Paths, in_pieces: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    read = Shard.read
+    monkeypatch.setattr(Shard, "read", lambda self, name: (names.append(name), read(self, name))[1])
+    convert(releases("qwen2-untied"), tmp_path / "out")
+    assert names
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+
+
+def test_a_checksum_that_does_not_hold(converted: Paths, copy_of: Callable[[Path], Path], in_pieces: list[tuple[str, int]], tmp_path: Path) -> None:
+    path = copy_of(converted("qwen2-untied"))
+    extent = TorchDistCheckpoint(path / "release").extent("embedding.word_embeddings.weight")
+    assert extent is not None
+    with extent.path.open("r+b") as file:
+        file.seek(extent.offset + extent.nbytes // 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(CkptkitError, match="the bytes of embedding.*|model.embed_tokens.weight do not match their checksum"):
+        convert(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_extent_holds_the_tensor(converted: Paths) -> None:
+    checkpoint = TorchDistCheckpoint(converted("qwen3_moe") / "release")
+    found = 0
+    for name in checkpoint.specs:
+        if (extent := checkpoint.extent(name)) is not None:
+            found += 1
+            content = extent.path.read_bytes()[extent.offset : extent.offset + extent.nbytes]
+            assert content == checkpoint.read([name])[name].contiguous().view(torch.uint8).numpy().tobytes()
+    assert found > 50

@@ -1,0 +1,201 @@
+"""Servers that tests read from and write to: moto's S3 as a process of its own, and what stands before it to break it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import s3fs
+
+ANSWER_S = 60
+KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket, seen through boto3: what ckptkit uses to reach it is another library."""
+
+    name: str
+    client: Any
+
+    @classmethod
+    def new(cls, address: str) -> Bucket:
+        """An empty bucket of a name that nothing else has."""
+        client = boto3.client("s3", endpoint_url=address)
+        name = f"bucket-{uuid.uuid4().hex[:12]}"
+        client.create_bucket(Bucket=name)
+        return cls(name, client)
+
+    def url(self, prefix: str) -> str:
+        """The s3:// URL of a directory in it."""
+        return f"s3://{self.name}/{prefix}"
+
+    def put(self, key: str, content: bytes) -> None:
+        """Stores an object."""
+        self.client.put_object(Bucket=self.name, Key=key, Body=content)
+
+    def put_directory(self, root: Path, prefix: str) -> None:
+        """Stores every file below a directory."""
+        for path in sorted(root.rglob("*")):
+            if path.is_file():
+                self.put(f"{prefix}/{path.relative_to(root)}", path.read_bytes())
+
+    def get(self, key: str) -> bytes:
+        """An object."""
+        content: bytes = self.client.get_object(Bucket=self.name, Key=key)["Body"].read()
+        return content
+
+    def delete(self, key: str) -> None:
+        """Removes an object."""
+        self.client.delete_object(Bucket=self.name, Key=key)
+
+    def listed(self) -> list[str]:
+        """The keys of all objects, sorted."""
+        return sorted(entry["Key"] for entry in self.client.list_objects_v2(Bucket=self.name).get("Contents", []))
+
+
+@contextmanager
+def use_s3(monkeypatch: pytest.MonkeyPatch, address: str) -> Iterator[None]:
+    """Meanwhile s3:// means the server at this address, and nothing of this machine's own settings is used."""
+    settings = {"AWS_ENDPOINT_URL": address, "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true", "AWS_MAX_ATTEMPTS": "1", **KEYS}
+    nowhere = {"AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null"}
+    for name, value in {**settings, **nowhere}.items():
+        monkeypatch.setenv(name, value)
+    # Which servers they talk to is settled when file systems are made.
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def free_port() -> int:
+    """A port that nothing listened on a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def s3_server(log: Path) -> Iterator[str]:
+    """The address of a running S3 server with nothing in it; what it says goes to `log`."""
+    port = free_port()
+    with log.open("wb") as output:
+        server = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=output, stderr=output)
+    try:
+        wait_for(port, server, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def wait_for(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
+    """Returns when the server answers. Raises RuntimeError with its log when it does not."""
+    end = time.monotonic() + ANSWER_S
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
+    raise RuntimeError(f"no S3 server on port {port}: {log.read_text()}")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Says nothing on stderr."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address of an HTTP server, in a thread, that answers as `handler` does."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asked for, and how many bytes it got."""
+
+    method: str
+    path: str
+    range: str | None
+    bytes: int
+
+
+def breaking(target: str, seen: list[Request], breaks: Callable[[Request], bool] = lambda request: False) -> type[BaseHTTPRequestHandler]:
+    """A handler that hands every request on to `target`, notes it in `seen`, and breaks off in the middle of the answer when `breaks(request)`."""
+    host = target.removeprefix("http://")
+
+    class Proxy(_Handler):
+        def hand_on(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            connection = HTTPConnection(host)
+            connection.request(self.command, self.path, body, dict(self.headers))
+            answer = connection.getresponse()
+            content = answer.read()
+            connection.close()
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                if name.lower() not in {"transfer-encoding", "connection", "content-length", "date", "server"}:
+                    self.send_header(name, value)
+            self.send_header("Content-Length", answer.getheader("Content-Length") if self.command == "HEAD" else str(len(content)))
+            self.end_headers()
+            seen.append(Request(self.command, self.path, self.headers.get("Range"), len(content)))
+            if breaks(seen[-1]):
+                self.wfile.write(content[: len(content) // 2])
+                self.close_connection = True
+            else:
+                self.wfile.write(content)
+
+        do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = hand_on  # noqa: N815
+
+    return Proxy
+
+
+def refusing(status: int, code: str, only: str = "", target: str = "") -> type[BaseHTTPRequestHandler]:
+    """A handler that gives every request S3's error of this status and code; or those of method `only`, and hands the others on to `target`."""
+
+    class Refusal(breaking(target, [])):  # type: ignore[misc]
+        def do_GET(self) -> None:  # noqa: N802
+            if only and self.command != only:
+                self.hand_on()
+                return
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            content = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/xml")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        do_PUT = do_POST = do_HEAD = do_DELETE = do_GET  # noqa: N815
+
+    return Refusal
