@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptkitError
+from ckptkit.formats import refuse_url
 from ckptkit.safetensors_io import read_json
 from ckptkit.sidefiles import quantization_of
 from ckptkit.specs import fold
@@ -87,8 +88,9 @@ def lint(path: str | Path, *, readers: Sequence[str] = ALL_READERS, fix: bool = 
     """Looks at the `ignore` list of the checkpoint at `path`; a lone config.json, or one with an index and no weights, is enough.
 
     `readers` (as `--reader`) are those whose agreement is wanted. `fix` writes the portable list into config.json, and keeps the
-    original beside it as config.json.orig. Raises CkptkitError as `open_subject` does, and when there is no list to write.
+    original beside it as config.json.orig. Raises CkptkitError as `open_subject` does, for a URL, and when there is no list to write.
     """
+    refuse_url(path)
     root = Path(path)
     root = root.parent if root.name == "config.json" else root
     subject, names = open_subject(root, readers)

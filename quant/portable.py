@@ -166,7 +166,7 @@ def check_portable(question: Question, ignore: Sequence[str]) -> None:
     """Raises CkptkitError naming tensors, readers and entries when a reader takes `ignore` differently; the hint spells it portably."""
     found = question.divergences(ignore)
     if found:
-        raise CkptkitError("the ignore list is not read alike by every reader:\n  " + "\n  ".join(said(found)), _advice(found, question, ignore))
+        raise CkptkitError("the ignore list is not read alike by every reader:\n  " + "\n  ".join(said(found)), advice(found, question, ignore))
 
 
 def said(found: Iterable[Divergence]) -> Iterator[str]:
@@ -187,18 +187,19 @@ def quoted(patterns: Iterable[str]) -> str:
     return ", ".join(f"'{pattern}'" for pattern in patterns)
 
 
-def _advice(found: Sequence[Divergence], question: Question, ignore: Sequence[str]) -> str:
-    advice = []
+def advice(found: Sequence[Divergence], question: Question, ignore: Sequence[str]) -> str:
+    """The next move: what to write instead of the entries that readers take differently, and what to add."""
+    moves = []
     suspects = list(dict.fromkeys(pattern for one in found for pattern in one.patterns))
     for pattern in suspects[:_MAX_ADVICE]:
         better = _respell(pattern, question, ignore)
-        advice.append(f"instead of '{pattern}' pass '{better}'" if better else f"remove '{pattern}' and name whole layers: {_TOGETHER}")
+        moves.append(f"instead of '{pattern}' pass '{better}'" if better else f"remove '{pattern}' and name whole layers: {_TOGETHER}")
     if rest := suspects[_MAX_ADVICE:]:
-        advice.append(f"treat {len(rest)} more entries alike")
+        moves.append(f"treat {len(rest)} more entries alike")
     bare = {one.tensor for one in found if not one.patterns}
     if missing := dict.fromkeys(matrix.entry for matrix in question.matrices if matrix.tensor in bare):
-        advice.append("add " + quoted(missing))
-    return "; ".join(advice)
+        moves.append("add " + quoted(missing))
+    return "; ".join(moves)
 
 
 def _respell(pattern: str, question: Question, ignore: Sequence[str]) -> str | None:

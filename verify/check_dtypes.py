@@ -14,7 +14,7 @@ from ckptkit.specs import TensorSpec
 from verify.check_files import home_of, names_of
 from verify.checks import Tally, check
 from verify.expected import PACKED, Expected, expected_of, is_quantized, usable_config
-from verify.folding import alike, by_pattern
+from verify.folding import by_pattern
 from verify.packed import format_of
 from verify.report import Finding
 from verify.subject import Subject
@@ -41,11 +41,11 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Finding]:
     config = usable_config(subject)
     expected = expected_of(subject, config, specs) if config else Expected({})
     fp32 = expected.fp32
-    for names in alike(specs):
+    for names in subject.kinds:
         tally.compared(0)
-        dtypes = Counter(specs[name].dtype for name in names)
-        usual, _ = dtypes.most_common(1)[0]
-        odd = [name for name in names if specs[name].dtype != usual]
+        dtypes = {specs[name].dtype for name in names}
+        usual, _ = Counter(specs[name].dtype for name in (names if len(dtypes) > 1 else names[:1])).most_common(1)[0]
+        odd = [name for name in names if specs[name].dtype != usual] if len(dtypes) > 1 else []
         for text, group in by_pattern(odd):
             actual = _short(specs[group[0]].dtype)
             hint = "one shard comes from another conversion; convert again"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from ckptkit.errors import CkptkitError
 from ckptkit.safetensors_io import INDEX
@@ -12,9 +14,13 @@ from ckptkit.specs import TensorSpec
 from verify.checks import Skip, Tally, check
 from verify.expected import PACKED, Expected, config_of, expected_of, usable_config
 from verify.folding import by_pattern
+from verify.hf_files import HfFiles
 from verify.layer_counts import layer_table, uneven
 from verify.report import Finding
 from verify.subject import Subject
+
+# What Mistral publishes beside the shards with HF's names: all weights in a format of its own.
+_CONSOLIDATED = re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors")
 
 
 def only_hf(subject: Subject) -> str | None:
@@ -63,8 +69,7 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Finding]:
     for file in files.missing:
         yield Finding("CK102", "the file, since the index names it", "it is not there", "copy or download it", file=str(subject.path / file))
     for shard in files.shards.values():
-        for _ in shard.specs:
-            tally.compared(0)
+        tally.compared(0, len(shard.specs))
         for fault in shard.faults:
             yield Finding("CK102", fault.expected, fault.actual, "copy or download this file again", fault.tensor, file=str(shard.path))
 
@@ -94,29 +99,32 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Finding]:
     specs = names_of(subject)
     config = usable_config(subject)
     expected = expected_of(subject, config, specs) if config else None
-    for _ in specs:
-        tally.compared(0)
+    tally.compared(0, len(specs))
     if subject.kind == "hf":
         yield from _duplicates_and_orphans(subject)
     yield from _three_way(subject, specs, expected)
-    tally.facts["tensors per layer"] = layer_table(specs, dict(config) if config else None)
+    tally.facts["tensors per layer"] = layer_table(subject.kinds, dict(config) if config else None)
     if expected is None:
         yield from uneven(specs, str(subject.path))
 
 
 def _duplicates_and_orphans(subject: Subject) -> Iterator[Finding]:
     files = subject.hf_files
-    homes: dict[str, list[str]] = defaultdict(list)
-    for file, shard in files.shards.items():
-        for name in shard.specs:
-            homes[name].append(file)
-    twice = {name: found for name, found in homes.items() if len(found) > 1}
+    twice = files.twice
     for text, names in by_pattern(twice):
         actual = f"it stands in {' and '.join(twice[names[0]])}"
         yield Finding("CK104", "each tensor in one shard", actual, "remove the leftover of an earlier save", text, len(names), str(subject.path))
     for file in files.orphans:
+        where, expected = str(subject.path / file), "only files that the index names"
+        if _CONSOLIDATED.fullmatch(file) and not files.scan(file).specs.keys() & files.specs.keys():
+            actual, hint = (
+                "the weights a second time, under Mistral's own names",
+                "remove it where no reader of Mistral's own format is used; nothing checks it here",
+            )
+            yield Finding("CK104", expected, actual, hint, file=where, severity="warning")
+            continue
         hint = "remove it if it is the leftover of an earlier save; some loaders read every *.safetensors file"
-        yield Finding("CK104", "only files that the index names", "the index names none of its tensors", hint, file=str(subject.path / file))
+        yield Finding("CK104", expected, "the index names none of its tensors", hint, file=where)
 
 
 def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expected | None) -> Iterator[Finding]:
@@ -124,22 +132,35 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
     index = files.index if files else None
     unknown = files.unknown if files else frozenset()
     optional = expected.optional if expected else frozenset()
-    everything = dict.fromkeys([*specs, *(index or {}), *(expected.shapes if expected else ())])
     reasons: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for name in everything:
+    for name in _not_everywhere(specs, index, expected.shapes if expected else None):
         stored, listed = name in specs or name in unknown, index is None or name in index
-        promised = expected is None or name in expected.shapes or (name in optional)
-        if stored and listed and promised:
-            if index is not None and name not in unknown and name not in files.shards[index[name]].specs:  # type: ignore[union-attr]
-                reasons["in the shard that the index names", "in another shard", "restore the index"].append(name)
-            continue
-        if name in optional and not stored and not listed:
-            continue
-        reasons[_verdict(subject, name, stored, listed, promised, index is not None)].append(name)
+        promised = expected is None or name in expected.shapes or name in optional
+        if not (stored and listed and promised) and (name not in optional or stored or listed):
+            reasons[_verdict(subject, name, stored, listed, promised, index is not None)].append(name)
+    if moved := list(_moved(files)) if files else []:
+        reasons["in the shard that the index names", "in another shard", "restore the index"] = moved
     where = subject.path / INDEX if index is not None else subject.path
     for (should, actual, hint), found in reasons.items():
         for text, names in by_pattern(found):
             yield Finding("CK104", should, actual, hint, text, len(names), str(where))
+
+
+def _not_everywhere(*several: Mapping[str, Any] | None) -> Iterator[str]:
+    """Names that one of these has and another has not, each once; in the order of the first that has it."""
+    known = [names.keys() for names in several if names is not None]
+    odd = set[str]().union(*(known[0] ^ other for other in known[1:] if known[0] != other))
+    return iter(dict.fromkeys(name for names in known for name in names if name in odd) if odd else ())
+
+
+def _moved(files: HfFiles) -> Iterator[str]:
+    """Tensors that the index puts into one readable shard, and that lie in another one alone."""
+    index = files.index or {}
+    for file, shard in files.shards.items():
+        for name in shard.specs:
+            home = index.get(name, file)
+            if home != file and home in files.shards and files.shards[home].readable and name not in files.shards[home].specs:
+                yield name
 
 
 def _verdict(subject: Subject, name: str, stored: bool, listed: bool, promised: bool, indexed: bool) -> tuple[str, str, str]:
@@ -172,13 +193,12 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Finding]:
         raise Skip("there is no usable config.json (CK101)")
     expected = expected_of(subject, config, specs)
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
+    tally.compared(0, sum(map(specs.__contains__, expected.shapes)))
     for name, shape in expected.shapes.items():
-        if name not in specs:
+        if shape is None or name not in specs or (actual := specs[name].shape) == shape:
             continue
-        tally.compared(0)
-        actual = specs[name].shape
-        padded = name in expected.vocab and shape is not None and actual[:1] > shape[:1] and actual[1:] == shape[1:]
-        if shape is not None and actual != shape and not padded:
+        padded = name in expected.vocab and actual[:1] > shape[:1] and actual[1:] == shape[1:]
+        if not padded:
             wrong[f"shape {list(shape)}", f"shape {list(actual)}"].append(name)
     for (want, found), group in wrong.items():
         for text, names in by_pattern(group):
@@ -208,11 +228,10 @@ def total_size_true(subject: Subject, tally: Tally) -> Iterator[Finding]:
         raise Skip("there is no index")
     if files.unknown:
         raise Skip("not run because some shards cannot be read (CK102)")
-    for _ in files.specs:
-        tally.compared(0)
-    if set(files.index) != set(files.specs):
+    tally.compared(0, len(files.specs))
+    if files.index.keys() != files.specs.keys():
         raise Skip("not run because index and shards name different tensors (CK104)")
-    actual = sum(spec.nbytes for spec in files.specs.values())
+    actual = sum(spec.nbytes for spec in files.specs.values()) if files.twice else sum(shard.nbytes for shard in files.shards.values())
     if files.total_size != actual:
         hint, absent = "set metadata.total_size to the sum", files.total_size is None
         rows = sum(spec.shape[0] for spec in files.specs.values() if spec.shape)

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptkit.manifest import Manifest, dtype_name, file_digest, read_manifest
+from ckptkit.digest import dtype_name
+from ckptkit.manifest import Manifest, file_digest, read_manifest
 from ckptkit.specs import TensorSpec
 from verify.check_files import home_of
 from verify.checks import Tally, check

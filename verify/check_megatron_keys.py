@@ -70,10 +70,11 @@ def arguments_fit_keys(subject: Subject, tally: Tally) -> Iterator[Finding]:
 
 def _against_args(said: Mapping[str, Any], specs: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[str]]]:
     """Argument, what it promises, what is stored, and the tensors concerned."""
-    yield from _numbers("num_layers", said, _numbered(specs, LAYER), "decoder layers")
-    yield from _numbers("mtp_num_layers", said, _numbered(specs, MTP_LAYER), "multi-token prediction layers")
-    for place, experts in _experts(specs).items():
-        yield from _numbers("num_experts", said, experts, f"experts in {place}")
+    yield from _numbers("num_layers", said, _numbered(specs, LAYER), "decoder layers", "decoder.layers.{}.*")
+    yield from _numbers("mtp_num_layers", said, _numbered(specs, MTP_LAYER), "multi-token prediction layers", "mtp.layers.{}.*")
+    for (projection, experts), places in _experts(specs).items():
+        what = f"experts in {summarize(places)} {projection}"
+        yield from _numbers("num_experts", said, experts, what, *(f"{place}.experts.{{}}.{projection}" for place in places))
     if "untie_embeddings_and_output_weights" in said:
         untied, stored = bool(said["untie_embeddings_and_output_weights"]), "output_layer.weight" in specs
         if untied != stored:
@@ -89,8 +90,8 @@ def _numbered(names: Iterable[str], pattern: re.Pattern[str]) -> set[int]:
     return {int(match[1]) for name in names if (match := pattern.match(name))}
 
 
-def _experts(names: Iterable[str]) -> dict[str, set[int]]:
-    """The experts of every `LAYER.experts PROJECTION`, folded over the layers that have the same ones."""
+def _experts(names: Iterable[str]) -> dict[tuple[str, frozenset[int]], list[str]]:
+    """The places (`decoder.layers.2.mlp.experts`) that have the same experts of a projection."""
     found: dict[tuple[str, str], set[int]] = defaultdict(set)
     for name in names:
         if match := _ROUTED.fullmatch(name):
@@ -98,18 +99,23 @@ def _experts(names: Iterable[str]) -> dict[str, set[int]]:
     alike: dict[tuple[str, frozenset[int]], list[str]] = defaultdict(list)
     for (place, projection), experts in found.items():
         alike[projection, frozenset(experts)].append(place)
-    return {f"{summarize(places)} {projection}": set(experts) for (projection, experts), places in alike.items()}
+    return alike
 
 
-def _numbers(argument: str, said: Mapping[str, Any], found: Set[int], what: str) -> Iterator[tuple[str, str, str, list[str]]]:
-    """Whether just the numbers from 0 are there that an argument promises; one that is absent promises nothing, None means 0."""
+def _numbers(argument: str, said: Mapping[str, Any], found: Set[int], what: str, *templates: str) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Whether just the numbers from 0 are there that an argument promises; one that is absent promises nothing, None means 0.
+
+    `templates` name what has such a number, with `{}` for it.
+    """
     if argument not in said or type(said[argument] or 0) is not int:
         return
     promised = set(range(said[argument] or 0))
     if missing := promised - found:
-        yield argument, f"{len(promised)} {what}", f"{ranges(missing)} not stored" if found else "none stored", []
+        names = [template.format(number) for template in templates for number in sorted(missing)]
+        yield argument, f"{len(promised)} {what}", f"{ranges(missing)} not stored" if found else "none stored", names
     if extra := found - promised:
-        yield argument, f"{len(promised)} {what}", f"{ranges(extra)} stored as well", []
+        names = [template.format(number) for template in templates for number in sorted(extra)]
+        yield argument, f"{len(promised)} {what}", f"{ranges(extra)} stored as well", names
 
 
 @check(

@@ -15,7 +15,7 @@ from verify.checks import Skip, Tally, check
 from verify.expected import PACKED, is_quantized, packed_parts, usable_config
 from verify.folding import by_pattern
 from verify.packed import Format, bound_in_steps, format_of, grid_of, is_searched, packed_names, scale_off, worst_steps
-from verify.quantization import config_fault, ignore_faults
+from verify.quantization import config_fault
 from verify.report import Finding
 from verify.subject import Subject
 from verify.values import in_hf_space
@@ -102,7 +102,11 @@ def _targeted(module: str, config: Mapping[str, Any]) -> bool:
     unless=not_quantized,
 )
 def expected_packed(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """The packed set on disk against the decision for every tensor; what CK301 names is not said twice."""
+    """The packed set on disk against what each reader of `ignore` looks for; what CK301 names is not said twice.
+
+    What SGLang, or whoever `readers` names, would load wrongly is an error. Where the files are as these read the list, and only others
+    take it otherwise, that is a warning with the portable spelling.
+    """
     if (reason := not_quantized(subject)) is not None:
         raise Skip(reason)
     config, specs, where = subject.checkpoint.config, subject.checkpoint.specs, str(subject.path)
@@ -115,22 +119,24 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Finding]:
         yield Finding("CK302", fault.expected, fault.actual, fault.hint, file=str(subject.path / "config.json"))
         return
     # Imported here because it brings transformers with it, which takes seconds that checks of plain checkpoints do not need.
-    from quant.planner import packed_modules
+    from verify.agreement import agreement
 
     try:
-        wanted = set(packed_modules(specs, config))
-        disagreeing = list(ignore_faults(specs, config))
+        found = agreement(specs, config, subject.readers)
     except CkptkitError as error:
         raise Skip(f"no decision for this quantization_config: {error.message}") from error
-    for _ in wanted - packed:
+    for _ in range(found.looked_at - len(packed)):
         tally.compared(0)
-    for fault in disagreeing:
+    for fault in found.faults:
         yield Finding("CK302", fault.expected, fault.actual, fault.hint, file=str(subject.path / "config.json"), severity=fault.severity)
     said = {module for module in never_packed(config) if not _targeted(module, config)}
-    for text, names in by_pattern(sorted(packed - wanted - said)):
+    for text, names in by_pattern(sorted(found.forbidden.keys() - said)):
+        expected, hint = f"unquantized: {found.forbidden[names[0]]}", "quantize again with `ckptkit quantize`"
+        yield Finding("CK302", expected, "packed as INT4", hint, text + PACKED, len(names), where)
+    for text, names in by_pattern(found.unwanted):
         hint = "take it out of ignore, or quantize again"
         yield Finding("CK302", "unquantized, by config.json", "packed as INT4", hint, text + PACKED, len(names), where)
-    for text, names in by_pattern(sorted(wanted - packed)):
+    for text, names in by_pattern(found.missing):
         hint = "add it to ignore, or quantize again; if nothing is packed, remove quantization_config"
         yield Finding("CK302", "packed as INT4, by config.json", "unquantized", hint, f"{text}.weight", len(names), where)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from ckptkit.specs import ranges
@@ -65,7 +64,9 @@ def _series(stem: str, totals: Mapping[int, list[int]], root: Path) -> Iterator[
 
 def _renamed(files: HfFiles) -> Iterator[Finding]:
     """Files that nothing names, and that hold just what the index expects in one that is not there."""
-    held = {frozenset(files.scan(name).specs): name for name in files.orphans} if files.missing else {}
+    if not files.missing or not files.orphans:
+        return
+    held = {frozenset(files.scan(name).specs): name for name in files.orphans}
     homes: dict[str, set[str]] = defaultdict(set)
     for name, file in (files.index or {}).items():
         homes[file].add(name)
@@ -84,13 +85,18 @@ def _renamed(files: HfFiles) -> Iterator[Finding]:
 def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """No adapter files beside the weights, no adapter names among the tensors."""
     names = names_of(subject)
-    for _ in (*_ADAPTER_FILES, *names):
-        tally.compared(0)
+    tally.compared(0, len(_ADAPTER_FILES) + len(names))
     root = subject.path if subject.kind == "hf" else subject.megatron_files.weights
     for file in _ADAPTER_FILES:
         if (root / file).exists():
             hint = "merge it into the weights, or move it elsewhere"
             yield Finding("CK110", "weights with every adapter merged", f"{file} lies beside them", hint, file=str(root / file))
     listed = subject.hf_files.index or {} if subject.kind == "hf" else {}
-    for text, found in by_pattern(name for name in dict.fromkeys(chain(names, listed)) if any(part in name for part in _ADAPTER_NAMES)):
+    for text, found in by_pattern(_of_adapters(dict.fromkeys([*names, *listed]))):
         yield Finding("CK110", "weights with every adapter merged", "a tensor of an adapter", "merge the adapter and save again", text, len(found), str(root))
+
+
+def _of_adapters(names: Collection[str]) -> Iterator[str]:
+    together = "\n".join(names)  # one look at all of them, since there are hundreds of thousands and as a rule none
+    if any(part in together for part in _ADAPTER_NAMES):
+        yield from (name for name in names if any(part in name for part in _ADAPTER_NAMES))

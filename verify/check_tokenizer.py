@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from verify.side_files import GENERATION, TOKENIZER_CONFIG, SideFiles
 from verify.subject import Subject
 
 _KINDS = ("eos", "pad", "bos")
+
+# What is carried over, here and in the source by name, and the file that holds one.
+_Kind = tuple[str, Mapping[str, Any], Mapping[str, Any], Callable[[SideFiles, str], str]]
 
 
 def side_of(subject: Subject) -> SideFiles:
@@ -168,21 +172,24 @@ def _nothing_to_carry(subject: Subject) -> str | None:
     unless=_nothing_to_carry,
 )
 def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Every chat template by its text, wherever it is stored, and the id of every token."""
+    """Every chat template by its text, wherever it is stored, and the id of every token; the file that holds it here or, where it is missing, in the source."""
     here, there = side_of(subject), _source_side(subject)
     try:
-        pairs: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
-            ("chat template", here.templates, there.templates),
-            ("token", here.ids, there.ids),
+        kinds: list[_Kind] = [
+            ("chat template", here.templates, there.templates, SideFiles.file_of_template),
+            ("token", here.ids, there.ids, SideFiles.file_of_token),
         ]
     except CkptkitError as error:
         yield Finding("CK708", "files that can be read", error.message, error.hint or "copy them from the source", file=str(here.root))
         return
-    for what, mine, its in pairs:
-        for _ in its:
+    for what, mine, its, file_of in kinds:
+        wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for name in its:
             tally.compared(0)
-        missing, other = [name for name in its if name not in mine], [name for name in its if name in mine and mine[name] != its[name]]
-        for names, actual in ((missing, "missing"), (other, "another one")):
-            if names:
-                expected = f"the {what} {names[0]!r} of the source" if len(names) == 1 else f"{len(names)} {what}s of the source, such as {names[0]!r}"
-                yield Finding("CK708", expected, actual, f"copy the tokenizer files from {there.root}", count=len(names), file=str(here.root))
+            if name not in mine:
+                wrong["missing", file_of(there, name)].append(name)
+            elif mine[name] != its[name]:
+                wrong["another one", file_of(here, name)].append(name)
+        for (actual, file), names in wrong.items():
+            expected = f"the {what} {names[0]!r} of the source" if len(names) == 1 else f"{len(names)} {what}s of the source, such as {names[0]!r}"
+            yield Finding("CK708", expected, actual, f"copy {file} from {there.root}", count=len(names), file=str(here.root / file))

@@ -27,9 +27,9 @@ class Tally:
     bytes: int = 0
     facts: dict[str, list[str]] = field(default_factory=dict)
 
-    def compared(self, nbytes: int) -> None:
-        """Counts one tensor (or header entry) of `nbytes` bytes as looked at."""
-        self.tensors += 1
+    def compared(self, nbytes: int, tensors: int = 1) -> None:
+        """Counts `tensors` tensors (or header entries) of together `nbytes` bytes as looked at."""
+        self.tensors += tensors
         self.bytes += nbytes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from ckptkit.sidefiles import is_quantized as is_quantized
 from ckptkit.sidefiles import quantization_of
 from ckptkit.specs import TensorSpec
 from converters.experts import fuse, is_fused
-from converters.planner import dialect_of, dims_of, expected_hf, rules_of
+from converters.planner import dialect_of, dims_of, rules_of
 from converters.registry import family_of
 from verify.checks import Skip
 from verify.subject import Subject
@@ -59,12 +59,11 @@ def config_of(subject: Subject) -> Mapping[str, Any]:
     return config
 
 
-def expected_of(subject: Subject, config: Mapping[str, Any], names: Iterable[str]) -> Expected:
-    """What must be in the checkpoint, spelled as `names` (what is in it) are: fused or per expert, packed or not. Found once for all checks."""
-    names = frozenset(names)
-    if names not in subject.promised:
-        subject.promised[names] = _expected(subject, config, names)
-    return subject.promised[names]
+def expected_of(subject: Subject, config: Mapping[str, Any], names: Collection[str]) -> Expected:
+    """What must be in the checkpoint, spelled as `names` (all that is in it) are: fused or per expert, packed or not. Found once for all checks."""
+    if subject.promised is None:
+        subject.promised = _expected(subject, config, names)
+    return subject.promised
 
 
 def _expected(subject: Subject, config: Mapping[str, Any], names: Collection[str]) -> Expected:
@@ -76,10 +75,11 @@ def _expected(subject: Subject, config: Mapping[str, Any], names: Collection[str
         shapes_of = {id(rule.mapping): rule.megatron_shape for rule in {id(rule.mapping): rule for rule in rules}.values()}
         wide = frozenset(rule.megatron for rule in rules if rule.mapping.wide)
         return Expected({rule.megatron: shapes_of[id(rule.mapping)] for rule in rules}, vocab, state, wide=wide)
-    fp32 = frozenset(name for rule in rules for name in rule.hf if rule.mapping.fp32)
-    shapes: dict[str, Shape | None] = dict(expected_hf(config))
-    if is_fused(names):
-        specs = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in expected_hf(config).items()}
+    fp32 = frozenset(name for rule in rules if rule.mapping.fp32 for name in rule.hf)
+    plain = {name: shape for rule in rules for name, shape in rule.hf.items()}
+    shapes: dict[str, Shape | None] = dict(plain)
+    if is_fused(kind[0] for kind in subject.kinds):
+        specs = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in plain.items()}
         shapes = {name: spec.shape for name, spec in _outputs(fuse(specs, config, "config.json", names)).items()}
     copies = dict.fromkeys(name for rule in rules for name in rule.mapping.copies)
     if is_quantized(config):
@@ -87,13 +87,13 @@ def _expected(subject: Subject, config: Mapping[str, Any], names: Collection[str
     # A release may repeat tensors under these names, and this one does. An output layer beside a config that ties it stays a
     # finding: headers cannot tell whether it repeats the embedding or is a model of its own under the wrong flag.
     repeated = frozenset(name for name in copies if name in names and name != dims_of(config).head)
-    return Expected(shapes, frozenset(), fp32, family_of(config).dropped(dims_of(config)) | repeated | _carried(config, names))
+    return Expected(shapes, frozenset(), fp32, family_of(config).dropped(dims_of(config)) | repeated | _carried(subject, config))
 
 
-def _carried(config: Mapping[str, Any], names: Collection[str]) -> frozenset[str]:
-    """Tensors that are no part of the language model."""
+def _carried(subject: Subject, config: Mapping[str, Any]) -> frozenset[str]:
+    """Tensors that are no part of the language model, which is told from what stands before or behind all numbers in their names."""
     family = family_of(config)
-    return frozenset(name for name in names if family.carries(name))
+    return frozenset(name for names in subject.kinds if family.carries(names[0]) for name in names)
 
 
 def _outputs(plan: Plan) -> dict[str, TensorSpec]:
@@ -120,12 +120,13 @@ def packed_parts(config: Mapping[str, Any]) -> tuple[str, ...]:
 def _packed(shapes: Mapping[str, Shape | None], names: Collection[str], config: Mapping[str, Any]) -> dict[str, Shape | None]:
     """Every weight that is stored packed replaced by its parts; where floats of 8 bits are stored, their scales stand beside them."""
     scales = () if weights_of(config).get("type", "float") == "int" else ("_scale_inv", "_scale")
-    parts = packed_parts(config)
+    parts = [f".{part}" for part in packed_parts(config)]
     result: dict[str, Shape | None] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         if module + PACKED in names:
-            result |= {f"{module}.{part}": None for part in parts}
+            for part in parts:
+                result[module + part] = None
         elif f"{name}_blocks" in names:
             result |= {f"{name}_blocks": None, f"{name}_scales": None}
         else:

@@ -22,8 +22,12 @@ def by_pattern(names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
 def alike(names: Iterable[str]) -> Iterable[list[str]]:
     """The same groups without their text, which takes longer than to find them."""
     groups: dict[str, list[str]] = {}
+    kinds: dict[str, str] = {}  # of modules, since a packed weight has three names or more
     for name in names:
-        groups.setdefault(_NUMBER.sub("#", name), []).append(name)
+        module, dot, leaf = name.rpartition(".")
+        if (kind := kinds.get(module)) is None:
+            kind = kinds[module] = _NUMBER.sub("#", module)
+        groups.setdefault(f"{kind}.#" if dot and leaf.isdecimal() else f"{kind}.{leaf}", []).append(name)
     return groups.values()
 
 

@@ -7,15 +7,18 @@ in a truncated shard, the headers are read here a second time, leniently.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptkitError
 from ckptkit.safetensors_io import INDEX, MAX_HEADER, SINGLE, parse_entry, read_json
-from ckptkit.specs import TensorSpec
+from ckptkit.specs import DTYPE_OF_CODE, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,16 @@ class _Object(list[tuple[str, Any]]):
 
 @dataclass(frozen=True)
 class ShardScan:
-    """What one shard's header says, as far as it can be read. `readable` is False when no header could be."""
+    """What one shard's header says, as far as it can be read: tensors in the order of their bytes.
+
+    `nbytes` is the sum of what they take. `readable` is False when no header could be read.
+    """
 
     path: Path
     specs: Mapping[str, TensorSpec] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
     readable: bool = True
+    nbytes: int = 0
 
 
 def scan_shard(path: Path) -> ShardScan:
@@ -49,73 +56,99 @@ def scan_shard(path: Path) -> ShardScan:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
                 return _unreadable(path, f"{size} bytes, too few for a header of {length}")
-            pairs = json.loads(file.read(length), object_pairs_hook=_Object)
+            text = file.read(length)
+        header = json.loads(text)
     except OSError as error:
         return _unreadable(path, str(error.strerror))
     except (ValueError, RecursionError) as error:
         return _unreadable(path, f"a header that is not JSON ({error})")
-    if not isinstance(pairs, _Object):
+    if not isinstance(header, dict):
         return _unreadable(path, "a header that is not a JSON object")
-    entries = [(name, entry) for name, entry in pairs if name != "__metadata__"]
-    faults = [Fault("each name once in a header", "it is there twice", name) for name in _repeated([name for name, _ in pairs])]
-    faults += [Fault("a __metadata__ of strings", f"{about!r:.80}") for name, about in pairs if name == "__metadata__" and not _is_metadata(about)]
-    spans: list[tuple[int, TensorSpec]] = []
-    for name, entry in dict(entries).items():
-        span, fault = _entry(name, entry)
-        spans += [span] if span else []
-        faults += [fault] if fault else []
+    # Every pair has a colon. More of them stand in a name, or in a pair whose key came again: only then it takes a slower look to tell.
+    faults = list(_repetitions(text)) if text.count(b":") > _pairs(header) else []
+    about = header.pop("__metadata__", None)
+    if about is not None and not (isinstance(about, dict) and all(isinstance(value, str) for value in about.values())):
+        faults.append(Fault("a __metadata__ of strings", f"{about!r:.80}"))
+    spans = _sound_spans(header)
+    if spans is None:
+        found = [_entry(name, entry) for name, entry in header.items()]
+        spans, wrong = [span for span, _ in found if span], [fault for _, fault in found if fault]
+        faults += wrong
+    spans.sort(key=_BEGIN)
     faults += _layout_faults(spans, 8 + length, size)
-    return ShardScan(path, {spec.name: spec for _, spec in sorted(spans, key=lambda span: span[0])}, tuple(faults))
+    return ShardScan(path, {spec.name: spec for _, _, _, spec in spans}, tuple(faults), nbytes=sum([nbytes for _, _, nbytes, _ in spans]))
+
+
+_BEGIN = itemgetter(0)
+# First byte and end in the data, the bytes that the tensor takes, and the tensor.
+_Span = tuple[int, int, int, TensorSpec]
+_SIZE_OF_CODE = {code: dtype.itemsize for code, dtype in DTYPE_OF_CODE.items()}
 
 
 def _unreadable(path: Path, actual: str) -> ShardScan:
     return ShardScan(path, {}, (Fault("a safetensors file", actual),), readable=False)
 
 
-def _repeated(names: list[str]) -> list[str]:
-    if len(set(names)) == len(names):
-        return []
+def _pairs(header: Mapping[str, Any]) -> int:
+    """Pairs of key and value in an object and in the objects that it holds."""
+    return len(header) + sum([len(entry) for entry in header.values() if isinstance(entry, dict)])
+
+
+def _repetitions(text: bytes) -> Iterator[Fault]:
+    """Names that are there twice in a header, and entries with a key that is."""
+    pairs: _Object = json.loads(text, object_pairs_hook=_Object)
+    for name in _repeated(pairs):
+        yield Fault("each name once in a header", "it is there twice", name)
+    for name, entry in pairs:
+        if name != "__metadata__" and isinstance(entry, _Object) and (keys := _repeated(entry)):
+            yield Fault("each key once in a header's entry", f"its entry has {', '.join(keys)} twice", name)
+
+
+def _repeated(pairs: _Object) -> list[str]:
     seen: set[str] = set()
-    return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
+    return [key for key, _ in pairs if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
 
 
-def _is_metadata(content: Any) -> bool:
-    return content is None or (isinstance(content, _Object) and all(isinstance(text, str) for _, text in content))
-
-
-def _entry(name: str, entry: Any) -> tuple[tuple[int, TensorSpec] | None, Fault | None]:
+def _sound_spans(header: Mapping[str, Any]) -> list[_Span] | None:
+    """Every entry, looked at all together; None when one of them is not as safetensors writes it, and each is to be looked at by itself."""
     try:
-        spec, begin, end = parse_entry(name, _plain(entry))
+        entries = [(name, entry["dtype"], entry["shape"], *entry["data_offsets"]) for name, entry in header.items()]
+        numbers = [*chain.from_iterable(entry[2] for entry in entries), *(entry[3] for entry in entries), *(entry[4] for entry in entries)]
+        spans = [
+            (begin, end, math.prod(shape) * _SIZE_OF_CODE[code], TensorSpec(name, tuple(shape), DTYPE_OF_CODE[code]))
+            for name, code, shape, begin, end in entries
+        ]
+    except (TypeError, ValueError, LookupError):
+        return None
+    shapes_are_lists = {list}.issuperset({type(entry[2]) for entry in entries})
+    return spans if shapes_are_lists and {int}.issuperset(map(type, numbers)) and min(numbers, default=0) >= 0 else None
+
+
+def _entry(name: str, entry: Any) -> tuple[_Span | None, Fault | None]:
+    try:
+        spec, begin, end = parse_entry(name, entry)
     except (TypeError, ValueError) as error:
         actual = str(error) if isinstance(error, ValueError) else f"its header entry for {name} is not valid: {entry}"
         return None, Fault("a header entry with a known dtype, whole numbers as shape and two data_offsets", actual, name)
-    fault = Fault(f"{spec.nbytes} bytes for {spec}", f"its entry spans {end - begin}", name) if end - begin != spec.nbytes else None
-    return (begin, spec), fault
+    return (begin, end, spec.nbytes, spec), None
 
 
-def _plain(value: Any) -> Any:
-    """Objects as dicts again. Raises ValueError for a key that is there twice."""
-    if not isinstance(value, _Object):
-        return value
-    plain = dict(value)
-    if len(plain) < len(value):
-        repeated = _repeated([key for key, _ in value])
-        raise ValueError(f"its entry has {', '.join(repeated)} twice")
-    return plain
-
-
-def _layout_faults(spans: list[tuple[int, TensorSpec]], start: int, size: int) -> list[Fault]:
-    faults = []
-    end = 0
-    for begin, spec in sorted(spans, key=lambda span: span[0]):
-        if begin != end:
-            kind = "overlaps the tensor before it" if begin < end else "leaves a hole before it"
-            faults.append(Fault(f"data from byte {end}", f"data from byte {begin}: it {kind}", spec.name))
-        end = max(end, begin + spec.nbytes)
-    if start + end != size:
-        kind = "truncated" if size < start + end else "has trailing bytes"
-        faults.append(Fault(f"{start + end} bytes, as its header says", f"{size} bytes: the file {kind if kind != 'truncated' else 'is truncated'}"))
-    return faults
+def _layout_faults(spans: Sequence[_Span], start: int, size: int) -> Iterator[Fault]:
+    """What is wrong with where tensors lie, which is told of `spans` in order."""
+    stop = 0
+    for begin, end, nbytes, spec in spans:
+        if begin == stop and end == begin + nbytes:
+            stop = end
+            continue
+        if end - begin != nbytes:
+            yield Fault(f"{nbytes} bytes for {spec}", f"its entry spans {end - begin}", spec.name)
+        if begin != stop:
+            kind = "overlaps the tensor before it" if begin < stop else "leaves a hole before it"
+            yield Fault(f"data from byte {stop}", f"data from byte {begin}: it {kind}", spec.name)
+        stop = max(stop, begin + nbytes)
+    if start + stop != size:
+        kind = "is truncated" if size < start + stop else "has trailing bytes"
+        yield Fault(f"{start + stop} bytes, as its header says", f"{size} bytes: the file {kind}")
 
 
 @dataclass(frozen=True)
@@ -144,7 +177,11 @@ class HfFiles:
         weight_map = self._index[0].get("weight_map")
         if not isinstance(weight_map, dict):
             return None
-        return {name: file for name, file in weight_map.items() if _inside(file)}
+        names = {file for file in weight_map.values() if isinstance(file, str)}
+        outside = {file for file in names if Path(file).name != file or file == ".."}
+        if not outside and {str}.issuperset(map(type, weight_map.values())):
+            return weight_map
+        return {name: file for name, file in weight_map.items() if isinstance(file, str) and file not in outside}
 
     @cached_property
     def index_faults(self) -> tuple[Fault, ...]:
@@ -159,7 +196,7 @@ class HfFiles:
         weight_map = content.get("weight_map")
         if not isinstance(weight_map, dict):
             return (Fault("a weight_map of names to files", f"weight_map is {type(weight_map).__name__}"),)
-        return tuple(Fault("a file of this directory", f"{file!r}", name) for name, file in weight_map.items() if not _inside(file))
+        return tuple(Fault("a file of this directory", f"{weight_map[name]!r}", name) for name in weight_map if name not in (self.index or {}))
 
     @cached_property
     def total_size(self) -> Any:
@@ -207,9 +244,18 @@ class HfFiles:
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
         """Every tensor of every readable header."""
-        return {name: spec for shard in self.shards.values() for name, spec in shard.specs.items()}
+        found: dict[str, TensorSpec] = {}
+        for shard in self.shards.values():
+            found.update(shard.specs)
+        return found
 
-
-def _inside(file: object) -> bool:
-    # As Path(file).name == file, which takes seconds for the names of a large index.
-    return isinstance(file, str) and "/" not in file and file not in {"", ".", ".."}
+    @cached_property
+    def twice(self) -> Mapping[str, list[str]]:
+        """Tensors that stand in several files, with those files."""
+        if sum(len(shard.specs) for shard in self.shards.values()) == len(self.specs):
+            return {}
+        homes: dict[str, list[str]] = {}
+        for file, shard in self.shards.items():
+            for name in shard.specs:
+                homes.setdefault(name, []).append(file)
+        return {name: files for name, files in homes.items() if len(files) > 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptkit.specs import TensorSpec, ranges
 from converters.dims import ModelDims
@@ -15,16 +15,24 @@ from verify.report import Finding
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 
 
-def layer_table(specs: Mapping[str, TensorSpec], config: dict[str, object] | None) -> list[str]:
-    """`dense layers {0..1}: 14 tensors` for every set of layers of one kind and count."""
+def layer_table(kinds: Iterable[Sequence[str]], config: dict[str, object] | None) -> list[str]:
+    """`dense layers {0..1}: 14 tensors` for every set of layers of one kind and count. `kinds` are names that differ in numbers only, together."""
     dims = dims_of(config) if config else None
-    counts = Counter((False, int(match[1])) for name in specs if (match := LAYER.match(name)))
-    counts += Counter((True, int(match[1])) for name in specs if (match := MTP_LAYER.match(name)))
+    counts: Counter[tuple[bool, int]] = Counter()
+    for names in kinds:
+        for mtp, pattern in ((False, LAYER), (True, MTP_LAYER)):
+            if match := pattern.match(names[0]):
+                counts.update({(mtp, int(layer)): count for layer, count in _layers(names, match.start(1)).items()})
     groups: dict[tuple[str, int], list[int]] = defaultdict(list)
     for (mtp, layer), count in counts.items():
         groups["MTP layers" if mtp else _kind_of_layer(layer, dims), count].append(layer)
     in_order = sorted(groups.items(), key=lambda item: (item[0][0] == "MTP layers", item[1]))
     return [f"{kind} {ranges(layers)}: {count} tensors each" for (kind, count), layers in in_order]
+
+
+def _layers(names: Iterable[str], start: int) -> Counter[str]:
+    """How many of these names have which layer number. They differ in numbers only, so it begins at the same place in all of them."""
+    return Counter([name[start : name.index(".", start)] for name in names])
 
 
 def _kind_of_layer(layer: int, dims: ModelDims | None) -> str:

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ckptkit.errors import CkptkitError
+from ckptkit.formats import refuse_url
 from verify.check_config import STAGES
 from verify.checks import Check, Skip, Tally, all_checks, check, run_checks
 from verify.launch import Launch, Side, Trouble, sides_of
@@ -100,10 +101,12 @@ def preflight(
     """What a launch with these arguments would load, and every trouble that headers and JSON files can tell; reads no weight.
 
     `arguments` are those of the launch script, of which the ones about parallel sizes and INT4 training are read; variables of
-    INT4 training count in the environment too. Raises CkptkitError when no path is given, and when a size is given twice, differently.
+    INT4 training count in the environment too. Raises CkptkitError when no path is given or one is a URL, and when a size is given twice, differently.
     """
     if hf_checkpoint is None and load is None and ref_load is None:
         raise CkptkitError("nothing to look at", "give at least one of --hf-checkpoint, --load and --ref-load")
+    for path in (given for given in (hf_checkpoint, load, ref_load) if given):
+        refuse_url(path)
     hf, actor, reference = (Path(path) if path else None for path in (hf_checkpoint, load, ref_load))
     launch = Launch(hf, actor, reference, ckpt_step)
     options = LaunchArguments.read(arguments, os.environ)

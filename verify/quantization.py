@@ -1,14 +1,13 @@
-"""What is wrong with a `quantization_config` beside packed weights: refused by readers, or an `ignore` that they read differently."""
+"""What is wrong with a `quantization_config` beside packed weights, so that readers refuse it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.errors import CkptkitError
 from ckptkit.sidefiles import quantization_of
-from ckptkit.specs import TensorSpec
 from verify.checks import Skip
 from verify.packed import format_of
 from verify.report import Severity
@@ -65,24 +64,3 @@ def _valid_elsewhere(config: Mapping[str, Any]) -> bool:
     except (CkptkitError, ValueError, KeyError, NotImplementedError):
         return False
     return True
-
-
-def ignore_faults(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> Iterator[Fault]:
-    """One for every reader that takes `ignore` otherwise than compressed-tensors does. A warning for slime's quantizer.
-
-    An engine that differs serves garbage; slime differs only once a training job quantizes its updates by this list.
-    """
-    from quant.decision import question_of
-    from quant.portable import check_portable, said
-    from quant.scheme import read_scheme
-
-    ignore = read_scheme(config).ignore
-    question = question_of(specs, config, ignore)
-    try:
-        check_portable(question, ignore)
-    except CkptkitError as error:
-        found = question.divergences(ignore)
-        for reader in dict.fromkeys(one.reader for one in found):
-            severity: Severity = "warning" if reader == "slime" else "error"
-            actual = "; ".join(said(one for one in found if one.reader == reader))
-            yield Fault("an ignore list that every reader takes alike", actual, error.hint or "", severity)

@@ -9,7 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ckptkit.errors import CkptkitError
-from ckptkit.formats import TRACKER, is_legacy, locate, tracked
+from ckptkit.formats import TRACKER, is_legacy, locate, refuse_url, tracked
+from quant.readers import readers_of
 from verify.checks import Check, Skip, all_checks, run_checks
 from verify.expected import usable_config
 from verify.heat import Heat, heat_map, of_rounding, of_values
@@ -36,18 +37,22 @@ def verify(
     against: frozenset[str] = frozenset(),
     command: Sequence[str] = (),
     manifest: str | Path | None = None,
+    readers: Sequence[str] = ("sglang",),
 ) -> Report:
     """Verifies the checkpoint at `path`, HF or Megatron, and returns the report; nothing is written.
 
     `source` is what it was made from; then every value is compared. `hf` gives the config of a Megatron checkpoint that has
     none beside it. `manifest` is a file with a digest of every tensor to compare with. `against` holds "megatron" and "sglang".
-    A broken checkpoint gives findings; CkptkitError means that
-    there is no checkpoint at `path` or `source` at all, that something this needs is missing, or that the model cannot be
-    cut into these parallel sizes.
+    `readers` (as `lint --reader` has them) are those that are to load INT4 weights: an `ignore` list that one of them takes
+    otherwise than the weights are is an error, for others a warning.
+    A broken checkpoint gives findings; CkptkitError means that there is no checkpoint at `path` or `source` at all, that something
+    this needs is missing, that there is no such reader, or that the model cannot be cut into these parallel sizes.
     """
-    if hf is not None and not (Path(hf) / "config.json").exists():
-        raise CkptkitError(f"{hf} has no config.json", "--hf names the HF directory of the model; leave it out to take the config stored beside the weights")
-    subject = Subject(Path(path), Path(source) if source else None, None, tp, pp, ep, against, etp=etp, vpp=vpp, manifest=Path(manifest) if manifest else None)
+    if hf is not None:
+        _check_hf(hf)
+    readers_of(readers)  # raises for a name that is none
+    subject = Subject(Path(path), Path(source) if source else None, None, tp, pp, ep, against, etp=etp, vpp=vpp, readers=tuple(readers))
+    subject.manifest = Path(manifest) if manifest else None
     subject.hf_path = Path(os.path.abspath(hf)) if hf is not None else _config_home(subject)
     if subject.source_path:
         locate(subject.source_path)
@@ -66,6 +71,12 @@ def verify(
         facts=facts | ({"not applicable": left_out} if left_out else {}),
         heat=_heat(subject, findings),
     )
+
+
+def _check_hf(hf: str | Path) -> None:
+    refuse_url(hf)
+    if not (Path(hf) / "config.json").exists():
+        raise CkptkitError(f"{hf} has no config.json", "--hf names the HF directory of the model; leave it out to take the config stored beside the weights")
 
 
 def _heat(subject: Subject, findings: Sequence[Finding]) -> Heat:

@@ -14,7 +14,7 @@ from ckptkit.safetensors_io import read_json
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 _TIKTOKEN = "tiktoken.model"
-_TEMPLATE = "chat_template.jinja"
+_TEMPLATE, _TEMPLATE_JSON, _MORE_TEMPLATES = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,28 @@ class SideFiles:
     @cached_property
     def templates(self) -> Mapping[str, str]:
         """Chat templates by name, `default` for the only one: in files of their own, in chat_template.json, or in tokenizer_config.json."""
-        named = {path.stem: path.read_text(errors="replace") for path in sorted((self.root / "additional_chat_templates").glob("*.jinja"))}
+        return {name: text for name, (_, text) in self._templates.items()}
+
+    def file_of_template(self, name: str) -> str:
+        """The file that holds the chat template `name`."""
+        return self._templates[name][0]
+
+    def file_of_token(self, token: str) -> str:
+        """The file that gives a token its id."""
+        return next(file for file, ids in self.vocabularies.items() if token in ids)
+
+    @cached_property
+    def _templates(self) -> Mapping[str, tuple[str, str]]:
+        """File and text of each template."""
+        files = sorted((self.root / _MORE_TEMPLATES).glob("*.jinja"))
+        named = {path.stem: (f"{_MORE_TEMPLATES}/{path.name}", path.read_text(errors="replace")) for path in files}
         if (self.root / _TEMPLATE).exists():
-            return {"default": (self.root / _TEMPLATE).read_text(errors="replace"), **named}
-        content = self._json("chat_template.json").get("chat_template") or self.tokenizer_config.get("chat_template")
+            return {"default": (_TEMPLATE, (self.root / _TEMPLATE).read_text(errors="replace")), **named}
+        own = self._json(_TEMPLATE_JSON).get("chat_template")
+        file, content = (_TEMPLATE_JSON, own) if own else (TOKENIZER_CONFIG, self.tokenizer_config.get("chat_template"))
         if isinstance(content, list):
-            return {str(one.get("name")): str(one.get("template")) for one in _objects(content)} | named
-        return {"default": content, **named} if isinstance(content, str) else named
+            return {str(one.get("name")): (file, str(one.get("template"))) for one in _objects(content)} | named
+        return {"default": (file, content), **named} if isinstance(content, str) else named
 
     def special(self, kind: str) -> str | None:
         """The text of the tokenizer's `eos`, `pad` or `bos` token; None where it says none."""

@@ -12,6 +12,7 @@ from ckptkit.checkpoint import Checkpoint
 from ckptkit.formats import TRACKER, Location, locate
 from ckptkit.sidefiles import is_quantized
 from converters.open import open_checkpoint
+from verify.folding import alike
 from verify.hf_files import HfFiles
 from verify.megatron_files import MegatronFiles
 from verify.plain import plain
@@ -36,7 +37,8 @@ class Subject:
     with; `against` holds "megatron" and "sglang" as asked for.
     `launch` says how a training job would find this checkpoint, `arguments` what its launch script says of parallel sizes;
     only preflight gives them. `manifest` is a file with digests to compare with. `rounding` is what CK305 found of each packed
-    weight: how many quantization steps it is off its source, and how many it may be; `promised` what `expected_of` found of these names.
+    weight: how many quantization steps it is off its source, and how many it may be; `promised` what `expected_of` found.
+    `readers` (as `lint --reader` has them) are those that are to load an INT4 checkpoint.
     """
 
     path: Path
@@ -52,7 +54,8 @@ class Subject:
     arguments: LaunchArguments | None = None
     rounding: dict[str, tuple[float, float]] = field(default_factory=dict)
     manifest: Path | None = None
-    promised: dict[frozenset[str], Expected] = field(default_factory=dict, repr=False)
+    promised: Expected | None = field(default=None, repr=False)
+    readers: tuple[str, ...] = ("sglang",)
 
     def __post_init__(self) -> None:
         """Makes paths absolute and free of `..`: the directory above an iteration is looked at by its name."""
@@ -81,6 +84,11 @@ class Subject:
     def megatron_files(self) -> MegatronFiles:
         """The files of a Megatron directory, sound or not."""
         return MegatronFiles(self.path, self.hf_path)
+
+    @cached_property
+    def kinds(self) -> Sequence[Sequence[str]]:
+        """The names of all tensors, those together that differ in layer and expert numbers only. Raises CkptkitError where `.metadata` cannot be read."""
+        return list(alike(self.hf_files.specs if self.kind == "hf" else self.megatron_files.opened.specs))
 
     @cached_property
     def location(self) -> Location:

@@ -14,6 +14,7 @@ from mutations import (
     manifest,
     order,
     order_megatron,
+    parallel_sizes,
     torch_dist,
     values,
 )
@@ -33,4 +34,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *manifest.MUTATIONS,
     *int4.MUTATIONS,
     *int4_parts.MUTATIONS,
+    *parallel_sizes.MUTATIONS,
 )

@@ -34,6 +34,7 @@ def hf_config(**values: Any) -> Damage:
     return damage
 
 
+MORE_EXPERTS = "experts.{12..15}.linear_fc1.weight"
 _SCRIPT = "a launch script of a sibling"
 _OPTION = "an option was left out of the launch script"
 
@@ -77,7 +78,7 @@ MUTATIONS = (
         "headers",
         "CK114",
         argument("num_layers", 11),
-        {QWEN: "num_layers", GLM: "num_layers"},
+        {QWEN: "decoder.layers.11.*", GLM: "decoder.layers.11.*"},
         ("slime#1059", "Megatron-LM#1778"),
     ),
     Mutation(
@@ -87,10 +88,18 @@ MUTATIONS = (
         "headers",
         "CK114",
         argument("mtp_num_layers", None),
-        {GLM: "mtp_num_layers", DEEPSEEK: "mtp_num_layers"},
+        {GLM: "mtp.layers.0.*", DEEPSEEK: "mtp.layers.0.*"},
         ("Megatron-Bridge#4960",),
     ),
-    Mutation("training with more experts", _SCRIPT, ("F5", "F8"), "headers", "CK114", argument("num_experts", 16), {QWEN3: "num_experts", GLM: "num_experts"}),
+    Mutation(
+        "training with more experts",
+        _SCRIPT,
+        ("F5", "F8"),
+        "headers",
+        "CK114",
+        argument("num_experts", 16),
+        {QWEN3: "experts.{12..15}.linear_fc1.weight", GLM: "experts.{12..15}.linear_fc1.weight"},
+    ),
     Mutation(
         "training with tied embeddings",
         _OPTION,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +36,8 @@ class Mutation:
     `imitates` says what happened, in a sentence; `modes` are rows of docs/failure-modes.md and `references` public threads.
     `on` names for each checkpoint (`starts.LABELS`) the place that `damage` breaks. `code` must be found there with at least
     this `severity`, and `level` is the cheapest of all codes found. It is run with `--source`, the clean release, where the level
-    or `with_source` says so; with `--manifest`, that of the clean checkpoint, where `with_manifest` says so.
+    or `with_source` says so; with `--manifest`, that of the clean checkpoint, where `with_manifest` says so. `arguments` are those of
+    `verify` (`tp`): where there are some, what is wrong may be that they do not go with the checkpoint, and nothing on disk.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Mutation:
     severity: Severity = "error"
     with_source: bool = False
     with_manifest: bool = False
+    arguments: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def source(self) -> bool:

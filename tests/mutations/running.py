@@ -26,9 +26,9 @@ def run(mutation: Mutation, label: str, starts: Starts, work: Path) -> Outcome:
     start = starts.path(label)
     path = Path(shutil.copytree(start, work / "checkpoint"))
     named = mutation.damage(path, mutation.on[label]) or mutation.on[label]
-    changed = differ(path, start)
+    changed = bool(mutation.arguments) or differ(path, start)
     source = starts.source(label) if mutation.source else None
-    report = verify(path, source=source, manifest=starts.manifest(label) if mutation.with_manifest else None)
+    report = verify(path, source=source, manifest=starts.manifest(label) if mutation.with_manifest else None, **mutation.arguments)
     shutil.rmtree(path)
     return Outcome(report, missed(mutation, named, report) if changed else "the mutation changed nothing on disk")
 

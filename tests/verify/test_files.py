@@ -245,6 +245,23 @@ def test_a_leftover_file(releases: Make, copy_of: Copy, only: Only) -> None:
     assert (finding.code, finding.file) == ("CK104", str(path / "old.safetensors"))
 
 
+@pytest.mark.parametrize("file", ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors"])
+def test_what_mistral_publishes_beside_its_shards_is_a_warning(file: str, releases: Make, copy_of: Copy, only: Only) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    save_file({"tok_embeddings.weight": torch.ones(8, 128, dtype=torch.bfloat16)}, path / file)
+    report = verify(path)
+    finding = only(report)
+    assert (finding.code, finding.severity, finding.file, report.status) == ("CK104", "warning", str(path / file), "passed")
+    assert "Mistral's own names" in finding.actual
+
+
+def test_a_leftover_of_that_name_is_none_of_mistrals(releases: Make, copy_of: Copy, only: Only) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    save_file({"model.norm.weight": torch.ones(128, dtype=torch.bfloat16)}, path / "consolidated.safetensors")
+    finding = only(verify(path))
+    assert (finding.code, finding.severity) == ("CK104", "error")
+
+
 def test_a_layer_more_than_the_config_says(releases: Make, copy_of: Copy, edit_json: Callable[..., None], codes: Codes) -> None:
     path = copy_of(releases("qwen2-tied"))
     edit_json(path / "config.json", num_hidden_layers=11, layer_types=None, max_window_layers=None)
@@ -465,16 +482,17 @@ def test_a_key_that_metadata_lost(converted: Make, copy_of: Copy, only: Only) ->
 
 
 def test_megatron_may_pad_the_vocabulary_and_nothing_else(releases: Make, tmp_path: Path) -> None:
+    from ckptkit.files import FilesWriter
     from ckptkit.safetensors_io import HfCheckpoint
     from ckptkit.specs import TensorSpec
-    from ckptkit.torch_dist_writer import TorchDistWriter
+    from ckptkit.torch_dist_files import TorchDistFiles
     from converters.planner import to_megatron
 
     view = to_megatron(HfCheckpoint(releases("qwen2-tied")), "test")
     padded = {"embedding.word_embeddings.weight": (384, 128), "decoder.final_layernorm.weight": (130,)}
     specs = {name: TensorSpec(name, padded.get(name, spec.shape), spec.dtype) for name, spec in view.specs.items()}
     (tmp_path / "padded").mkdir()
-    writer = TorchDistWriter(tmp_path / "padded", specs, {"num_layers": 12})
+    writer = FilesWriter(tmp_path / "padded", TorchDistFiles(specs, {"num_layers": 12}))
     for name, tensor in view.read(list(view.specs)).items():
         grown = torch.randn(specs[name].shape).bfloat16() if name in padded else tensor
         writer.write(name, grown)

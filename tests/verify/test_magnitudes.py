@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ckptkit.copy import copy
+from ckptkit.files import FilesWriter
+from ckptkit.torch_dist_files import TorchDistFiles
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
-from ckptkit.torch_dist_writer import TorchDistWriter
 from verify.extremes import extremes, same_bytes
 from verify.report import CheckResult, Finding
 from verify.run import verify
@@ -143,7 +144,7 @@ def padded(source: Path, path: Path, rows: Tensor, iteration: str = "release") -
     tensors[name] = torch.cat([tensors[name], rows])
     checkpoint = models.InMemory(before.config, tensors)
     shutil.copytree(source, path, ignore=shutil.ignore_patterns("release"))
-    copy(checkpoint, TorchDistWriter(path, checkpoint.specs, dict(before.args)), "padding")
+    copy(checkpoint, FilesWriter(path, TorchDistFiles(checkpoint.specs, dict(before.args))), "padding")
     return (path / "release").rename(path / iteration)
 
 

@@ -59,21 +59,24 @@ def test_an_hf_directory_has_no_keys(code: str, releases: Make, alone: Alone) ->
 # CK114
 
 
+TIED = "untie_embeddings_and_output_weights"
+
+
 @pytest.mark.parametrize(
-    ("changes", "expected", "actual"),
+    ("changes", "expected", "actual", "tensor"),
     [
-        ({"num_layers": 13}, "num_layers: 13 decoder layers", "12 not stored"),
-        ({"num_layers": 10}, "num_layers: 10 decoder layers", "{10..11} stored as well"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers: 1 multi-token prediction layers", "none stored"),
-        ({"vocab_size": 353}, "vocab_size: 353, so at least as many rows", "352 rows"),
-        ({"untie_embeddings_and_output_weights": True}, "untie_embeddings_and_output_weights: True, so an output layer", "output_layer.weight is not stored"),
+        ({"num_layers": 13}, "num_layers: 13 decoder layers", "12 not stored", "decoder.layers.12.*"),
+        ({"num_layers": 10}, "num_layers: 10 decoder layers", "{10..11} stored as well", "decoder.layers.{10..11}.*"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers: 1 multi-token prediction layers", "none stored", "mtp.layers.0.*"),
+        ({"vocab_size": 353}, "vocab_size: 353, so at least as many rows", "352 rows", "embedding.word_embeddings.weight"),
+        ({TIED: True}, f"{TIED}: True, so an output layer", "output_layer.weight is not stored", "output_layer.weight"),
     ],
 )
-def test_arguments_of_another_run(changes: dict[str, Any], expected: str, actual: str, converted: Make, copy_of: Copy, alone: Alone) -> None:
+def test_arguments_of_another_run(changes: dict[str, Any], expected: str, actual: str, tensor: str, converted: Make, copy_of: Copy, alone: Alone) -> None:
     path = copy_of(converted("qwen2-tied"))
     edit_args(path, **changes)
     _, (finding,) = alone("CK114", path)
-    assert (finding.expected, finding.actual) == (expected, actual)
+    assert (finding.expected, finding.actual, finding.tensor) == (expected, actual, tensor)
     assert finding.file == str(path / "release" / ".metadata")
 
 
@@ -84,14 +87,19 @@ def test_an_output_layer_that_arguments_tie(converted: Make, copy_of: Copy, alon
     assert (finding.expected, finding.tensor) == ("untie_embeddings_and_output_weights: False, so no output layer", "output_layer.weight")
 
 
-@pytest.mark.parametrize(("experts", "actual"), [(13, "12 not stored"), (8, "{8..11} stored as well"), (None, "{0..11} stored as well")])
-def test_another_number_of_experts(experts: int | None, actual: str, converted: Make, copy_of: Copy, alone: Alone) -> None:
+@pytest.mark.parametrize(
+    ("experts", "actual", "which"), [(13, "12 not stored", "12"), (8, "{8..11} stored as well", "{8..11}"), (None, "{0..11} stored as well", "{0..11}")]
+)
+def test_another_number_of_experts(experts: int | None, actual: str, which: str, converted: Make, copy_of: Copy, alone: Alone) -> None:
     path = copy_of(converted("glm4_moe"))
     edit_args(path, num_experts=experts)
     found = alone("CK114", path)[1]
     places = "decoder.layers.{2..11}.mlp.experts"
     assert {finding.expected for finding in found} == {f"num_experts: {experts or 0} experts in {places} linear_fc{part}.weight" for part in (1, 2)}
     assert {finding.actual for finding in found} == {actual}
+    assert {finding.tensor for finding in found} == {f"{places}.experts.{which}.linear_fc{part}.weight" for part in (1, 2)}
+    # 10 layers with so many experts too few or too many
+    assert {finding.count for finding in found} == {10 * {13: 1, 8: 4, None: 12}[experts]}
 
 
 def test_a_layer_that_the_save_lost(converted: Make, copy_of: Copy, alone: Alone) -> None:
@@ -104,7 +112,7 @@ def test_a_layer_that_the_save_lost(converted: Make, copy_of: Copy, alone: Alone
 
     models.edit_metadata(path / "release", change)
     _, (finding,) = alone("CK114", path)
-    assert finding.actual == "5 not stored"
+    assert (finding.actual, finding.tensor) == ("5 not stored", "decoder.layers.5.*")
 
 
 def test_arguments_that_say_nothing_promise_nothing(converted: Make, copy_of: Copy, alone: Alone) -> None:

@@ -205,7 +205,19 @@ def test_a_template_that_was_lost_or_replaced(template: str | None, actual: str,
     write(here, "tokenizer_config.json", {"eos_token": "<end>"} | ({"chat_template": template} if template else {}))
     _, (finding,) = alone("CK708", here, source_path=source)
     assert (finding.expected, finding.actual) == ("the chat template 'default' of the source", actual)
-    assert str(source) in finding.hint
+    assert (finding.file, finding.hint) == (str(here / "tokenizer_config.json"), f"copy tokenizer_config.json from {source}")
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja"])
+def test_the_file_of_a_template_is_named(file: str, pair: tuple[Path, Path], alone: Alone) -> None:
+    """chat_template.json is what processors of multimodal models write."""
+    here, source = pair
+    (source / file).parent.mkdir(exist_ok=True)
+    (source / file).write_text('{"chat_template": "{{ own }}"}')
+    found = alone("CK708", here, source_path=source)[1]
+    assert [finding.actual for finding in found] == ["missing" if "tool_use" in file else "another one"]
+    # What is there in another place is another one in that place.
+    assert found[0].file == str(here / (file if "tool_use" in file else "tokenizer_config.json"))
 
 
 def test_one_of_several_templates(pair: tuple[Path, Path], alone: Alone) -> None:
@@ -222,13 +234,15 @@ def test_another_tokenizer(pair: tuple[Path, Path], alone: Alone) -> None:
     write(here, "tokenizer.json", tokenizer(model={"vocab": WORDS | {"w4": 5, "w5": 4}}))
     _, (finding,) = alone("CK708", here, source_path=source)
     assert (finding.expected, finding.actual, finding.count) == ("2 tokens of the source, such as 'w4'", "another one", 2)
+    assert finding.file == str(here / "tokenizer.json")
 
 
 def test_a_tokenizer_that_was_lost(pair: tuple[Path, Path], alone: Alone) -> None:
     here, source = pair
     (here / "tokenizer.json").unlink()
-    _, (finding,) = alone("CK708", here, source_path=source)
-    assert (finding.actual, finding.count) == ("missing", 352)
+    found = alone("CK708", here, source_path=source)[1]
+    assert {(finding.actual, finding.file) for finding in found} == {("missing", str(here / "tokenizer.json"))}
+    assert [finding.count for finding in found] == [352]
 
 
 def test_a_source_without_a_tokenizer_gives_nothing_to_carry(releases: Make, hf: Path, alone: Alone) -> None:
