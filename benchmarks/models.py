@@ -1,4 +1,4 @@
-"""Models to measure with: published sizes with fewer layers, of random weights, written a tensor at a time. `python models.py NAME PATH`."""
+"""Models to measure with: published sizes with fewer layers, of random weights, written a tensor at a time. `python models.py NAME PATH [SHARD_BYTES]`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ckptkit.files import FilesWriter
-from ckptkit.safetensors_files import SafetensorsFiles, cut_shards
+from ckptkit.safetensors_files import FILE_BYTES, SafetensorsFiles, cut_shards
 from ckptkit.specs import TensorSpec
 from converters.planner import expected_hf
 
@@ -63,12 +63,12 @@ def config_of(name: str) -> dict[str, Any]:
     return _SMALL | {"num_hidden_layers": round((float(name) - 0.134) / 0.1007)}
 
 
-def make(config: dict[str, Any], path: Path) -> None:
-    """An HF directory of random weights, its tensors in the order of a release's files."""
+def make(config: dict[str, Any], path: Path, shard: int = FILE_BYTES) -> None:
+    """An HF directory of random weights, its tensors in the order of a release's files, in shards of this many bytes."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config, indent=2))
     specs = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in expected_hf(config).items()}
-    writer = FilesWriter(path, SafetensorsFiles(specs, cut_shards(specs)))
+    writer = FilesWriter(path, SafetensorsFiles(specs, cut_shards(specs, shard)))
     # Every tensor is a piece of one pool, from a place of its own: as good as new numbers, and made in seconds.
     generator = torch.Generator().manual_seed(20)
     pool = (torch.randn(1 << 26, generator=generator) * 0.02).to(torch.bfloat16)
@@ -80,4 +80,4 @@ def make(config: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(config_of(sys.argv[1]), Path(sys.argv[2]))
+    make(config_of(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -21,7 +21,7 @@ from ckptkit.specs import TensorSpec, summarize
 Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """A pure function from some tensors to others. `label` names it in `--dry-run`. `passes`: the bytes of the one output are the first of the one input."""
 

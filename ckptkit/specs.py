@@ -32,7 +32,7 @@ DTYPE_OF_CODE: dict[str, torch.dtype] = {
 CODE_OF_DTYPE: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A tensor's name, shape and dtype."""
 

@@ -26,7 +26,7 @@ MCORE = "mcore"
 DIALECTS = (MCORE, "slime")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Rule:
     """One rule at one layer and expert: the Megatron name, its HF names with their shapes, and the mapping behind it."""
 

@@ -179,12 +179,15 @@ def breaking(target: str, seen: list[Request], breaks: Callable[[Request], bool]
     return Proxy
 
 
-def refusing(status: int, code: str, only: str = "", target: str = "") -> type[BaseHTTPRequestHandler]:
-    """A handler that gives every request S3's error of this status and code; or those of method `only`, and hands the others on to `target`."""
+def refusing(status: int, code: str, only: str = "", target: str = "", about: str = "") -> type[BaseHTTPRequestHandler]:
+    """A handler that gives every request S3's error of this status and code; or those of method `only`, whose path has `about` in it, and hands
+
+    the others on to `target`.
+    """
 
     class Refusal(breaking(target, [])):  # type: ignore[misc]
         def do_GET(self) -> None:  # noqa: N802
-            if only and self.command != only:
+            if (only and self.command != only) or about not in self.path:
                 self.hand_on()
                 return
             self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -16,7 +16,8 @@ Paths = Callable[..., Path]
 # Each costs from a tenth of a second to two: torch's compiler with what it stands on, model classes, and what is only there for GPUs or losses.
 COMPILER = {"torch._dynamo", "torch._inductor", "triton"}
 MODELS = {"compressed_tensors", "huggingface_hub", "transformers"}
-HEAVY = COMPILER | MODELS | {"llvmlite", "megatron", "pandas", "ray", "scipy", "sglang", "torchao", "torchvision"}
+REMOTE = {"aiohttp", "botocore", "fsspec", "gcsfs", "httpx", "s3fs"}  # and huggingface_hub: only for URLs
+HEAVY = COMPILER | MODELS | REMOTE | {"llvmlite", "megatron", "pandas", "ray", "scipy", "sglang", "torchao", "torchvision"}
 
 # Runs commands one after the other; after each it writes the names of all modules that are there. A module that is only marked as absent is None.
 RUN = """
@@ -42,7 +43,7 @@ def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(
         ["convert", megatron, str(tmp_path / "back"), "--dry-run"],
         ["verify", hf, "--source", hf],
         ["verify", megatron, "--source", hf],
-        ["convert", hf, str(tmp_path / "there"), "--dry-run"],
+        ["convert", hf, str(tmp_path / "there")],
     )
     assert {"torch", "ckptkit.api", "converters.planner"} <= back
     assert {"verify.check_values", "verify.check_quant"} <= both

@@ -1,9 +1,11 @@
-"""An S3 server for the tests of remote paths, started once, and a new bucket for each test."""
+"""An S3 server for the tests of remote paths, started once, a new bucket for each test, and a release to put there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import models
 import pytest
 from remote_servers import Bucket, s3_server, use_s3
 
@@ -20,3 +22,18 @@ def bucket(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]
     """A new bucket, with the environment set so that s3:// means this server."""
     with use_s3(monkeypatch, s3_address):
         yield Bucket.new(s3_address)
+
+
+@pytest.fixture(scope="session")
+def small_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An HF directory of three shards. Read only."""
+    root = tmp_path_factory.mktemp("small") / "qwen"
+    models.save("qwen2-tied", root, shard_size="2MB")
+    return root
+
+
+@pytest.fixture
+def stored(small_release: Path, bucket: Bucket) -> str:
+    """The URL of that release in the bucket."""
+    bucket.put_directory(small_release, "models/qwen")
+    return bucket.url("models/qwen")
