@@ -57,9 +57,11 @@ _SMALL = DENSE | {"hidden_size": 2048, "intermediate_size": 6144, "num_attention
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """`moe`, `dense`, or a number of GB for a dense model of about that size."""
-    if name in ("moe", "dense"):
-        return MOE if name == "moe" else DENSE
+    """`moe`, `moe-LAYERS`, `dense`, or a number of GB for a dense model of about that size."""
+    if name.startswith("moe"):
+        return MOE | {"num_hidden_layers": int(name.partition("-")[2] or MOE["num_hidden_layers"])}
+    if name == "dense":
+        return DENSE
     return _SMALL | {"num_hidden_layers": round((float(name) - 0.134) / 0.1007)}
 
 

@@ -7,35 +7,45 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from measure import ROUNDS, Run, forget, remember, run
 
+MODELS = {"moe": ("cold", "warm"), "moe-12": ("cold",)}  # 8.7 and 16.2 GB; the larger does not fit into the page cache of every machine
+CAT = "cat to /dev/null"
+
 
 def rows() -> list[dict[str, Any]]:
     """Seconds, throughput and memory of both, on files that are not in the page cache ("cold") and that are ("warm")."""
+    return [row for model, states in MODELS.items() for row in _rows_of(model, states)]
+
+
+def _rows_of(model: str, states: Sequence[str]) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as directory:
         source, target = Path(directory, "hf"), Path(directory, "int4")
-        subprocess.run([sys.executable, "models.py", "moe", str(source)], check=True, cwd=Path(__file__).parent)
+        subprocess.run([sys.executable, "models.py", model, str(source)], check=True, cwd=Path(__file__).parent)
         files = sorted(source.glob("*.safetensors"))
         commands = {
-            "cat to /dev/null": ["cat", *map(str, files)],
+            CAT: ["cat", *map(str, files)],
             "quantize": [sys.executable, "-m", "ckptkit", "quantize", str(source), str(target), "--group-size", "128"],
         }
         runs: dict[tuple[str, str], list[Run]] = {}
         for _ in range(ROUNDS):
-            for state, prepare in (("cold", forget), ("warm", remember)):
+            for state in states:
                 for what, command in commands.items():
-                    prepare(files)
+                    (forget if state == "cold" else remember)(files)
                     runs.setdefault((what, state), []).append(run(command, target))
         size = sum(file.stat().st_size for file in files)
-    return [_row(what, state, found, runs["cat to /dev/null", state], size) for (what, state), found in runs.items()]
+    for (what, state), found in runs.items():
+        yield _row(what, state, found, runs[CAT, state], size)
 
 
 def _row(what: str, state: str, runs: list[Run], reading: list[Run], size: int) -> dict[str, Any]:
     seconds, floor = (statistics.median(one.seconds for one in found) for found in (runs, reading))
     return {
+        "GB": round(size / 1e9, 1),
         "what": what,
         "page cache": state,
         "seconds": round(seconds, 2),

@@ -13,6 +13,7 @@ from ckptkit.progress import progress
 from ckptkit.raw import BUFFER, Extent
 
 STREAMED = 64 << 20  # bytes from which on a tensor is not held as a whole, if it need not be
+SPARE = 2  # threads more than cores: while some wait for a disk the others compute
 IN_FLIGHT = 512 << 20  # bytes of groups that are read, computed or written at one time
 
 
@@ -27,14 +28,14 @@ def copy(
 ) -> None:
     """Writes every tensor of `source`, or `only` some; on any error the writer discards what it has begun.
 
-    `workers` threads (None: one a core) each take a group from reading to writing, groups in order, at most `memory` bytes of them at a
+    `workers` threads (None: one a core and SPARE more) each take a group from reading to writing, groups in order, at most `memory` bytes of them at a
     time, or one. What is written does not depend on either.
     """
     groups = source.groups if only is None else [kept for names in source.groups if (kept := tuple(name for name in names if name in only))]
     total = sum(source.specs[name].nbytes for names in groups for name in names)
     try:
         with progress(label, total) as advance:
-            for done in _copied(source, groups, writer, workers or cores(), memory):
+            for done in _copied(source, groups, writer, workers or cores() + SPARE, memory):
                 advance(done)
         writer.finish()
     except BaseException:
@@ -51,7 +52,7 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
     """Moves these groups. Yields the bytes of each that has been written."""
 
     def move(names: Sequence[str]) -> int:
-        if isinstance(writer, FilesWriter) and (extent := _streamed(source, names)) is not None:
+        if isinstance(writer, FilesWriter) and (extent := streamed(source, names)) is not None:
             writer.write_extent(names[0], extent)
             return extent.nbytes
         tensors = source.read(names)
@@ -63,7 +64,7 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
     running: dict[Future[int], int] = {}
     try:
         for names in groups:
-            size = BUFFER if isinstance(writer, FilesWriter) and _streamed(source, names) else footprint(source, names)
+            size = BUFFER if isinstance(writer, FilesWriter) and streamed(source, names) else footprint(source, names)
             # One group more than there are workers, so that none waits for this thread.
             while running and (len(running) > workers or sum(running.values()) + size > memory):
                 yield from _finished(running)
@@ -75,7 +76,7 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
         pool.shutdown(cancel_futures=True)
 
 
-def _streamed(source: Checkpoint, names: Sequence[str]) -> Extent | None:
+def streamed(source: Checkpoint, names: Sequence[str]) -> Extent | None:
     """Where the bytes of a group stand that is one large tensor and stays as it is: an embedding need not be held as a whole."""
     return extent_of(source, names[0]) if len(names) == 1 and source.specs[names[0]].nbytes >= STREAMED else None
 

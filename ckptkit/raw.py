@@ -6,6 +6,7 @@ keep what nobody will ask for again costs the kernel a page of memory for each 4
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -96,19 +97,30 @@ class WrittenFile:
 def read_into(path: Path, buffer: memoryview, offset: int) -> int:
     """Fills `buffer` with bytes of a file. Returns how many there were: fewer where the file ends. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
+    direct = _reopened(descriptor, os.O_RDONLY) if len(buffer) >= _LARGE else None
     try:
-        done = _read_cached(descriptor, buffer, offset) if len(buffer) >= _LARGE else 0
-        if len(buffer) - done >= _LARGE and (direct := _reopened(descriptor, os.O_RDONLY)) is not None:
-            try:
-                done += _read_direct(direct, buffer[done:], offset + done)
-            except OSError as error:
-                if error.errno not in _UNSUPPORTED:
-                    raise
-            finally:
-                os.close(direct)
-        return done + _read_all(descriptor, buffer[done:], offset + done)
+        done = 0
+        for begin, end in cuts(offset, len(buffer)):
+            count = _read_piece(descriptor, direct, buffer[begin:end], offset + begin)
+            done += count
+            if count < end - begin:
+                break
+        return done
     finally:
-        os.close(descriptor)
+        for opened in filter(None, (descriptor, direct)):
+            os.close(opened)
+
+
+def _read_piece(descriptor: int, direct: int | None, buffer: memoryview, offset: int) -> int:
+    """At most BUFFER bytes: from the page cache if they are there, else past it."""
+    if direct is None or len(buffer) < _LARGE or _is_cached(descriptor, offset, len(buffer)):
+        return _read_all(descriptor, buffer, offset)
+    try:
+        return _read_direct(direct, buffer, offset)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        return _read_all(descriptor, buffer, offset)
 
 
 def _aligned(offset: int, length: int) -> tuple[int, int]:
@@ -141,25 +153,35 @@ def _write_direct(descriptor: int, view: memoryview, offset: int) -> None:
         _write_all(descriptor, piece.data, offset + at)
 
 
-def _read_cached(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Reads what lies in the page cache, up to the first byte that does not."""
-    done = 0
-    try:
-        while done < len(buffer) and (count := os.preadv(descriptor, [buffer[done : done + _LARGEST]], offset + done, os.RWF_NOWAIT)):
-            done += count
-    except OSError as error:
-        if error.errno not in (errno.EAGAIN, *_UNSUPPORTED):
-            raise
-    return done
+class _Range(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _CacheStat(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted"))
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_CACHESTAT = 451  # the number of cachestat(2) on every architecture, from Linux 6.5 on
+
+
+def _is_cached(descriptor: int, offset: int, length: int) -> bool:
+    """Whether at least half of these bytes lies in the page cache; False where the kernel does not say.
+
+    A read that would not wait (RWF_NOWAIT) is no way to ask: where it finds nothing it has the kernel read ahead.
+    """
+    found = _CacheStat()
+    failed = _LIBC.syscall(_CACHESTAT, descriptor, ctypes.byref(_Range(offset, length)), ctypes.byref(found), 0)
+    return not failed and 2 * found.cached * mmap.PAGESIZE >= length
 
 
 def _read_direct(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Reads past the page cache; the last bytes of a file that ends within a block are read too."""
+    """Reads at most BUFFER bytes past the page cache; the last bytes of a file that ends within a block are read too."""
     target, begin, done = np.frombuffer(buffer, np.uint8), offset // _BLOCK * _BLOCK, 0
     while done < len(target):
-        piece = _buffer("blocks").data
-        count = os.preadv(descriptor, [piece[: -(-(offset + len(target) - begin) // _BLOCK) * _BLOCK]], begin)
-        found = _buffer("blocks")[offset + done - begin : min(count, offset + len(target) - begin)]
+        blocks = _buffer("blocks")
+        count = os.preadv(descriptor, [blocks.data[: -(-(offset + len(target) - begin) // _BLOCK) * _BLOCK]], begin)
+        found = blocks[offset + done - begin : min(count, offset + len(target) - begin)]
         if not len(found):
             break
         np.copyto(target[done : done + len(found)], found)

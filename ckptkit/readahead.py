@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-WINDOW = 8 << 30  # bytes
+WINDOW = 16 << 30  # bytes
 _STEP = 64 << 20
 _OWN = 128 << 20  # bytes from which on it is weights that the process reads itself, and no modules
 
@@ -20,10 +20,10 @@ _OWN = 128 << 20  # bytes from which on it is weights that the process reads its
 def reading_ahead(files: Sequence[Path]) -> Iterator[None]:
     """While the block runs, a thread has the kernel read these files in order, without copying, until the process reads weights itself: then it
 
-    would fill memory with what that has read, or reads past the page cache. At most WINDOW bytes, or a quarter of the memory there is.
+    would fill memory with what that has read, or reads past the page cache. At most WINDOW bytes, or half of the memory that is free.
     """
     stop = threading.Event()
-    thread = threading.Thread(target=_ask, args=(files, min(WINDOW, _available() // 4), stop), name="ckptkit-readahead")
+    thread = threading.Thread(target=_ask, args=(files, min(WINDOW, _available() // 2), stop), name="ckptkit-readahead")
     thread.start()
     try:
         yield
