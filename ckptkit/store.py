@@ -161,10 +161,14 @@ class Store:
     def remove(self, names: Sequence[str]) -> None:
         """Removes files; those that are not there are no error."""
         filesystem, root = self._opened
-        there = self.files().keys() & set(names)
+        there = [f"{root}/{name}" for name in sorted(self.files().keys() & set(names))]
         with _explained(self.url):
-            if there:
-                filesystem.rm([f"{root}/{name}" for name in sorted(there)])
+            if there and filesystem.async_impl:
+                filesystem.rm(there)
+                return
+            # Of the others not all take a list.
+            for path in there:
+                filesystem.rm_file(path)
 
 
 def _below(root: str, path: str) -> str:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote
 
+import fsspec
 import pytest
 from remote_servers import Bucket, Request, breaking, refusing, serving, use_s3
 
@@ -81,6 +82,21 @@ def test_a_large_file_goes_in_parts(local: Path, bucket: Bucket, monkeypatch: py
     assert bucket.get("out/1.safetensors") == content
     tag = bucket.client.head_object(Bucket=bucket.name, Key="out/1.safetensors")["ETag"]
     assert tag.strip('"').endswith("-3")
+
+
+def test_a_store_that_takes_no_lists(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = fsspec.filesystem("memory")
+    # As huggingface_hub's does.
+    monkeypatch.setattr(type(memory), "rm", lambda self, path: self.rm_file(path.removeprefix("/")))
+    upload = Upload("memory://up/out")
+    for name in FILES:
+        upload.put(local / name, name)
+    upload.finish()
+    assert sorted(memory.find("/up/out")) == sorted(f"/up/out/{name}" for name in FILES)
+    again = Upload("memory://up/out", overwrite=True)
+    again.put(local / "1.safetensors", "1.safetensors")
+    again.discard()
+    assert memory.find("/up/out") == []
 
 
 def test_discard_leaves_nothing(local: Path, bucket: Bucket) -> None:
