@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ HEADERS = "import sys, pathlib, huge; huge.make_hf(pathlib.Path(sys.argv[1]), hu
 
 
 def rows() -> list[dict[str, Any]]:
-    """Seconds, the ratio to `cat` of both sides on files that are not in the page cache ("cold") or are ("warm"), and memory."""
+    """Seconds, the ratio to `cat` of both sides on files that are not in the page cache ("cold") or are ("warm"), and memory.
+
+    Two sizes tell start-up from throughput: "start-up" is what is left at none, "each further GB" what one more takes.
+    """
     found = []
     for size in SIZES:
         with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as directory:
             found += [{"GB": size, **row} for row in _values(Path(directory), size)]
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as directory:
-        return found + [{"GB": "", **row} for row in _headers(Path(directory) / "kimi")]
+        return found + list(_apart(found)) + [{"GB": "", **row} for row in _headers(Path(directory) / "kimi")]
 
 
 def _values(work: Path, size: str) -> list[dict[str, Any]]:
@@ -47,6 +51,20 @@ def _values(work: Path, size: str) -> list[dict[str, Any]]:
             reading = statistics.median(one.seconds for one in next(iter(runs.values())))
             found += [_row(what, one, reading, state) for what, one in runs.items()]
     return found
+
+
+def _apart(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    smaller, larger = ([row for row in found if row["GB"] == size] for size in SIZES)
+    slopes = [(above["seconds"] - below["seconds"]) / (float(SIZES[1]) - float(SIZES[0])) for below, above in zip(smaller, larger, strict=True)]
+    reading = 0.0
+    for row, slope in zip(smaller, slopes, strict=True):
+        about = {"GB": "", "what": row["what"], "page cache": row["page cache"]}
+        if row["what"].startswith("cat "):
+            reading = slope
+            continue
+        yield about | {"what": f"{row['what']}, start-up", "seconds": round(row["seconds"] - float(SIZES[0]) * slope, 2)}
+        ratio = {"ratio to cat": round(slope / reading, 2)} if reading > 0 else {}
+        yield about | {"what": f"{row['what']}, each further GB", "seconds": round(slope, 2), **ratio}
 
 
 def _headers(path: Path) -> list[dict[str, Any]]:

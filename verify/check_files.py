@@ -214,18 +214,23 @@ def home_of(subject: Subject, name: str) -> str:
     return str(found[0])
 
 
+def _no_index_needed(subject: Subject) -> str | None:
+    single = subject.kind == "hf" and subject.hf_files.index is None and not subject.hf_files.index_faults
+    return "a single file needs no index" if single else only_hf(subject)
+
+
 @check(
     "CK106",
     "total_size is the sum of all tensors in bytes",
     rationale="A total_size that is not the sum of the tensors shows an index that was not written with these shards, or counts rows instead of bytes.",
     fix="Set metadata.total_size in model.safetensors.index.json to the number given, after the other CK1xx checks pass.",
-    unless=only_hf,
+    unless=_no_index_needed,
 )
 def total_size_true(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """The index's `metadata.total_size` against the headers."""
     files = subject.hf_files
     if files.index is None:
-        raise Skip("there is no index")
+        raise Skip("there is no usable index (CK103)")
     if files.unknown:
         raise Skip("not run because some shards cannot be read (CK102)")
     tally.compared(0, len(files.specs))

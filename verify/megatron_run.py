@@ -1,13 +1,15 @@
-"""Starts the ranks of a Megatron witness, one process each, and gathers what they report."""
+"""Starts the ranks of a Megatron witness, a process each, and gathers what they report."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -102,34 +104,44 @@ def _job(subject: Subject, sizes: ParallelSizes, rank: int, scratch: Path, gpu: 
 
 
 def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float) -> dict[int, str]:
-    """Runs one process a job to the end and says why the first ones to fail failed; empty when all reported."""
-    processes = {job.rank: _start(job, scratch, gpu) for job in jobs}
+    """Runs a process a job to the end and says why the first ones to fail failed; empty when all reported.
+
+    On the CPU they are forked from one that has imported Megatron, which takes longer than to load a small model. CUDA bears no fork.
+    """
+    processes = {job.rank: _start([job], scratch, gpu) for job in jobs} if gpu else {jobs[0].rank: _start(jobs, scratch, gpu)}
     try:
-        failed = _wait(processes, time.monotonic() + seconds)
+        failed = _wait([job.rank for job in jobs], processes, scratch, time.monotonic() + seconds)
     finally:
         for process in processes.values():
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+            _end(process)
     return {rank: f"no answer within {seconds:.0f} s" if code is None else _last_words(scratch / f"stderr-{rank}", code) for rank, code in failed.items()}
 
 
-def _start(job: RankJob, scratch: Path, gpu: bool) -> subprocess.Popen[bytes]:
-    path = scratch / f"job-{job.rank}.json"
-    job.save(path)
+def _start(jobs: Sequence[RankJob], scratch: Path, gpu: bool) -> subprocess.Popen[bytes]:
+    for job in jobs:
+        job.save(scratch / f"job-{job.rank}.json")
     here = str(Path(__file__).resolve().parent.parent)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])), "OMP_NUM_THREADS": "1"}
     # A rank decides by what it sees: without GPUs for all ranks, none may find one.
     environment |= {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", "-m", "verify.witness_megatron", str(path)]
-    with (scratch / f"stderr-{job.rank}").open("wb") as errors:
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
+    command = [sys.executable, "-W", "ignore", "-m", "verify.witness_megatron", str(scratch), *(str(job.rank) for job in jobs)]
+    with (scratch / f"stderr-{jobs[0].rank}").open("wb") as errors:
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
 
 
-def _wait(processes: Mapping[int, subprocess.Popen[bytes]], deadline: float) -> dict[int, int | None]:
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills what still runs of a process and of those that it forked, which a process that was itself killed leaves behind."""
+    if process.poll() != 0:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _wait(ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]], scratch: Path, deadline: float) -> dict[int, int | None]:
     """Exit codes of the ranks that failed first, None for those still running at the deadline; empty when all went well."""
     while True:
-        codes = {rank: process.poll() for rank, process in processes.items()}
+        ended = {rank: process.poll() for rank, process in processes.items()}
+        codes = {rank: _code(scratch / f"exit-{rank}", ended.get(rank)) for rank in ranks}
         failed: dict[int, int | None] = {rank: code for rank, code in codes.items() if code}
         if failed:
             time.sleep(_GRACE_SECONDS)
@@ -139,6 +151,11 @@ def _wait(processes: Mapping[int, subprocess.Popen[bytes]], deadline: float) -> 
         if time.monotonic() > deadline:
             return {rank: None for rank, code in codes.items() if code is None}
         time.sleep(0.1)
+
+
+def _code(file: Path, ended: int | None) -> int | None:
+    """Exit code of a rank: as the process that forked it wrote it down, or that of its own process; None while it runs."""
+    return int(file.read_text()) if file.exists() else ended
 
 
 def _last_words(path: Path, code: int) -> str:

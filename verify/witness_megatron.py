@@ -1,4 +1,4 @@
-"""One rank of a real Megatron that loads a checkpoint: `python -m verify.witness_megatron JOB.json`.
+"""Ranks of a real Megatron that load a checkpoint: `python -m verify.witness_megatron FOLDER RANK...`, each by FOLDER/job-RANK.json.
 
 Builds the model, poisons every parameter, loads strictly with Megatron's own `dist_checkpointing`, and compares what it
 then holds with the slices predicted from the reference. An exception ends the process: the parent reports its last line.
@@ -6,8 +6,13 @@ then holds with the slices predicted from the reference. An exception ends the p
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,12 +119,48 @@ def witness(job: RankJob) -> RankReport:
     )
 
 
-def main() -> None:
-    """Entry point of a rank."""
-    job = RankJob.load(Path(sys.argv[1]))
+def _run(job: RankJob) -> None:
     report = witness(job)
     report.save(Path(job.report))
     torch.distributed.destroy_process_group()
+
+
+def _forked(folder: Path, rank: int) -> None:
+    """One of several ranks, in a process of its own: stderr goes where the caller looks for what it said."""
+    _end_with_parent()
+    with (folder / f"stderr-{rank}").open("ab") as errors:
+        os.dup2(errors.fileno(), sys.stderr.fileno())
+    _run(RankJob.load(folder / f"job-{rank}.json"))
+
+
+def _end_with_parent() -> None:
+    """Has the kernel kill this process when its parent ends, however that ends (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _fork(folder: Path, ranks: Sequence[int]) -> None:
+    """Runs several ranks to their ends; the exit code of each stands in FOLDER/exit-RANK as soon as it is known."""
+    context = multiprocessing.get_context("fork")
+    processes = {rank: context.Process(target=_forked, args=(folder, rank), daemon=True) for rank in ranks}
+    for process in processes.values():
+        process.start()
+    running = {process.sentinel: rank for rank, process in processes.items()}
+    while running:
+        ended = multiprocessing.connection.wait(list(running))
+        for rank in [running.pop(sentinel) for sentinel in list(running) if sentinel in ended]:
+            processes[rank].join()
+            (folder / f"partial-{rank}").write_text(str(processes[rank].exitcode))
+            (folder / f"partial-{rank}").rename(folder / f"exit-{rank}")
+
+
+def main() -> None:
+    """Entry point of a rank, or of the process that forks several."""
+    _end_with_parent()
+    folder, ranks = Path(sys.argv[1]), [int(rank) for rank in sys.argv[2:]]
+    if len(ranks) == 1:
+        _run(RankJob.load(folder / f"job-{ranks[0]}.json"))
+    else:
+        _fork(folder, ranks)
 
 
 if __name__ == "__main__":

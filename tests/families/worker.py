@@ -42,7 +42,7 @@ class Worker:
         self._count = 0
 
     def _start(self) -> subprocess.Popen[str]:
-        found = environment(OMP_NUM_THREADS="2")
+        found = environment(OMP_NUM_THREADS="1")
         command = [sys.executable, "-W", "ignore", "-m", "families.worker", str(self._scratch / "store")]
         return subprocess.Popen(command, env=found, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 

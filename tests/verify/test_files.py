@@ -68,7 +68,10 @@ def test_fused_experts_have_no_finding(releases: Callable[..., Path]) -> None:
 def test_a_single_file_without_index_has_no_finding(tmp_path: Path) -> None:
     models.save("qwen2-tied", tmp_path / "one", shard_size="1GB")
     assert not (tmp_path / "one" / INDEX).exists()
-    assert verify(tmp_path / "one").findings == []
+    report = verify(tmp_path / "one")
+    assert report.findings == []
+    assert [check.code for check in report.checks if check.status != "passed"] == []
+    assert "CK106" not in {check.code for check in report.checks}
 
 
 def test_tensors_per_layer_are_told(releases: Make) -> None:

@@ -190,8 +190,9 @@ def test_a_rank_that_crashes_is_a_finding(converted: Paths, copy_of: Paths) -> N
 @needs_megatron
 def test_a_rank_that_hangs_is_a_finding(converted: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_run, "_START_SECONDS", 0.5)
-    (finding,) = strict_load(Subject(converted("qwen2-tied")), Tally())
-    assert (finding.actual, finding.rank) == ("no answer within 1 s", "rank 0")
+    for stages, ranks in ((1, "rank 0"), (2, "ranks 0..1")):
+        (finding,) = strict_load(Subject(converted("qwen2-tied"), pp=stages), Tally())
+        assert (finding.actual, finding.rank) == ("no answer within 1 s", ranks)
 
 
 @pytest.mark.parametrize(
