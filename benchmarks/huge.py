@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptkit.estimate import Work
+from ckptkit.estimate import Volume
 from ckptkit.formats import TRACKER
 from ckptkit.safetensors_files import cut_shards
 from ckptkit.safetensors_io import INDEX
@@ -68,7 +68,7 @@ _INT4: dict[str, Any] = {
 }  # fmt: skip
 _QUANTIZATION: dict[Form, dict[str, Any]] = {"bfloat16": {}, "fp8": {"quantization_config": _FP8}, "int4": {"quantization_config": _INT4}}
 _IN_FP8 = re.compile(r".+\.(self_attn|mlp)\.(.+\.)?\w+_proj(_with_mqa)?\.weight")
-HF_FILE, MEGATRON_FILE = 5_000_000_000, 10_000_000_000
+HF_FILE, MEGATRON_FILE = 5_000_000_000, 5_000_000_000
 _RANKS = 64  # that Megatron's save came from: a file each
 
 
@@ -105,14 +105,14 @@ MODELS: dict[str, tuple[dict[str, Any], Form]] = {
 }
 
 
-def works(config: Mapping[str, Any], form: Form) -> dict[str, Work]:
+def works(config: Mapping[str, Any], form: Form) -> dict[str, Volume]:
     """What each way reads and writes for a model whose release is in this form, in files cut as ckptkit cuts them; INT4 has the routed experts packed."""
     plain = stored(config, "bfloat16")
     total, step = sum(spec.nbytes for spec in plain.values()), 2 * max(spec.nbytes for spec in plain.values())
     return {
-        "HF -> Megatron": Work(sum(spec.nbytes for spec in stored(config, form).values()), _sizes(plain, MEGATRON_FILE, "bfloat16"), step, total),
-        "Megatron -> HF": Work(total, _sizes(plain, HF_FILE, "bfloat16"), step, total),
-        "Megatron -> INT4": Work(total, _sizes(plain, HF_FILE, "int4"), step, total),
+        "HF -> Megatron": Volume(sum(spec.nbytes for spec in stored(config, form).values()), _sizes(plain, MEGATRON_FILE, "bfloat16"), step, total),
+        "Megatron -> HF": Volume(total, _sizes(plain, HF_FILE, "bfloat16"), step, total),
+        "Megatron -> INT4": Volume(total, _sizes(plain, HF_FILE, "int4"), step, total),
     }
 
 

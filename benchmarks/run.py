@@ -1,6 +1,6 @@
 """`make bench`: every section prints a table and stands in bench.json; BENCH_ARGS names the ones to run, such as `offline`.
 
-A section is a module beside this one with a function `rows()`, which measures and returns what it found as data.
+A section is a module beside this one (of its name, or in `_MODULES`) with a function `rows()`, which measures and returns what it found as data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-SECTIONS = ("kernels", "cuda", "offline", "convert", "scale", "verifier", "plan")
+SECTIONS = ("kernels", "cuda", "offline", "convert", "scale", "verifier", "plan", "ray")
+_MODULES = {"ray": "ray_scaling"}  # where it is not the section's name: that is a package's
 
 
 def main(chosen: list[str]) -> None:
@@ -24,7 +25,7 @@ def main(chosen: list[str]) -> None:
     found: dict[str, list[dict[str, Any]]] = {}
     console = Console()
     for name in chosen or SECTIONS:
-        module = import_module(name)
+        module = import_module(_MODULES.get(name, name))
         found[name] = module.rows()
         console.print((module.__doc__ or name).strip().partition("\n")[0])
         console.print(_table(found[name]) if found[name] else "nothing to measure on this machine")

@@ -11,17 +11,18 @@ import argparse
 import random
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
+from typing import Any
 
-from ckptkit.estimate import GB, START, Machines, Throughput, Work, estimate
+from ckptkit.estimate import GB, START, Estimate, Machines, Throughput, Volume, estimate
 
 PIECE = 256e6  # bytes of output that are read, computed and written together
 DEPTH = 3  # pieces of a file in flight: one being read, one being computed, one being written
 NOISE = 0.2  # standard deviation of the logarithm of how much longer than planned a file takes
-SEEDS = range(5)
+SEEDS = range(3)
 
 
 @dataclass
@@ -49,7 +50,7 @@ class _Worker:
     written: int = 0
 
 
-def simulate(work: Work, rates: Throughput, machines: Machines, seed: int) -> float:
+def simulate(work: Volume, rates: Throughput, machines: Machines, seed: int) -> float:
     """Seconds until the last file is written."""
     noise, order = random.Random(seed), count()
     files, whole = deque(sorted(work.files, reverse=True)), sum(work.files)
@@ -90,8 +91,8 @@ def simulate(work: Work, rates: Throughput, machines: Machines, seed: int) -> fl
     return now
 
 
-# GB of plain weights a second and core, by way; `_DEQUANTIZING` where the HF side is in FP8. Measured: docs/scale.md has the commands.
-TRANSFORM = {"HF -> Megatron": 1.0, "Megatron -> HF": 1.0, "Megatron -> INT4": 0.5}
+# GB of plain weights a second and core, by way and by the form of the HF release that is read. Measured: docs/scale.md says how.
+TRANSFORM = {"plain": 0.5, "from FP8": 0.25, "to INT4": 0.35}
 NODES = (1, 4, 16)
 
 
@@ -107,25 +108,46 @@ class Site:
 
 
 SITES = (
-    Site("nodes like the one measured: 2 cores, a disk of their own", 1.5, 0.8, 2),
+    Site("nodes like the one measured: 2 cores, storage of 1.2 GB/s read and 0.7 GB/s written for each", 1.2, 0.7, 2),
     Site("GPU nodes: 32 workers, 10 GB/s of network, a shared file system of 40 GB/s", 10.0, 10.0, 32, 40.0),
 )
 
 
-def table(site: Site, jobs: Mapping[str, tuple[float, Work]]) -> Iterator[str]:
-    """Lines of Markdown for jobs and what a core transforms in GB/s: at each number of nodes the closed form, the simulation and what bounds it."""
+Jobs = Mapping[str, tuple[float, Volume]]  # what a core transforms in GB/s, and the bytes, by the words of the job
+
+
+def jobs_of(models: Mapping[str, tuple[Any, Any]], works: Callable[[Any, Any], Mapping[str, Volume]]) -> Jobs:
+    """Every way to convert these models (`huge.MODELS`, `huge.works`)."""
+    return {f"{model}, {way}": (TRANSFORM[_kind(way, form)], work) for model, (config, form) in models.items() for way, work in works(config, form).items()}
+
+
+def _kind(way: str, form: str) -> str:
+    """What of `TRANSFORM` a way is."""
+    return "to INT4" if way.endswith("INT4") else "from FP8" if way.startswith("HF") and form == "fp8" else "plain"
+
+
+Cells = Mapping[str, Sequence[tuple[Estimate, float]]]  # of each job, at each of NODES: the closed form, and the simulation in seconds
+
+
+def cells_of(site: Site, jobs: Jobs) -> Cells:
+    """What both say of these jobs at a site."""
+    return {
+        what: [_cell(work, Throughput(site.read, transform, site.write), Machines(nodes, site.workers, shared=site.shared)) for nodes in NODES]
+        for what, (transform, work) in jobs.items()
+    }
+
+
+def _cell(work: Volume, rates: Throughput, machines: Machines) -> tuple[Estimate, float]:
+    return estimate(work, rates, machines), statistics.median(simulate(work, rates, machines, seed) for seed in SEEDS)
+
+
+def table(site: Site, cells: Cells) -> Iterator[str]:
+    """Lines of Markdown: at each number of nodes the closed form, the simulation, and what bounds it."""
     yield f"| {site.words} | files | " + " | ".join(f"{nodes} node{'s' * (nodes > 1)}" for nodes in NODES) + " |"
     yield "| --- | --- |" + " --- |" * len(NODES)
-    for what, (transform, work) in jobs.items():
-        rates = Throughput(site.read, transform, site.write)
-        cells = [_cell(work, rates, Machines(nodes, site.workers, shared=site.shared)) for nodes in NODES]
-        yield f"| {what} | {len(work.files)} | " + " | ".join(cells) + " |"
-
-
-def _cell(work: Work, rates: Throughput, machines: Machines) -> str:
-    found = estimate(work, rates, machines)
-    simulated = statistics.median(simulate(work, rates, machines, seed) for seed in SEEDS)
-    return f"{_words(found.seconds)} ({_words(simulated)}), {found.bound}"
+    for what, several in cells.items():
+        words = [f"{_words(found.seconds)} ({_words(simulated)}), {found.bound}" for found, simulated in several]
+        yield f"| {what} | {several[0][0].tasks} | " + " | ".join(words) + " |"
 
 
 def _words(seconds: float) -> str:
@@ -144,8 +166,8 @@ def main() -> None:
     parser.add_argument("--shared", type=float, help="GB/s of a file system that all nodes share")
     given = parser.parse_args()
     own = [Site("your machines", given.read, given.write, given.workers, given.shared)] if given.read else SITES
-    jobs = {f"{model}, {way}": (TRANSFORM[way], work) for model, (config, form) in MODELS.items() for way, work in works(config, form).items()}
-    print("\n\n".join("\n".join(table(site, jobs)) for site in own))
+    jobs = jobs_of(MODELS, works)
+    print("\n\n".join("\n".join(table(site, cells_of(site, jobs))) for site in own))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from ckptkit.copy import IN_FLIGHT
 from ckptkit.destination import check_destination
 from ckptkit.errors import CkptkitError
 from ckptkit.execute import How, execute
+from ckptkit.forecast import Forecast, forecast
 from ckptkit.formats import Location, locate, refuse_url
 from ckptkit.jobs import DTYPES, Job, planned
 from ckptkit.manifest import described_files, digests_of, write_manifest
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 class Written:
     """What a conversion wrote, or with `dry_run` would write. `layout` maps HF shard files to the tensors in them.
 
-    `dequantized` says how a quantized source was quantized, in words.
+    `dequantized` says how a quantized source was quantized, in words; `forecast`, only with `dry_run`, what the job will take.
     """
 
     source: str
@@ -53,6 +54,7 @@ class Written:
     names: list[str] = field(default_factory=list)
     layout: Mapping[str, list[str]] = field(default_factory=dict)
     dequantized: str | None = None
+    forecast: Forecast | None = None
 
 
 def convert(
@@ -177,7 +179,8 @@ def _done(job: Job, how: How, dry_run: bool) -> Written:
     specs = work.view.specs
     nbytes = sum(spec.nbytes for spec in specs.values())
     layout = work.layout if work.kind == "hf" else {}
-    return Written(spoken(work.side_files), str(how.path), work.kind, len(specs), nbytes, fold(specs), layout, work.dequantized)
+    names, expected = fold(specs), forecast(job, work, how) if dry_run else None
+    return Written(spoken(work.side_files), str(how.path), work.kind, len(specs), nbytes, names, layout, work.dequantized, expected)
 
 
 def int4_scheme(

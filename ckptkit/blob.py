@@ -44,7 +44,7 @@ class _Strided:
     offset: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Blob:
     """`length` bytes from `offset` of `path`, written by torch.save."""
 

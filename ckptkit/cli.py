@@ -9,7 +9,8 @@ import re
 import sys
 import traceback
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,14 @@ class _Place(click.Path):
 
 
 _place = _Place(path_type=Path)
-_workers = click.option("--workers", type=click.IntRange(1), help="Threads that read, compute and write. [default: one a core]")
+_workers = click.option("--workers", type=click.IntRange(1), help="Threads that read, compute and write. [default: two more than there are cores]")
+_ray = click.option(
+    "--ray",
+    is_flag=False,
+    flag_value="auto",
+    metavar="[ADDRESS]",
+    help="Work on a Ray cluster: the one at ADDRESS or at hand, or a new one on this machine.",
+)
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
 _writing = [
     _workers,
@@ -54,16 +62,12 @@ _writing = [
     click.option(
         "--file-bytes", callback=lambda context, parameter, value: _size(value), help="Where a file of DST ends. [default: as in the release, or after 5GB]"
     ),
-    click.option(
-        "--ray",
-        is_flag=False,
-        flag_value="auto",
-        metavar="[ADDRESS]",
-        help="Work on a Ray cluster: the one at ADDRESS or at hand, or a new one on this machine.",
-    ),
+    _ray,
     click.option("--resume", is_flag=True, help="Go on with what a run that was cut off has finished."),
     click.option("--overwrite", is_flag=True, help="Replace what is at DST, once the new one is whole; at a URL, once its first file is."),
-    click.option("--dry-run", is_flag=True, help="Check everything and print the plan; write nothing."),
+    click.option(
+        "--dry-run", is_flag=True, help="Check everything; print the plan and what it will take. Writes only a file to measure the disk with, gone at once."
+    ),
 ]
 _sizes = [
     click.option(f"--{name}", default=1, show_default=True, type=click.IntRange(1), help=f"{what} parallel size to verify with.")
@@ -188,7 +192,7 @@ def convert(
 
     A quantized release (FP8, MXFP4, INT4) is dequantized on the way to Megatron.
     """
-    with _started(src, dry_run):
+    with _started(src, dry_run or options["ray"] is not None):
         from ckptkit.api import convert as run
 
         scheme, rest = _scheme(options, options["like"])
@@ -207,7 +211,7 @@ def quantize(src: str | Path, dst: str | Path, dry_run: bool, as_json: bool, **o
 
     A quantized release (FP8, MXFP4, INT4) is dequantized first; an INT4 one keeps its scales where they still give its weights.
     """
-    with _started(src, dry_run):
+    with _started(src, dry_run or options["ray"] is not None):
         from ckptkit.api import quantize as run
 
         scheme, rest = _scheme(options, options["like"] or src)
@@ -215,13 +219,13 @@ def quantize(src: str | Path, dst: str | Path, dry_run: bool, as_json: bool, **o
     _print_written(written, dry_run, as_json)
 
 
-def _started(src: str | Path, dry_run: bool) -> AbstractContextManager[None]:
-    """Makes the most of the seconds that imports take: there are fewer, and meanwhile the weights at SRC are read, unless none are needed."""
+def _started(src: str | Path, elsewhere: bool) -> AbstractContextManager[None]:
+    """Makes the most of the seconds that imports take: there are fewer, and meanwhile the weights at SRC are read, unless this process needs none."""
     for name in _NOT_NEEDED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's own way to say that a module is not there
     # What is at a URL is read when it is wanted.
     path = locate(src).path if isinstance(src, Path) else None
-    return reading_ahead([] if dry_run or path is None else _weights(path))
+    return reading_ahead([] if elsewhere or path is None else _weights(path))
 
 
 def _reading(checkpoint: Path, source: Path | None) -> AbstractContextManager[None]:
@@ -261,8 +265,11 @@ def _scheme(options: dict[str, Any], reference: str | Path | None) -> tuple[Quan
 
 def _print_written(written: Written, dry_run: bool, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps({**vars(written), "layout": dict(written.layout)}, indent=2))
+        expected = written.forecast and asdict(written.forecast)
+        click.echo(json.dumps({**vars(written), "layout": dict(written.layout), "forecast": expected}, indent=2))
         return
+    from ckptkit.forecast import lines
+
     size = f"{written.tensors} tensors, {written.bytes / 1e9:.3f} GB" + (f", dequantized from {written.dequantized}" if written.dequantized else "")
     if dry_run:
         click.echo(f"would write {written.destination} ({written.format}): {size}")
@@ -270,6 +277,8 @@ def _print_written(written: Written, dry_run: bool, as_json: bool) -> None:
             click.echo(f"  {name}")
         for file, names in written.layout.items():
             click.echo(f"  {file}: {len(names)} tensors")
+        if written.forecast is not None:
+            click.echo("\n".join(lines(written.forecast)))
         return
     click.echo(f"{written.destination} ({written.format}): {size}")
 
@@ -359,6 +368,7 @@ def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | No
 @_parallel
 @click.option("--etp", type=click.IntRange(1), help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]")
 @click.option("--vpp", default=1, show_default=True, type=click.IntRange(1), help="Virtual pipeline stages a rank.")
+@_ray
 @_reports
 @click.option("--strict", is_flag=True, help="Exit 1 when a check was skipped.")
 @_json
@@ -374,16 +384,17 @@ def verify(
     ep: int,
     etp: int | None,
     vpp: int,
+    ray: str | None,
     reports: tuple[Path, ...],
     strict: bool,
     as_json: bool,
 ) -> None:
     """Prove CHECKPOINT: files, values, quantization, and what real Megatron and real SGLang make of it."""
     against = frozenset(name for name, wanted in (("megatron", against_megatron), ("sglang", against_sglang)) if wanted)
-    with _reading(checkpoint, source):
+    with _reading(checkpoint, source) if ray is None else nullcontext():
         from verify.run import verify as run
 
-        report = run(checkpoint, source=source, hf=hf, tp=tp, pp=pp, ep=ep, etp=etp, vpp=vpp, against=against, command=sys.argv, manifest=manifest)
+        report = run(checkpoint, source=source, hf=hf, tp=tp, pp=pp, ep=ep, etp=etp, vpp=vpp, against=against, command=sys.argv, manifest=manifest, ray=ray)
     _print_report(report, as_json, strict, reports)
 
 

@@ -52,7 +52,7 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
     """Moves these groups. Yields the bytes of each that has been written."""
 
     def move(names: Sequence[str]) -> int:
-        if isinstance(writer, FilesWriter) and (extent := streamed(source, names)) is not None:
+        if isinstance(writer, FilesWriter) and (extent := _streamed(source, names)) is not None:
             writer.write_extent(names[0], extent)
             return extent.nbytes
         tensors = source.read(names)
@@ -64,7 +64,7 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
     running: dict[Future[int], int] = {}
     try:
         for names in groups:
-            size = BUFFER if isinstance(writer, FilesWriter) and streamed(source, names) else footprint(source, names)
+            size = BUFFER if isinstance(writer, FilesWriter) and _streamed(source, names) else footprint(source, names)
             # One group more than there are workers, so that none waits for this thread.
             while running and (len(running) > workers or sum(running.values()) + size > memory):
                 yield from _finished(running)
@@ -76,7 +76,7 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
         pool.shutdown(cancel_futures=True)
 
 
-def streamed(source: Checkpoint, names: Sequence[str]) -> Extent | None:
+def _streamed(source: Checkpoint, names: Sequence[str]) -> Extent | None:
     """Where the bytes of a group stand that is one large tensor and stays as it is: an embedding need not be held as a whole."""
     return extent_of(source, names[0]) if len(names) == 1 and source.specs[names[0]].nbytes >= STREAMED else None
 

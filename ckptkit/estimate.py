@@ -21,12 +21,12 @@ from typing import Literal
 
 import numpy as np
 
+from ckptkit.copy import IN_FLIGHT
 from ckptkit.errors import CkptkitError
 
 GB = 1e9
-IMPORTS = 450 << 20  # bytes of a process before it holds a tensor: Python, torch and what they map
+PROCESS = 680 << 20  # resident bytes of a process before it holds a tensor: Python, torch, their libraries and a plan of ten thousand tensors
 START = 5.0  # seconds from a command's start to the first byte: imports
-IN_FLIGHT = 512 << 20  # bytes of steps that a process works on at a time, unless a single one is larger
 _SAMPLE = 64 << 20
 _PIECE = 8 << 20
 _LONGEST_S = 0.5
@@ -48,16 +48,19 @@ class Throughput:
 
 
 @dataclass(frozen=True)
-class Work:
+class Volume:
     """A planned job in bytes: what it reads in all, each file that it writes, and the inputs and outputs of its largest step.
 
     `plain`: bytes that are transformed, of the weights when they are not quantized; None: the larger of what is read and written.
+    `memory`: bytes of steps that a worker may have in flight. `process`: resident bytes of a worker that holds no tensor yet.
     """
 
     read: int
     files: Sequence[int]
     step: int
     plain: int | None = None
+    memory: int = IN_FLIGHT
+    process: int = PROCESS
 
     @property
     def written(self) -> int:
@@ -86,7 +89,7 @@ class Machines:
 
 @dataclass(frozen=True)
 class Estimate:
-    """`tasks`: files, which are what is scheduled. `memory`: bytes that a worker holds at its peak. `bound`: what `seconds` follows from."""
+    """`tasks`: what is scheduled as one. `memory`: resident bytes of a worker at its peak. `bound`: what `seconds` follows from."""
 
     tasks: int
     memory: int
@@ -94,7 +97,7 @@ class Estimate:
     bound: Bound
 
 
-def estimate(work: Work, rates: Throughput, machines: Machines = Machines()) -> Estimate:
+def estimate(work: Volume, rates: Throughput, machines: Machines = Machines()) -> Estimate:
     """What a job will take; pure arithmetic."""
     node, worker = (heaviest(work.files, count) / max(work.written, 1) for count in (machines.nodes, machines.nodes * machines.workers))
     seconds: dict[Bound, float] = {
@@ -105,7 +108,7 @@ def estimate(work: Work, rates: Throughput, machines: Machines = Machines()) -> 
         seconds["shared storage"] = (work.read + work.written) / machines.shared / GB
     bound = max(seconds, key=lambda name: seconds[name])
     # One step more than there are threads is in flight, so that none waits; a single one may be larger than the limit.
-    memory = IMPORTS + max(work.step, min(IN_FLIGHT, (machines.threads + 1) * work.step))
+    memory = work.process + max(work.step, min(work.memory, (machines.threads + 1) * work.step))
     return Estimate(len(work.files), memory, START + seconds[bound], bound)
 
 
@@ -118,12 +121,12 @@ def heaviest(sizes: Sequence[int], count: int) -> int:
     return max(loads)
 
 
-def measure_throughput(directory: Path) -> Throughput:
+def measure_throughput(directory: Path, steps: Sequence[Callable[[], int]] = ()) -> Throughput:
     """Measures this machine for about a second: the storage of `directory`, an existing one, and one core.
 
     Writes at most 64 MiB to a file that is gone afterwards, to the disk, and reads them back past the page cache where the kernel
-    lets go of them. The core puts two halves together and takes SHA-256 and CRC-32, as writing a Megatron checkpoint does.
-    Raises CkptkitError when nothing can be written there.
+    lets go of them. The core puts two halves together and takes SHA-256 and CRC-32, as writing a Megatron checkpoint does, and then
+    does `steps`, each of which returns the bytes of plain weights that it has worked on. Raises CkptkitError when nothing can be written there.
     """
     piece = os.urandom(_PIECE)
     try:
@@ -135,7 +138,9 @@ def measure_throughput(directory: Path) -> Throughput:
             read, _ = _rate(lambda: len(os.read(descriptor, _PIECE)), count)
     except OSError as error:
         raise CkptkitError(f"{directory}: {error.strerror}", "name a directory that exists and can be written to") from error
-    return Throughput(read, _rate(lambda: _transformed(piece))[0], write)
+    # One after the other: the seconds of a GB add up.
+    rates = [_rate(step)[0] for step in (lambda: _transformed(piece), *steps)]
+    return Throughput(read, 1 / sum(1 / rate for rate in rates), write)
 
 
 def _written(descriptor: int, piece: bytes) -> int:

@@ -116,7 +116,7 @@ class FilesWriter:
         """A file that is made when its first tensor comes, under a name of its own: of two processes that write it neither disturbs the other."""
         if file not in self._open:
             path = self._root / file
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)  # and no root: where it is gone the output is whole, and this process was thought dead
             descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
             os.fchmod(descriptor, 0o644)
             self._open[file] = WrittenFile(descriptor, self._files.size(file)), Path(temporary)

@@ -42,7 +42,7 @@ Layout = Mapping[str, list[str]]
 class Job:
     """What to write, as plain data that means the same in every process. Options are those of `ckptkit.convert` and `ckptkit.quantize`.
 
-    `file_bytes`: the size at which a file of the output ends where nothing else says how it is cut; None: 5 GB. `opened`: of those sources
+    `file_bytes`: the size at which a file of the output ends, in bytes of plain weights; None: as in the release, else 5 GB. `opened`: of those sources
     that are URLs, the directories that stand for them while the job is planned and done (`ckptkit.remote.opened`).
     """
 
@@ -187,14 +187,14 @@ def _megatron_to_hf(location: Location, job: Job) -> Work:
     view: Checkpoint = to_hf(source, str(location.path), fused=fused and job.scheme is None, dtype=DTYPES[job.dtype], release=release)
     if untouched := carried_beside(source, location.root, plain):
         view = Joined(view, untouched)
-    usable = layout if layout is not None and not (fused and job.scheme) else _cut(view, job)
+    usable = _cut(view, job) if job.file_bytes or layout is None or (fused and job.scheme) else layout
     return _hf(view, usable, source.hf_path, location, job)
 
 
 def _quantized(location: Location, job: Job) -> Work:
     source = plain(location.path)
     view: Checkpoint = source
-    layout: Layout = _layout(source, job)
+    layout: Layout = _cut(source, job) if job.file_bytes else _layout(source, job)
     if is_fused(source.specs):
         _refuse_int4(source.config)
         view = View(source, unfuse(source.specs, source.config, job.src))

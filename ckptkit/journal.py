@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,7 +84,8 @@ class Journal:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
+    # A node that was thought lost may come back and write the same record.
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     temporary.write_text(json.dumps(content))
     temporary.rename(path)
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 import secrets
 import socket
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptkit.cluster import connected
 from ckptkit.errors import CkptkitError
@@ -21,16 +18,11 @@ from ckptkit.execute import write_files
 from ckptkit.jobs import planned
 from ckptkit.journal import JOURNAL, Journal
 from ckptkit.progress import progress
-from ckptkit.specs import summarize
+from ckptkit.ray_tasks import check_gpus, cpus, outcomes, pieces_of
 
 if TYPE_CHECKING:
     from ckptkit.execute import How
     from ckptkit.jobs import Job, Work
-
-BATCH = 1_000_000_000  # bytes up to which neighbouring files are one task
-_TASKS_EACH = 4  # tasks that every worker should get, so that none waits long for the last one
-_RETRIES = 5  # times that Ray starts a task again whose worker or node was lost
-_STOP_S = 30.0  # what killing the tasks of a run that failed may take
 
 
 @dataclass(frozen=True)
@@ -62,13 +54,14 @@ def write_on_ray(job: Job, work: Work, partial: Path, journal: Journal, how: How
     Raises CkptkitError: Ray is missing or not reached, a node lacks this version, the source or the destination, or what a task raised.
     """
     with connected(how.ray or "auto", how.workers) as ray:
-        _check_resources(ray, job)
+        if job.device == "cuda":
+            check_gpus(ray)
         run = Run(job, partial, f"run-{secrets.token_hex(8)}", job.asked()["source"], digest_of(work), how.memory)
         (partial / JOURNAL / run.token).touch()
-        batches = batches_of(work, how.workers or _cpus(ray))
+        batches = batches_of(work, how.workers or cpus(ray))
         with progress("writing", sum(batch.nbytes for batch in batches)) as advance:
-            for batch in _done(ray, run, batches, how.workers):
-                advance(batch.nbytes)
+            for index, _ in outcomes(ray, write_batch, run, [batch.files for batch in batches], how.workers, int(job.device == "cuda")):
+                advance(batches[index].nbytes)
     _check_written(work, partial, journal)
 
 
@@ -83,96 +76,13 @@ def digest_of(work: Work) -> str:
 
 
 def batches_of(work: Work, workers: int) -> list[Batch]:
-    """Files in the order in which the source is read; neighbours share a task while it stays small enough, so that every worker gets several."""
+    """The files of each task, in the order in which the source is read."""
     sizes: dict[str, int] = {}
     for output in work.outputs:
         file_of = {name: file for file, names in output.files.names.items() for name in names}
         order = dict.fromkeys(file_of[name] for names in output.view.groups for name in names)
         sizes |= {file: output.files.size(file) for file in order}
-    limit = min(BATCH, sum(sizes.values()) // (_TASKS_EACH * workers))
-    return [Batch(tuple(files), sum(sizes[file] for file in files)) for files in _neighbours(sizes, limit)]
-
-
-def _neighbours(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    found: list[list[str]] = []
-    room = 0
-    for file, size in sizes.items():
-        if size > room or not found:
-            found.append([])
-            room = limit
-        found[-1].append(file)
-        room -= size
-    return found
-
-
-def _cpus(ray: Any) -> int:
-    return int(ray.cluster_resources().get("CPU", 0))
-
-
-def _check_resources(ray: Any, job: Job) -> None:
-    """Raises CkptkitError where tasks would wait for ever."""
-    if not _cpus(ray):
-        raise CkptkitError("the Ray cluster has no CPUs", "start its nodes with --num-cpus, or wait until they are there")
-    if job.device == "cuda" and ray.cluster_resources().get("GPU", 0) < 1:
-        raise CkptkitError("the Ray cluster has no GPUs", "leave out --device cuda: the bytes are the same")
-
-
-def _done(ray: Any, run: Run, batches: Sequence[Batch], workers: int | None) -> Iterator[Batch]:
-    """Yields each batch when it is written. On any error, and when the caller stops, no task of it goes on."""
-    how = {"num_cpus": 1, "num_gpus": int(run.job.device == "cuda"), "max_retries": _RETRIES, "scheduling_strategy": "SPREAD"}
-    task = ray.remote(**how)(_task())
-    content = ray.put(pickle.dumps(run))
-    waiting, running = deque(batches), dict[Any, Batch]()
-    try:
-        while waiting or running:
-            # Where nobody says how many: as many again as can run, so that no worker waits and a cluster that grows sees why.
-            while waiting and len(running) < (workers or 2 * _cpus(ray)):
-                batch = waiting.popleft()
-                running[task.remote(version("ckptkit"), content, batch.files)] = batch
-            for reference in ray.wait(list(running))[0]:
-                _raise_from(ray, reference, running[reference])
-                yield running.pop(reference)
-    finally:
-        for reference in running:
-            ray.cancel(reference, force=True)
-        ray.wait(list(running), num_returns=len(running), timeout=_STOP_S) if running else None
-
-
-def _raise_from(ray: Any, reference: Any, batch: Batch) -> None:
-    """Raises what a task raised as it was raised there, and CkptkitError when Ray lost it too often."""
-    try:
-        refused = ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, (CkptkitError, OSError)):
-            raise error.cause from None
-        raise
-    except ray.exceptions.RayError as error:
-        words = str(error).strip().partition("\n")[0]
-        raise CkptkitError(f"Ray lost the task that writes {summarize(batch.files)} {_RETRIES + 1} times: {words}", "has every node enough memory?") from error
-    if refused is not None:
-        raise CkptkitError(refused, "install the same version on every node of the cluster")
-
-
-def _task() -> Callable[[str, bytes, Sequence[str]], str | None]:
-    """The remote function. It is sent as it stands, so that it runs, and can say so, where this package is missing or another version."""
-
-    def write_files_of_a_checkpoint(wanted: str, run: bytes, files: Sequence[str]) -> str | None:
-        import pickle
-        import platform
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            found = version("ckptkit")
-        except PackageNotFoundError:
-            found = "none"
-        if found != wanted:
-            return f"node {platform.node()} has ckptkit {found}, and the coordinator {wanted}"
-        from ckptkit.on_ray import write_batch
-
-        write_batch(pickle.loads(run), files)
-        return None
-
-    return write_files_of_a_checkpoint
+    return [Batch(tuple(files), sum(sizes[file] for file in files)) for files in pieces_of(sizes, workers)]
 
 
 def write_batch(run: Run, files: Sequence[str]) -> None:

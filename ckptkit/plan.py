@@ -105,6 +105,10 @@ class View:
             outputs.setdefault(key, []).extend([spec.name for spec in step.outputs])
         return [tuple(outputs[key]) for key in sorted(outputs)]
 
+    def step(self, name: str) -> Step:
+        """What makes a tensor."""
+        return self._step_of[name]
+
     def _steps(self, names: Sequence[str]) -> Collection[Step]:
         return {id(step): step for step in (self._step_of[name] for name in names)}.values()
 
@@ -148,8 +152,24 @@ def extent_of(checkpoint: Checkpoint, name: str) -> Extent | None:
 
 def footprint(checkpoint: Checkpoint, names: Sequence[str]) -> int:
     """Bytes of these tensors, and of all that is read to make them."""
+    return moved(checkpoint, names)[1]
+
+
+def moved(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[int, int]:
+    """Bytes of everything stored that is read to make these tensors, and their `footprint`."""
     made = sum(checkpoint.specs[name].nbytes for name in names)
-    return made + (footprint(checkpoint.source, checkpoint.inputs(names)) if isinstance(checkpoint, View) else 0)
+    if not isinstance(checkpoint, View):
+        return made, made
+    read, held = moved(checkpoint.source, checkpoint.inputs(names))
+    return read, made + held
+
+
+def passes(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether the bytes of a tensor are those of a stored one, through every plan."""
+    if not isinstance(checkpoint, View):
+        return True
+    step = checkpoint.step(name)
+    return step.passes and passes(checkpoint.source, step.inputs[0])
 
 
 def checked(spec: TensorSpec, tensor: Tensor) -> Tensor:

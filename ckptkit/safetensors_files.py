@@ -41,15 +41,14 @@ class SafetensorsFiles:
     def _place(self, specs: Sequence[TensorSpec]) -> bytes:
         """The header of a file with these tensors, whose places are noted."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
+        begins, end = {}, 0
         for spec in specs:
-            header[spec.name] = {"dtype": CODE_OF_DTYPE[spec.dtype], "shape": list(spec.shape), "data_offsets": [end, end + spec.nbytes]}
-            end += spec.nbytes
+            begins[spec.name], end = end, end + spec.nbytes
+            header[spec.name] = {"dtype": CODE_OF_DTYPE[spec.dtype], "shape": list(spec.shape), "data_offsets": [begins[spec.name], end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        begin = 8 + len(text)
-        for spec in specs:
-            self._offset[spec.name] = begin + header[spec.name]["data_offsets"][0]
+        data = 8 + len(text)
+        self._offset |= {name: data + begin for name, begin in begins.items()}
         return len(text).to_bytes(8, "little") + text
 
     def size(self, file: str) -> int:

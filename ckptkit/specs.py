@@ -49,7 +49,7 @@ class TensorSpec:
         return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.|$)")
 
 
 def fold(names: Iterable[str]) -> list[str]:
@@ -60,7 +60,8 @@ def fold(names: Iterable[str]) -> list[str]:
     """
     groups: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     for name in names:
-        groups[_NUMBER.sub("{}", name)].add(tuple(int(n) for n in _NUMBER.findall(name)))
+        parts = _NUMBER.split(name)
+        groups["{}".join(parts[::2])].add(tuple(map(int, parts[1::2])))
     return [text for pattern, numbers in groups.items() for text in _fold_numbers(pattern, numbers)]
 
 

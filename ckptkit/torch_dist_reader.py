@@ -36,7 +36,7 @@ _STACKED = re.compile(r"(decoder\.layers)\.(?!\d+\.)(.+)")
 _EXPERTS = re.compile(r"(.*\.experts\.experts)\.(?!\d+\.)(.+)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A box of a tensor: where it starts, its size, and the blob that holds it."""
 
@@ -140,7 +140,7 @@ def tiling_problem(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> str | 
     return None if covered == math.prod(shape) else f"{math.prod(shape) - covered} of {math.prod(shape)} elements are in no chunk"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Part:
     """A stored tensor, the indices of its leading axes that select a global one, and the chunks that hold this."""
 

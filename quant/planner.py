@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,16 +92,20 @@ def quantize_step(spec: TensorSpec, scheme: QuantScheme, reference: Checkpoint |
         across = -(-rows // CODES_PER_WORD)
         outputs.append(TensorSpec(zero_point, (groups, across) if special else (across, groups), torch.int32))
 
-    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        before = stored_parts(reference, spec.name.removesuffix(".weight"), scheme.symmetric) if reference is not None else None
-        weight = tensors[0].to(device)
-        one = requantize(weight, before, scheme, spec.name) if before is not None else quantize_pack([weight], scheme, [spec.name])[0]
-        parts = [one.words, one.scale, torch.tensor(spec.shape)]
-        if one.zero_point is not None:
-            parts.append(for_sglang_experts(one.zero_point, rows, spec.name) if special else one.zero_point)
-        return [part.cpu() for part in parts]
-
+    # No closure: of a large model there are seventy thousand, and each would hold a cell a variable.
+    run = partial(_parts, spec, scheme, reference, special, device)
     return Step((spec.name,), tuple(outputs), run, f"quantize {scheme.grid}")
+
+
+def _parts(spec: TensorSpec, scheme: QuantScheme, reference: Checkpoint | None, special: bool, device: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of a weight, as `quantize_step` announces them."""
+    before = stored_parts(reference, spec.name.removesuffix(".weight"), scheme.symmetric) if reference is not None else None
+    weight = tensors[0].to(device)
+    one = requantize(weight, before, scheme, spec.name) if before is not None else quantize_pack([weight], scheme, [spec.name])[0]
+    parts = [one.words, one.scale, torch.tensor(spec.shape)]
+    if one.zero_point is not None:
+        parts.append(for_sglang_experts(one.zero_point, spec.shape[0], spec.name) if special else one.zero_point)
+    return [part.cpu() for part in parts]
 
 
 def _part_names(name: str) -> tuple[str, ...]:

@@ -38,7 +38,8 @@ class Subject:
     `launch` says how a training job would find this checkpoint, `arguments` what its launch script says of parallel sizes;
     only preflight gives them. `manifest` is a file with digests to compare with. `rounding` is what CK305 found of each packed
     weight: how many quantization steps it is off its source, and how many it may be; `promised` what `expected_of` found.
-    `readers` (as `lint --reader` has them) are those that are to load an INT4 checkpoint.
+    `readers` (as `lint --reader` has them) are those that are to load an INT4 checkpoint. `ray`: the address of the Ray cluster
+    (`ckptkit.cluster.connected`) that reads all the bytes; None: threads of this process.
     """
 
     path: Path
@@ -56,6 +57,7 @@ class Subject:
     manifest: Path | None = None
     promised: Expected | None = field(default=None, repr=False)
     readers: tuple[str, ...] = ("sglang",)
+    ray: str | None = None
 
     def __post_init__(self) -> None:
         """Makes paths absolute and free of `..`: the directory above an iteration is looked at by its name."""

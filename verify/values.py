@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,8 @@ from converters.planner import to_hf
 from verify.extremes import Extremes, digest_of, extremes, same_bytes
 from verify.plain import plain
 from verify.subject import Subject
+
+Groups = Sequence[tuple[str, ...]]
 
 _PIECE = 1 << 24  # elements of a tensor that are compared at a time
 _MEMORY = 8 << 30  # bytes of tensors in memory over all threads; a single group may need more
@@ -81,16 +83,7 @@ def in_hf_space(checkpoint: Checkpoint, where: Path, release: Collection[str] = 
 
 def read_values(subject: Subject) -> Values:
     """Reads everything once, group by group. With a source, both sides are seen as HF and compared as they come by."""
-    values = Values()
-    if subject.source is None:
-        checkpoint = subject.checkpoint
-        if subject.kind == "hf":
-            checkpoint = in_hf_space(checkpoint, subject.path)
-        _pass(checkpoint, None, values)
-        return values
-    checkpoint = in_hf_space(subject.checkpoint, subject.path, subject.source.specs)
-    _pass(checkpoint, in_hf_space(subject.source, subject.source_path or subject.path, subject.checkpoint.specs), values)
-    return values
+    return _pass(subject, stored=False)
 
 
 def stored_values(subject: Subject) -> Values:
@@ -98,9 +91,16 @@ def stored_values(subject: Subject) -> Values:
     fused = subject.kind == "hf" and is_fused(subject.checkpoint.specs)
     if not fused and (subject.kind == "hf" or subject.source_path is None):
         return subject.values
-    values = Values()
-    _pass(subject.checkpoint, None, values)
-    return values
+    return _pass(subject, stored=True)
+
+
+def sides(subject: Subject, stored: bool) -> tuple[Checkpoint, Checkpoint | None]:
+    """The checkpoint and its source with HF names; `stored`: the checkpoint alone, with its names on disk."""
+    checkpoint, source = subject.checkpoint, None if stored else subject.source
+    if source is None:
+        return (checkpoint if stored or subject.kind == "megatron" else in_hf_space(checkpoint, subject.path)), None
+    here = in_hf_space(checkpoint, subject.path, source.specs)
+    return here, in_hf_space(source, subject.source_path or subject.path, checkpoint.specs)
 
 
 def common_groups(left: Checkpoint, right: Checkpoint | None) -> Iterator[tuple[str, ...]]:
@@ -126,17 +126,33 @@ def common_groups(left: Checkpoint, right: Checkpoint | None) -> Iterator[tuple[
     yield from (tuple(names) for names in merged if names)
 
 
-def _pass(checkpoint: Checkpoint, source: Checkpoint | None, values: Values) -> None:
-    specs = checkpoint.specs
+def _pass(subject: Subject, stored: bool) -> Values:
+    checkpoint, source = sides(subject, stored)
+    specs, values = checkpoint.specs, Values()
     groups = list(common_groups(checkpoint, source))
-    largest = max((sum(specs[name].nbytes for name in names) for names in groups), default=0)
     if source is not None:
         values.only_source = [name for name in source.specs if name not in specs]
         values.only_here = [name for name in specs if name not in source.specs]
-    with progress("reading values", sum(spec.nbytes for spec in specs.values())) as advance, _threads(largest) as pool:
-        for part in pool.map(partial(_look, checkpoint, source), groups):
+    with progress("reading values", sum(spec.nbytes for spec in specs.values())) as advance, _parts(subject, stored, checkpoint, source, groups) as parts:
+        for part in parts:
             values.add(part)
             advance(sum(stats.nbytes for stats in part.stats.values()))
+    return values
+
+
+@contextmanager
+def _parts(subject: Subject, stored: bool, checkpoint: Checkpoint, source: Checkpoint | None, groups: Groups) -> Iterator[Iterator[Values]]:
+    """What is found of the groups, in their order: by threads, or by tasks on a Ray cluster."""
+    if subject.ray is not None:
+        # Imported here because few want it, and it needs this module.
+        from verify.on_ray import parts_on_ray
+
+        with closing(parts_on_ray(subject, stored, checkpoint, groups)) as parts:
+            yield parts
+        return
+    largest = max((sum(checkpoint.specs[name].nbytes for name in names) for names in groups), default=0)
+    with _threads(largest) as pool:
+        yield pool.map(partial(look, checkpoint, source), groups)
 
 
 @contextmanager
@@ -156,7 +172,8 @@ def _workers(largest: int) -> int:
     return max(1, min(os.cpu_count() or 1, _MEMORY // (3 * largest or 1)))
 
 
-def _look(checkpoint: Checkpoint, source: Checkpoint | None, names: Sequence[str]) -> Values:
+def look(checkpoint: Checkpoint, source: Checkpoint | None, names: Sequence[str]) -> Values:
+    """What there is to say of these tensors, which are read together."""
     values = Values()
     found = _read(checkpoint, names, values)
     origin = source.read([name for name in found if name in source.specs]) if source is not None else {}

@@ -12,11 +12,13 @@ import models
 import pytest
 import torch
 
-from ckptkit.api import convert
+from ckptkit.api import convert, quantize
 from ckptkit.errors import CkptkitError
+from ckptkit.safetensors_io import HfCheckpoint
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
 from converters.open import open_checkpoint
 from converters.planner import to_hf
+from quant.scheme import QuantScheme
 
 Paths = Callable[..., Path]
 
@@ -38,6 +40,20 @@ def test_single_file_without_an_index(tmp_path: Path) -> None:
     convert(tmp_path / "megatron", tmp_path / "back")
     assert filecmp.cmp(tmp_path / "hf/model.safetensors", tmp_path / "back/model.safetensors", shallow=False)
     assert not (tmp_path / "back/model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("way", ["back to HF", "to INT4"])
+def test_file_bytes_cuts_files_anew(way: str, releases: Paths, converted: Paths, tmp_path: Path) -> None:
+    """Whatever the release's own shards are; a file that holds more holds one tensor."""
+    if way == "back to HF":
+        convert(converted("qwen2-tied"), tmp_path / "out", file_bytes=300_000)
+        meant = models.tensors(releases("qwen2-tied"))
+        assert all(torch.equal(tensor, meant[name]) for name, tensor in models.tensors(tmp_path / "out").items())
+    else:
+        quantize(releases("qwen2-tied"), tmp_path / "out", QuantScheme(32, "qmax7"), file_bytes=300_000)
+    out, before = HfCheckpoint(tmp_path / "out"), HfCheckpoint(releases("qwen2-tied"))
+    assert len(out.layout) > len(before.layout)
+    assert all(sum(out.specs[name].nbytes for name in names) <= 300_000 or len(names) == 1 for names in out.layout.values())
 
 
 def test_dtype_changes_all_but_fp32_state_and_config_says_so(releases: Paths, tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import CkptkitError
-from ckptkit.estimate import IMPORTS, START, Machines, Throughput, Work, estimate, heaviest, measure_throughput
+from ckptkit.estimate import PROCESS, START, Machines, Throughput, Volume, estimate, heaviest, measure_throughput
 
 GB, MIB = 10**9, 1 << 20
-FOUR = Work(8 * GB, [2 * GB] * 4, 100 * MIB)
+FOUR = Volume(8 * GB, [2 * GB] * 4, 100 * MIB)
 SLOW_DISK, SLOW_CORES = Throughput(2, 1, 1), Throughput(10, 0.5, 10)
 
 
@@ -40,13 +40,13 @@ def test_seconds(rates: Throughput, machines: Machines, seconds: float, bound: s
 @pytest.mark.parametrize(
     ("work", "seconds"),
     [
-        (Work(8 * GB, [GB, GB], 0), 16),  # quantizing: what is read is worked on
-        (Work(4 * GB, [4 * GB, 4 * GB], 0), 16),  # dequantizing: what is written is
-        (Work(4 * GB, [GB], 0, 3 * GB), 6),
-        (Work(0, [], 0), 0),
+        (Volume(8 * GB, [GB, GB], 0), 16),  # quantizing: what is read is worked on
+        (Volume(4 * GB, [4 * GB, 4 * GB], 0), 16),  # dequantizing: what is written is
+        (Volume(4 * GB, [GB], 0, 3 * GB), 6),
+        (Volume(0, [], 0), 0),
     ],
 )
-def test_what_the_processor_works_on(work: Work, seconds: float) -> None:
+def test_what_the_processor_works_on(work: Volume, seconds: float) -> None:
     assert estimate(work, Throughput(1000, 0.5, 1000)).seconds == pytest.approx(START + seconds, abs=0.02)
 
 
@@ -60,7 +60,7 @@ def test_what_the_processor_works_on(work: Work, seconds: float) -> None:
     ],
 )
 def test_memory(step: int, threads: int, held: int) -> None:
-    assert estimate(Work(GB, [GB], step), SLOW_DISK, Machines(threads=threads)).memory == IMPORTS + held
+    assert estimate(Volume(GB, [GB], step), SLOW_DISK, Machines(threads=threads)).memory == PROCESS + held
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,19 @@
+"""Ten runs that are killed at random moments and resumed; `tests/kills.py` does as many as one likes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from processes import TESTS, environment
+
+
+def test_what_was_killed_and_resumed_is_what_an_undisturbed_run_writes() -> None:
+    # In a process of its own, because it forks.
+    words = [sys.executable, str(TESTS / "kills.py"), "--runs", "10"]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["runs"] == 10
+    assert found["kills"] >= 10
