@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import re
 import sys
 import traceback
 from collections.abc import Mapping
@@ -17,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptkit import options as common
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import locate
 from ckptkit.readahead import reading_ahead
-from ckptkit.store import place
 from quant.readers import ALL_READERS
 
 if TYPE_CHECKING:
@@ -32,132 +30,6 @@ if TYPE_CHECKING:
 _NOT_NEEDED = ("scipy", "torchao", "torchvision")
 
 
-class _Place(click.Path):
-    """A path, or a URL as it is: a Path would make one slash of its two."""
-
-    def convert(self, value: str | os.PathLike[str], parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        found = place(os.fspath(value))
-        return found if isinstance(found, str) else super().convert(found, parameter, context)
-
-
-_place = _Place(path_type=Path)
-_workers = click.option("--workers", type=click.IntRange(1), help="Threads that read, compute and write. [default: two more than there are cores]")
-_ray = click.option(
-    "--ray",
-    is_flag=False,
-    flag_value="auto",
-    metavar="[ADDRESS]",
-    help="Work on a Ray cluster: the one at ADDRESS or at hand, or a new one on this machine.",
-)
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
-_writing = [
-    _workers,
-    click.option(
-        "--memory",
-        callback=lambda context, parameter, value: _size(value),
-        default="512MB",
-        show_default=True,
-        help="Most bytes of tensors in flight: 512MB, 2GB.",
-    ),
-    click.option(
-        "--file-bytes", callback=lambda context, parameter, value: _size(value), help="Where a file of DST ends. [default: as in the release, or after 5GB]"
-    ),
-    _ray,
-    click.option("--resume", is_flag=True, help="Go on with what a run that was cut off has finished."),
-    click.option("--overwrite", is_flag=True, help="Replace what is at DST, once the new one is whole; at a URL, once its first file is."),
-    click.option(
-        "--dry-run", is_flag=True, help="Check everything; print the plan and what it will take. Writes only a file to measure the disk with, gone at once."
-    ),
-]
-_sizes = [
-    click.option(f"--{name}", default=1, show_default=True, type=click.IntRange(1), help=f"{what} parallel size to verify with.")
-    for name, what in (("tp", "Tensor"), ("pp", "Pipeline"), ("ep", "Expert"))
-]
-
-
-def _usable(context: click.Context, parameter: click.Parameter, paths: tuple[Path, ...]) -> tuple[Path, ...]:
-    """Refuses a report that could not be written before the work is done whose outcome it would hold."""
-    from verify.reports import fault_of
-
-    for path in paths:
-        if (fault := fault_of(path)) is not None:
-            raise click.BadParameter(fault)
-    return paths
-
-
-_reports = click.option(
-    "--report",
-    "reports",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    callback=_usable,
-    help="Also write the report to this file: .json, .md, .xml (JUnit), .sarif or .html. Repeatable.",
-)
-
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-
-
-def _size(text: str | None) -> int | None:
-    """Bytes of `512MB` or `2GiB`. Raises click.BadParameter."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+) ?([KMG]I?B|)", text.upper())
-    if not found or not int(found[1]):
-        raise click.BadParameter(f"{text!r} is no size: write 512MB, 2GB or a number of bytes")
-    return int(found[1]) * _UNITS[found[2]]
-
-
-def _written(command: Any) -> Any:
-    for option in reversed(_writing):
-        command = option(command)
-    return command
-
-
-def _parallel(command: Any) -> Any:
-    for option in reversed(_sizes):
-        command = option(command)
-    return command
-
-
-def _int4(command: Any) -> Any:
-    options = [
-        click.option(
-            "--group-size",
-            type=click.Choice(["32", "64", "128", "channel"]),
-            help="Weights that share a scale; channel: a whole row. [default: as an INT4 source has it, or 128]",
-        ),
-        click.option(
-            "--grid",
-            type=click.Choice(["qmax7", "minmax"]),
-            help="Scale: absmax/7 (slime's QAT, Kimi) or absmax/7.5 (compressed-tensors). [default: as ckptkit recorded it in an INT4 source, or qmax7]",
-        ),
-        click.option("--asymmetric", is_flag=True, default=None, help="A zero point for each scale; on the minmax grid."),
-        click.option(
-            "--search",
-            default="none",
-            show_default=True,
-            type=click.Choice(["none", "mse"]),
-            help="mse: clip the largest weights where that rounds the others less; on the minmax grid.",
-        ),
-        click.option(
-            "--scale-dtype",
-            default="auto",
-            show_default=True,
-            type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-            help="What scales are stored in; auto: the weight's own dtype.",
-        ),
-        click.option("--like", type=_place, help="INT4 checkpoint of the same model: pack what it has packed."),
-        click.option("--tp", type=click.IntRange(1), help="Tensor parallel size that SGLang's INT4 kernels must be able to load."),
-        click.option("--reader", "readers", multiple=True, type=click.Choice(ALL_READERS), help="Who must agree on what is packed. Repeatable. [default: all]"),
-        click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]), help="What computes; the bytes are the same."),
-        click.option("--ignore", multiple=True, help="More modules to leave as they are: a module name, or `re:` and a regex. Repeatable."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ckptkit")
 @click.option("--debug", is_flag=True, help="Show a traceback when something goes wrong.")
@@ -166,15 +38,15 @@ def cli(debug: bool) -> None:
 
 
 @cli.command()
-@click.argument("src", type=_place)
-@click.argument("dst", type=_place)
-@click.option("--hf", type=_place, help="HF directory that gives config, tokenizer and shard layout on the way back.")
+@click.argument("src", type=common.PLACE)
+@click.argument("dst", type=common.PLACE)
+@click.option("--hf", type=common.PLACE, help="HF directory that gives config, tokenizer and shard layout on the way back.")
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "bfloat16", "float16", "float32"]))
 @click.option("--dialect", type=click.Choice(["mcore", "slime"]), help="Names of Megatron's tensors: megatron-core's own (the default) or slime's modules.")
 @click.option("--quantize", "quantization", type=click.Choice(["w4a16"]), help="Megatron -> INT4 HF in one pass.")
-@_int4
-@_written
-@_json
+@common.int4
+@common.writing
+@common.as_json
 def convert(
     src: str | Path,
     dst: str | Path,
@@ -201,11 +73,11 @@ def convert(
 
 
 @cli.command()
-@click.argument("src", type=_place)
-@click.argument("dst", type=_place)
-@_int4
-@_written
-@_json
+@click.argument("src", type=common.PLACE)
+@click.argument("dst", type=common.PLACE)
+@common.int4
+@common.writing
+@common.as_json
 def quantize(src: str | Path, dst: str | Path, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Quantize the HF checkpoint SRC to INT4 W4A16 (compressed-tensors pack-quantized) at DST; each may be at a URL: s3://, gs://, hf://.
 
@@ -296,10 +168,10 @@ def _print_arguments(args: Mapping[str, Any], as_json: bool) -> None:
 
 
 @cli.command()
-@click.argument("path", type=_place)
-@click.option("--hf", type=_place, help="HF directory with the config of a Megatron checkpoint that does not carry it.")
+@click.argument("path", type=common.PLACE)
+@click.option("--hf", type=common.PLACE, help="HF directory with the config of a Megatron checkpoint that does not carry it.")
 @click.option("--megatron-args", "as_args", is_flag=True, help="Print the Megatron arguments of the model, as a launch script wants them, and nothing else.")
-@_json
+@common.as_json
 def inspect(path: str | Path, hf: str | Path | None, as_args: bool, as_json: bool) -> None:
     """Say what lies at PATH: format, sizes, dtypes, configuration, and every tensor with layers and experts folded."""
     from ckptkit.api import inspect as run
@@ -332,7 +204,7 @@ def _short(value: Any) -> str:
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--reader", "readers", multiple=True, type=click.Choice(ALL_READERS), help="Who must agree on what is packed. Repeatable. [default: all]")
 @click.option("--fix", is_flag=True, help="Write the list that all readers take alike into config.json; the original stays as config.json.orig.")
-@_json
+@common.as_json
 def lint(path: Path, readers: tuple[str, ...], fix: bool, as_json: bool) -> None:
     """Say how every reader takes the `ignore` list of the INT4 checkpoint at PATH; a lone config.json is enough. Reads no weights."""
     from quant.lint import lint as run
@@ -348,7 +220,7 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, as_json: bool) -> None
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--output", type=click.Path(path_type=Path), help="Where to write it. [default: ckptkit.json at the root of PATH]")
 @click.option("--hf", type=click.Path(path_type=Path), help="HF directory with the config of a Megatron checkpoint that does not carry it.")
-@_workers
+@common.workers
 def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | None) -> None:
     """Write a digest of every tensor and side file of PATH, HF or Megatron: `verify --manifest` proves a copy with it, with no source."""
     with _reading(path, None):
@@ -365,13 +237,13 @@ def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | No
 @click.option("--against-megatron", is_flag=True, help="Load it into real Megatron, one process a rank, and compare every parameter.")
 @click.option("--against-sglang", is_flag=True, help="Load it into the real SGLang model class and compare every parameter.")
 @click.option("--manifest", type=click.Path(path_type=Path), help="A ckptkit.json kept apart: every tensor and side file is compared with its digest.")
-@_parallel
+@common.parallel
 @click.option("--etp", type=click.IntRange(1), help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]")
 @click.option("--vpp", default=1, show_default=True, type=click.IntRange(1), help="Virtual pipeline stages a rank.")
-@_ray
-@_reports
+@common.ray
+@common.reports
 @click.option("--strict", is_flag=True, help="Exit 1 when a check was skipped.")
-@_json
+@common.as_json
 def verify(
     checkpoint: Path,
     source: Path | None,
@@ -403,10 +275,10 @@ def verify(
 @click.option("--load", type=click.Path(path_type=Path), help="What the trainer loads.")
 @click.option("--ref-load", type=click.Path(path_type=Path), help="What the reference model loads.")
 @click.option("--ckpt-step", type=click.IntRange(0), help="The iteration to load instead of the latest.")
-@_parallel
-@_reports
+@common.parallel
+@common.reports
 @click.option("--strict", is_flag=True, help="Exit 1 when a check was skipped.")
-@_json
+@common.as_json
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- LAUNCH ARGUMENTS]")
 def preflight(
     hf_checkpoint: Path | None,

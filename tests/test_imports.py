@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("ckptkit", "converters", "quant", "verify")
-COMMAND_LINE = {f"ckptkit.{name}" for name in ("__init__", "__main__", "api", "cli", "demo", "execute", "forecast", "jobs", "on_ray")}
+COMMAND_LINE = {f"ckptkit.{name}" for name in ("__init__", "__main__", "api", "cli", "demo", "execute", "forecast", "jobs", "on_ray", "options")}
 ALLOWED = {
     "command line": {"command line", "verify", "converters", "quant", "core"},
     "verify": {"verify", "converters", "quant", "core"},
