@@ -10,9 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measure import Run, run
+from measure import ROUNDS, Run, run
 
-ROUNDS = 3
 _HF = "import sys, pathlib, huge; huge.make_hf(pathlib.Path(sys.argv[1]), huge.kimi_k2(sys.argv[2]), sys.argv[2])"
 _MEGATRON = "import sys, pathlib, huge; huge.make_megatron(pathlib.Path(sys.argv[1]), huge.kimi_k2('bfloat16'))"
 
