@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckptkit.blob import Blob
+from ckptkit.raw import bytes_of
 from ckptkit.saved_tensor import SavedLayout
 
 INDEX = "model.safetensors.index.json"
@@ -114,9 +116,17 @@ def stored_tensor(path: Path, key: str, expert: int = 0) -> Tensor:
 def edit_stored(path: Path, key: str, change: Callable[[Tensor], Tensor], expert: int = 0) -> None:
     """Changes its bytes where they lie; the checksum is that of the new bytes."""
     blob, shape, dtype = _stored(path, key, expert)
-    changed = change(blob.tensor(dtype, shape)).contiguous()
+    changed = change(blob.tensor(dtype, shape))
     with blob.path.open("r+b") as stream:
-        SavedLayout.of(shape, dtype).write(stream.fileno(), blob.offset, changed)
+        stream.seek(blob.offset)
+        stream.write(saved(changed))
+
+
+def saved(tensor: Tensor) -> bytes:
+    """A tensor as a Megatron checkpoint stores it."""
+    layout, content = SavedLayout.of(tuple(tensor.shape), tensor.dtype), bytes(bytes_of(tensor.contiguous()))
+    crc = zlib.crc32(content)
+    return layout.before(crc) + content + layout.behind(crc)
 
 
 def _stored(path: Path, key: str, expert: int) -> tuple[Blob, tuple[int, ...], torch.dtype]:

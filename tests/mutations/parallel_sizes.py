@@ -35,7 +35,14 @@ MUTATIONS = (
         arguments={"ep": 5},
     ),
     Mutation(
-        "expert parallel ranks of a dense model", _PLAN, ("F15",), "configuration", "CK703", nothing, {"qwen2/megatron": "a dense model"}, arguments={"ep": 2}
+        "expert parallel ranks of a dense model",
+        _PLAN,
+        ("F15",),
+        "configuration",
+        "CK703",
+        nothing,
+        {"qwen2/megatron": "the number of experts = 0"},
+        arguments={"ep": 2},
     ),
     Mutation(
         "more pipeline stages than layers",

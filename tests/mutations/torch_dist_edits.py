@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from ckptkit.blob import Blob
-from ckptkit.saved_tensor import SavedLayout
-from mutations.edits import edit_common, edit_json
+from mutations.edits import edit_common, edit_json, saved
 from mutations.mutation import Damage
 
 TRACKER, FILE = "latest_checkpointed_iteration.txt", "__0_0.distcp"
@@ -229,12 +228,11 @@ def padded(fill: Callable[[Tensor], Tensor]) -> Damage:
             entry, info = content.state_dict_metadata[key], content.storage_data[index_of(content, key)]
             before = Blob(file, info.offset, info.length).tensor(entry.properties.dtype, tuple(entry.size))
             after = torch.cat([before, fill(before[:32])])
-            layout = SavedLayout.of(after.shape, after.dtype)
-            with file.open("r+b") as stream:
-                layout.write(stream.fileno(), end, after)
+            with file.open("ab") as stream:
+                written = stream.write(saved(after))
             entry.size = torch.Size(after.shape)
             entry.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), entry.size)]
-            info.offset, info.length = end, layout.size
+            info.offset, info.length = end, written
 
         models.edit_metadata(path / "release", change)
         edit_common(path, lambda common: setattr(common["args"], "padded_vocab_size", 384))
