@@ -84,8 +84,7 @@ def convert(
     slime's own modules do; on the way back it is told from the names. `quantize` (only on the way back) writes INT4 in the same pass;
     `like`, `readers`, `tp` and `device` are as in `quantize`. `file_bytes`: where a file of the output ends (None: after 5 GB, or as in
     the release). `workers`, `memory` and `ray` (`ckptkit.execute.How`) change no byte of what is written. `resume` goes on with what a run
-    of the same arguments has finished before it was cut off. Raises CkptkitError for anything wrong with the input; then what is finished
-    is kept for `resume`, and nothing if nothing is.
+    of the same arguments has finished before it was cut off. Raises CkptkitError for anything wrong with the input; then nothing is left.
     """
     asked = Job("convert", absolute(src), _absolute(hf), dtype, dialect, quantize, _absolute(like), tuple(readers), tp, device, file_bytes)
     how = How(place(dst), workers, memory, ray, overwrite, resume)

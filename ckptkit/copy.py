@@ -7,10 +7,12 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from ckptkit.checkpoint import Checkpoint, CheckpointWriter
+from ckptkit.errors import CkptkitError
 from ckptkit.files import FilesWriter
 from ckptkit.plan import extent_of, footprint
 from ckptkit.progress import progress
 from ckptkit.raw import BUFFER, Extent
+from ckptkit.store import StoreError
 
 STREAMED = 64 << 20  # bytes from which on a tensor is not held as a whole, if it need not be
 SPARE = 2  # threads more than cores: while some wait for a disk the others compute
@@ -52,6 +54,16 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
     """Moves these groups. Yields the bytes of each that has been written."""
 
     def move(names: Sequence[str]) -> int:
+        try:
+            return moved(names)
+        except StoreError:
+            raise
+        except CkptkitError as error:
+            # The source must be mended, and then it is another one.
+            error.resumable = False
+            raise
+
+    def moved(names: Sequence[str]) -> int:
         if isinstance(writer, FilesWriter) and (extent := _streamed(source, names)) is not None:
             writer.write_extent(names[0], extent)
             return extent.nbytes

@@ -54,17 +54,19 @@ def _replaceable(path: Path) -> bool:
 def new_directory(path: Path, asked: Mapping[str, Any], *, overwrite: bool = False, resume: bool = False) -> Iterator[tuple[Path, Journal]]:
     """A `.partial` directory that becomes `path` when the block ends well, and its journal.
 
-    When it ends badly the directory stays if a file in it is finished, and is removed if none is. `resume` goes on with what a run that
-    was asked for the same (`asked`, as JSON) has left, or begins where there is none.
+    When it ends badly the directory stays if a file in it is finished, and is removed if none is, or if the error says that the same job
+    cannot go on (`CkptkitError.resumable`). `resume` goes on with what a run that was asked for the same (`asked`, as JSON) has left, or
+    begins where there is none.
     """
     check_destination(path, overwrite=overwrite, resume=resume)
     path = path.resolve()
     partial = _partial(path)
     journal = Journal(partial)
+    going_on = resume and journal.exists
+    if going_on:
+        journal.check(asked)
     try:
-        if resume and journal.exists:
-            journal.check(asked)
-        else:
+        if not going_on:
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir()
@@ -73,7 +75,7 @@ def new_directory(path: Path, asked: Mapping[str, Any], *, overwrite: bool = Fal
         journal.end()
         old = _replace(partial, path)
     except BaseException as error:
-        kept = _keep_or_remove(partial, journal)
+        kept = _keep_or_remove(partial, journal, error)
         if isinstance(error, OSError):
             hint = "free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the paths and their permissions"
             raise CkptkitError(f"writing {path}: {error}", f"{hint}; {kept}") from error
@@ -83,9 +85,10 @@ def new_directory(path: Path, asked: Mapping[str, Any], *, overwrite: bool = Fal
         shutil.rmtree(old)
 
 
-def _keep_or_remove(partial: Path, journal: Journal) -> str:
+def _keep_or_remove(partial: Path, journal: Journal, error: BaseException) -> str:
     """What becomes of a run that ends badly, and what to tell of it."""
-    if count := journal.count():
+    final = isinstance(error, CkptkitError) and not error.resumable
+    if not final and (count := journal.count()):
         return f"{partial} keeps {count} finished file(s): give the same command with --resume to go on"
     shutil.rmtree(partial, ignore_errors=True)
     return "nothing was left behind"

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 class CkptkitError(Exception):
-    """What is wrong (naming file and tensor) and, as `hint`, what to do next. The command line exits with code 2."""
+    """What is wrong (naming file and tensor) and, as `hint`, what to do next. The command line exits with code 2.
+
+    `resumable`: whether the same job may end well another time, so that what it has finished is worth keeping.
+    """
+
+    resumable = True
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)

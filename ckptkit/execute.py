@@ -16,7 +16,7 @@ from ckptkit.formats import Location
 from ckptkit.jobs import Job, Work
 from ckptkit.journal import Journal
 from ckptkit.manifest import described_files, lineage_of, write_manifest
-from ckptkit.remote import ChangedError, check_unchanged
+from ckptkit.remote import check_unchanged
 from ckptkit.sidefiles import MANIFEST, copy_side_files, write_config
 from ckptkit.upload import new_upload
 from converters.carried import FOLDER
@@ -39,7 +39,7 @@ class How:
 
 
 def execute(job: Job, work: Work, how: How) -> None:
-    """Writes everything. On an error what is finished is kept for --resume (not at a URL), and nothing if nothing is. Raises CkptkitError."""
+    """Writes everything. What a run that is cut off has finished is kept for --resume (not at a URL). Raises CkptkitError."""
     with _destination(job, how) as (partial, journal):
         _write_side_files(work, partial)
         if how.ray is None:
@@ -52,23 +52,14 @@ def execute(job: Job, work: Work, how: How) -> None:
         for output in work.outputs:
             output.files.finish(partial)
         _write_manifest(job, work, partial, journal)
-        _check_sources(job, journal)
+        for root in job.opened.values():
+            check_unchanged(root)
 
 
 def _destination(job: Job, how: How) -> AbstractContextManager[tuple[Path, Journal]]:
     if isinstance(how.path, str):
         return new_upload(how.path, overwrite=how.overwrite, sources=job.sources)
     return new_directory(how.path, job.asked(), overwrite=how.overwrite, resume=how.resume)
-
-
-def _check_sources(job: Job, journal: Journal) -> None:
-    """Raises ChangedError when what was read from URLs was written meanwhile; then nothing of it is kept to go on with."""
-    try:
-        for root in job.opened.values():
-            check_unchanged(root)
-    except ChangedError:
-        journal.end()
-        raise
 
 
 def _write_side_files(work: Work, partial: Path) -> None:

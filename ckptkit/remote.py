@@ -67,6 +67,8 @@ def _stand_in(store: Store) -> Iterator[Path]:
 class ChangedError(CkptkitError):
     """What was being read has been written meanwhile."""
 
+    resumable = False
+
 
 def check_unchanged(root: Path) -> None:
     """Raises ChangedError when a file of the URL that `root` stands for was written since it was opened. A directory of this machine passes."""

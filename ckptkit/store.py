@@ -60,6 +60,10 @@ def absolute(path: str | Path) -> str:
     return found if isinstance(found, str) else str(found.absolute())
 
 
+class StoreError(CkptkitError):
+    """A store that does not answer, or not as it should: nothing is known to be wrong with what lies there."""
+
+
 @dataclass(frozen=True)
 class Store:
     """The directory at `url`. Every method raises CkptkitError with the next move: what is absent, not permitted or not reached."""
@@ -189,7 +193,7 @@ def _explained(url: str) -> Iterator[None]:
     try:
         yield
     except _raised() as error:
-        raise CkptkitError(f"{url}: {_words(error)}", _next(url, error)) from error
+        raise StoreError(f"{url}: {_words(error)}", _next(url, error)) from error
 
 
 def _raised() -> tuple[type[Exception], ...]:
