@@ -34,6 +34,7 @@ def _rows_of(model: str) -> Iterator[dict[str, Any]]:
                 runs.setdefault(what, []).append(run(command, product))
         size = sum(path.stat().st_size for path in (work / "hf").glob("*.safetensors"))
     median = {what: statistics.median(one.seconds for one in found) for what, found in runs.items()}
+    settled = {what: statistics.median(one.settled for one in found) for what, found in runs.items()}
     for what, found in runs.items():
         side = "Megatron" if what.startswith(("Megatron", "cp -r Megatron", "cat Megatron", "DCP")) else "HF"
         yield {
@@ -42,6 +43,8 @@ def _rows_of(model: str) -> Iterator[dict[str, Any]]:
             "seconds": round(median[what], 2),
             "GB/s read": round(size / median[what] / 1e9, 2),
             "ratio to cp -r": round(median[what] / median[f"cp -r {side}"], 2),
+            "on disk": round(settled[what], 2),
+            "ratio on disk": round(settled[what] / settled[f"cp -r {side}"], 2),
             "ratio to cat": round(median[what] / median[f"cat {side}"], 2),
             "peak MiB": max(one.resident for one in found) >> 20,
             "anonymous MiB": max(one.anonymous for one in found) >> 20,

@@ -18,9 +18,13 @@ _EVERY_S = 0.005
 
 @dataclass(frozen=True)
 class Run:
-    """A command that ended well. `resident` is the kernel's ru_maxrss, `anonymous` the most RssAnon that was seen, both in bytes."""
+    """A command that ended well. `resident` is the kernel's ru_maxrss, `anonymous` the most RssAnon that was seen, both in bytes.
+
+    `settled`: seconds until what it wrote was on the disk, too, which it need not be when the command ends.
+    """
 
     seconds: float
+    settled: float
     resident: int
     anonymous: int
 
@@ -38,10 +42,12 @@ def run(command: Sequence[str], product: Path | None = None) -> Run:
         time.sleep(_EVERY_S)
         ended, status, usage = os.wait4(process.pid, os.WNOHANG)
     seconds = time.monotonic() - began
+    os.sync()
+    settled = time.monotonic() - began
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed")
-    return Run(seconds, usage.ru_maxrss * 1024, anonymous)
+    return Run(seconds, settled, usage.ru_maxrss * 1024, anonymous)
 
 
 def _anonymous(pid: int) -> int:

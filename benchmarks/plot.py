@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = {"cp -r": "#8a8f98", "HF -> Megatron": "#2f81f7", "Megatron -> HF": "#d9730d"}  # seen on white and on black
-PANELS = (("seconds", "time (s)"), ("anonymous MiB", "peak anonymous memory (MiB)"))
+PANELS = (("on disk", "time until it is on the disk (s)"), ("anonymous MiB", "peak anonymous memory (MiB)"))
 WIDTH, HEIGHT, LEFT, TOP = 330, 220, 60, 40
 _STYLE = (
     "text{font:12px sans-serif;fill:#57606a}line{stroke:#57606a;stroke-opacity:.35}@media (prefers-color-scheme:dark){text{fill:#c9d1d9}line{stroke:#c9d1d9}}"

@@ -44,5 +44,6 @@ def _rows_of(size: str) -> Iterator[dict[str, Any]]:
             "GB": round(nbytes / 1e9, 2),
             "what": what,
             "seconds": round(statistics.median(one.seconds for one in found), 2),
+            "on disk": round(statistics.median(one.settled for one in found), 2),
             "anonymous MiB": max(one.anonymous for one in found) >> 20,
         }
