@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptkit.estimate import Volume
+from ckptkit.files import FILE_BYTES
 from ckptkit.formats import TRACKER
 from ckptkit.safetensors_files import cut_shards
 from ckptkit.safetensors_io import INDEX
@@ -68,7 +69,7 @@ _INT4: dict[str, Any] = {
 }  # fmt: skip
 _QUANTIZATION: dict[Form, dict[str, Any]] = {"bfloat16": {}, "fp8": {"quantization_config": _FP8}, "int4": {"quantization_config": _INT4}}
 _IN_FP8 = re.compile(r".+\.(self_attn|mlp)\.(.+\.)?\w+_proj(_with_mqa)?\.weight")
-HF_FILE, MEGATRON_FILE = 5_000_000_000, 5_000_000_000
+HF_FILE = MEGATRON_FILE = FILE_BYTES
 _RANKS = 64  # that Megatron's save came from: a file each
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ckptkit.files import FilesWriter
-from ckptkit.safetensors_files import FILE_BYTES, SafetensorsFiles, cut_shards
+from ckptkit.files import FILE_BYTES, FilesWriter
+from ckptkit.safetensors_files import SafetensorsFiles, cut_shards
 from ckptkit.specs import TensorSpec
 from converters.planner import expected_hf
 

@@ -55,22 +55,11 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
 
     def move(names: Sequence[str]) -> int:
         try:
-            return moved(names)
-        except StoreError:
-            raise
+            return _move(source, names, writer)
         except CkptkitError as error:
-            # The source must be mended, and then it is another one.
-            error.resumable = False
+            # A source that is wrong must be mended, and then it is another one; a store may answer another time.
+            error.resumable = isinstance(error, StoreError)
             raise
-
-    def moved(names: Sequence[str]) -> int:
-        if isinstance(writer, FilesWriter) and (extent := _streamed(source, names)) is not None:
-            writer.write_extent(names[0], extent)
-            return extent.nbytes
-        tensors = source.read(names)
-        for name, tensor in tensors.items():
-            writer.write(name, tensor)
-        return sum(tensor.nbytes for tensor in tensors.values())
 
     pool = ThreadPoolExecutor(workers, "ckptkit-copy")
     running: dict[Future[int], int] = {}
@@ -86,6 +75,17 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
     finally:
         # What is running ends first: the writer must not be closed under it.
         pool.shutdown(cancel_futures=True)
+
+
+def _move(source: Checkpoint, names: Sequence[str], writer: CheckpointWriter) -> int:
+    """Moves one group. Returns its bytes."""
+    if isinstance(writer, FilesWriter) and (extent := _streamed(source, names)) is not None:
+        writer.write_extent(names[0], extent)
+        return extent.nbytes
+    tensors = source.read(names)
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _streamed(source: Checkpoint, names: Sequence[str]) -> Extent | None:

@@ -18,6 +18,7 @@ from ckptkit.errors import CkptkitError
 from ckptkit.raw import Extent, WrittenFile, bytes_of
 from ckptkit.specs import TensorSpec, summarize
 
+FILE_BYTES = 5_000_000_000  # where a file ends unless something else says so
 Digests = Mapping[str, TensorDigest]
 Piece = Callable[[int, int], memoryview]
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -15,11 +13,11 @@ import torch
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError
-from ckptkit.files import Files
+from ckptkit.files import FILE_BYTES, Files
+from ckptkit.fingerprint import fingerprint
 from ckptkit.formats import Location, locate
 from ckptkit.join import Joined
 from ckptkit.plan import View
-from ckptkit.remote_file import listing_of
 from ckptkit.safetensors_files import SafetensorsFiles, cut_shards
 from ckptkit.safetensors_io import HfCheckpoint, has_weights
 from ckptkit.sidefiles import MANIFEST, layout_for, main_dtype, stored_layout
@@ -82,7 +80,7 @@ class Job:
     def asked(self) -> dict[str, Any]:
         """What a resumed run must have in common with the one that died: version, command, and names, sizes and times of the files read."""
         read = [self.here(source) for source in self.sources]
-        return {"version": version("ckptkit"), "command": shlex.join(self.command()), "source": _fingerprint(read)}
+        return {"version": version("ckptkit"), "command": shlex.join(self.command()), "source": fingerprint(read)}
 
 
 def _words_of(scheme: QuantScheme, verb: str) -> list[str]:
@@ -92,20 +90,6 @@ def _words_of(scheme: QuantScheme, verb: str) -> list[str]:
     words += ["--search", scheme.search] if scheme.search != "none" else []
     words += ["--scale-dtype", str(scheme.scale_dtype).removeprefix("torch.")] if scheme.scale_dtype else []
     return words + [word for pattern in scheme.ignore for word in ("--ignore", pattern)]
-
-
-def _fingerprint(folders: Iterable[Path]) -> str:
-    """SHA-256 over path, size and time of the last change of every file below these folders; at a URL, over what its store says of each."""
-    digest = hashlib.sha256()
-    for folder in folders:
-        if (listing := listing_of(folder)) is not None:
-            digest.update(json.dumps([listing.url, sorted(listing.versions.items())]).encode())
-            continue
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                found = path.stat()
-                digest.update(json.dumps([str(path), found.st_size, found.st_mtime_ns]).encode())
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -157,7 +141,7 @@ def planned(job: Job) -> Work:
 
 def _hf_to_megatron(location: Location, job: Job) -> Work:
     # Imported here because it brings torch.distributed with it, which takes a second.
-    from ckptkit.torch_dist_files import FILE_BYTES, TorchDistFiles
+    from ckptkit.torch_dist_files import TorchDistFiles
 
     source = plain(location.path)
     dialect = job.dialect or MCORE
@@ -247,4 +231,4 @@ def _layout(source: HfCheckpoint | View, job: Job) -> Layout:
 
 
 def _cut(view: Checkpoint, job: Job) -> Layout:
-    return cut_shards(view.specs, job.file_bytes) if job.file_bytes else cut_shards(view.specs)
+    return cut_shards(view.specs, job.file_bytes or FILE_BYTES)

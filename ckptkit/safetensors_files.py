@@ -14,12 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from ckptkit.errors import CkptkitError
-from ckptkit.files import Piece
+from ckptkit.files import FILE_BYTES, Piece
 from ckptkit.raw import WrittenFile, cuts
 from ckptkit.safetensors_io import INDEX, SINGLE, read_shard
 from ckptkit.specs import CODE_OF_DTYPE, TensorSpec, summarize
-
-FILE_BYTES = 5_000_000_000
 
 
 class SafetensorsFiles:

@@ -32,14 +32,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptkit.blob import STORAGE_OF_DTYPE, Blob
 from ckptkit.errors import CkptkitError
-from ckptkit.files import Piece
+from ckptkit.files import FILE_BYTES, Piece
 from ckptkit.formats import TRACKER
 from ckptkit.raw import WrittenFile
 from ckptkit.saved_tensor import SavedLayout
 from ckptkit.specs import TensorSpec
 from ckptkit.torch_dist_names import disk_key, extra_states, norm_alias, rows_apart
 
-FILE_BYTES = 5_000_000_000
 _FOLDER = "release"
 
 # One key a layer, experts on one axis: what Megatron's `sharded_state_dict` is told to ask for when it loads.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import socket
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.cluster import connected
 from ckptkit.errors import CkptkitError
+from ckptkit.fingerprint import fingerprint
 from ckptkit.ray_tasks import cpus, outcomes, pieces_of
 from verify.subject import Subject
 from verify.values import Values, common_groups, look, sides
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 class Told:
     """What every task of a pass is told: paths as `Subject` has them, whether names are those on disk, and what its node must find there.
 
-    `files`: a digest of names, sizes and times of all files of both sides.
+    `files`: the fingerprint of both sides.
     """
 
     path: Path
@@ -38,7 +37,7 @@ class Told:
 
 def parts_on_ray(subject: Subject, stored: bool, checkpoint: Checkpoint, groups: Groups) -> Generator[Values, None, None]:
     """What each task found, in the order of `groups`. Raises CkptkitError as `outcomes` does, and where a node sees other files."""
-    told = Told(subject.path, subject.source_path, subject.hf_path, stored, _files(subject.path, subject.source_path, subject.hf_path))
+    told = Told(subject.path, subject.source_path, subject.hf_path, stored, _files(subject))
     sizes = {names: sum(checkpoint.specs[name].nbytes for name in names) for names in groups}
     with connected(subject.ray or "auto") as ray:
         pieces = [[name for names in piece for name in names] for piece in pieces_of(sizes, cpus(ray))]
@@ -64,7 +63,7 @@ def look_at(told: Told, names: Sequence[str]) -> Values:
 @lru_cache(maxsize=1)
 def _opened(told: Told) -> tuple[Checkpoint, Checkpoint | None, Groups]:
     """Both sides, opened once a process."""
-    if _files(told.path, told.source_path, told.hf_path) != told.files:
+    if _files(told) != told.files:
         raise CkptkitError(
             f"node {socket.gethostname()} sees other files at {told.path}{f' or {told.source_path}' if told.source_path else ''} than the coordinator"
             " (names, sizes or times differ)",
@@ -74,8 +73,5 @@ def _opened(told: Told) -> tuple[Checkpoint, Checkpoint | None, Groups]:
     return checkpoint, source, list(common_groups(checkpoint, source))
 
 
-def _files(*folders: Path | None) -> str:
-    digest = hashlib.sha256()
-    for path in (path for folder in folders if folder for path in sorted(folder.rglob("*")) if path.is_file()):
-        digest.update(json.dumps([str(path), path.stat().st_size, path.stat().st_mtime_ns]).encode())
-    return digest.hexdigest()
+def _files(sides: Subject | Told) -> str:
+    return fingerprint(filter(None, (sides.path, sides.source_path, sides.hf_path)))

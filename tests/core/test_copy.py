@@ -30,6 +30,16 @@ def test_nothing_is_left_after_a_failure(tmp_path: Path, error: type[BaseExcepti
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("resumable", [True, False])
+def test_finished_files_are_kept_only_where_the_same_job_may_go_on(tmp_path: Path, resumable: bool) -> None:
+    error = CkptkitError("no")
+    error.resumable = resumable
+    with pytest.raises(CkptkitError), new_directory(tmp_path / "out", ASKED) as (_, journal):
+        journal.record("x", {})
+        raise error
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"] * resumable
+
+
 def test_overwrite_replaces_only_when_the_new_one_is_whole(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/config.json").write_text("old")
