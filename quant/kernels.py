@@ -27,7 +27,7 @@ def quantize_pack(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequenc
         raise CkptkitError(where, "quantize the tensors of one device at a time")
     if scheme.search == "none" and weights[0].is_cuda:
         # Imported here because it needs Triton, which is there wherever torch has CUDA.
-        from quant.triton_kernel import quantize_pack_cuda
+        from quant.triton_launch import quantize_pack_cuda
 
         return quantize_pack_cuda(weights, scheme, names)
     for weight, name in zip(weights, names, strict=True):

@@ -113,8 +113,8 @@ def test_views_that_are_not_aligned_or_contiguous() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 128), (4, 0)], ids=str)
 def test_nothing_to_quantize(shape: tuple[int, int]) -> None:
-    for group in (32, None):
-        assert_same([torch.zeros(shape, dtype=torch.bfloat16)], QuantScheme(group, "qmax7"))
+    for scheme in (QuantScheme(32, "qmax7"), QuantScheme(None, "qmax7"), QuantScheme(None, "minmax", symmetric=False)):
+        assert_same([torch.zeros(shape, dtype=torch.bfloat16)], scheme)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)

@@ -166,3 +166,11 @@ def test_refuses_what_cannot_be_packed_by_name(weight: torch.Tensor, message: st
 def test_a_search_goes_through_the_same_door() -> None:
     weight, scheme = hard_weights(torch.bfloat16)[:-1], QuantScheme(64, "minmax", (), False, "mse")
     assert same(quantize_pack([weight], scheme, ["a"])[0], by_formula(weight, scheme))
+
+
+def test_a_reciprocal_rounds_to_the_quotient_of_bfloat16() -> None:
+    """What the CUDA kernel does instead of dividing (`quant.triton_pairs`): for every pair of significands, exactly; powers of two change nothing."""
+    weight, scale = torch.meshgrid(torch.arange(128.0, 256.0), torch.arange(128.0, 256.0), indexing="ij")
+    quotient = (weight.double() / scale.double()).bfloat16()
+    assert torch.equal((weight * (1 / scale)).bfloat16(), quotient)
+    assert torch.equal((weight / scale).bfloat16(), quotient)

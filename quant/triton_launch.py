@@ -1,0 +1,90 @@
+"""Hundreds of matrices a launch: what a GPU is handed, and what it hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quant.grids import check, not_finite
+from quant.packed import Packed
+from quant.scheme import CODES_PER_WORD, QuantScheme
+from quant.triton_kernel import channelwise, grouped, pack_zeros
+from quant.triton_pairs import paired
+
+_TILE, _WARPS = 1024, 1  # weights a program takes: one warp has no one to wait for
+_PAIRED_TILE, _PAIRED_WARPS = 2048, 2
+_ALIGNMENT = 16  # bytes that one load takes
+_FIRST, _MOST = 64, 1024  # matrices of a launch: each has twice those of the one before
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def quantize_pack_cuda(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequence[str]) -> list[Packed]:
+    """`quant.kernels.quantize_pack` for CUDA tensors; parts of one launch share their memory.
+
+    A launch takes matrices of one shape and dtype; at the end one wait for the GPU tells whether everything was finite.
+    Raises CkptkitError as that does.
+    """
+    packed: dict[int, Packed] = {}
+    bad = torch.zeros(len(weights), dtype=torch.int32, device=weights[0].device)
+    for members in _launches(weights):
+        check(weights[members[0]], scheme, names[members[0]])
+        packed |= zip(members, _launch([weights[index] for index in members], scheme, bad[len(packed) :]), strict=True)
+    wrong = [index for index, flag in zip(packed, bad.tolist(), strict=True) if flag]
+    if wrong:
+        first = min(wrong)
+        raise not_finite(weights[first], packed[first].scale.dtype, names[first])
+    return [packed[index] for index in range(len(weights))]
+
+
+def _launches(weights: Sequence[Tensor]) -> Iterator[list[int]]:
+    """The places of the weights of each launch. There may be thousands, and while these are looked at the GPU works on those before: few at first."""
+    waiting: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
+    most = _FIRST
+    for index, weight in enumerate(weights):
+        kind = (weight.shape, weight.dtype)
+        members = waiting.setdefault(kind, [])
+        members.append(index)
+        if len(members) == most:
+            most = min(2 * most, _MOST)
+            yield waiting.pop(kind)
+    yield from waiting.values()
+
+
+def _launch(weights: Sequence[Tensor], scheme: QuantScheme, bad: Tensor) -> Iterator[Packed]:
+    """Matrices of one shape and dtype; `bad`, int32, gets a 1 for each that has a scale which is not finite."""
+    count, (rows, columns), dtype, device = len(weights), weights[0].shape, weights[0].dtype, weights[0].device
+    stored = scheme.scale_dtype or dtype
+    groups = scheme.groups(columns)
+    straight = [weight if weight.is_contiguous() else weight.contiguous() for weight in weights]
+    places = [weight.data_ptr() for weight in straight]
+    if any(place % _ALIGNMENT for place in places):
+        straight = [weight.clone() if weight.data_ptr() % _ALIGNMENT else weight for weight in straight]
+        places = [weight.data_ptr() for weight in straight]
+    # Not waiting for the launches before: memory that is not pinned is copied aside before the call returns.
+    table = torch.tensor(places, dtype=torch.int64).to(device, non_blocking=True)
+    words = torch.empty((count, rows, columns // CODES_PER_WORD), dtype=torch.int32, device=device)
+    scale = torch.empty((count, rows, groups), dtype=stored, device=device)
+    zero = torch.empty((count, rows, groups) if not scheme.symmetric else (0,), dtype=torch.int8, device=device)
+    zeros = torch.empty((count, triton.cdiv(rows, CODES_PER_WORD), groups), dtype=torch.int32, device=device) if not scheme.symmetric else None
+    formats = {"WEIGHT": _TYPES[dtype], "STORED": _TYPES[stored], "WIDE": _TYPES[torch.promote_types(dtype, stored)], "MINMAX": scheme.grid == "minmax"}
+    in_pairs = scheme.group_size and scheme.grid == "minmax" and dtype == stored == torch.bfloat16
+    tile, warps = (_PAIRED_TILE, _PAIRED_WARPS) if in_pairs else (_TILE, _WARPS)
+    common = {"EPS": torch.finfo(stored).eps, "ASYMMETRIC": not scheme.symmetric, "TILE": tile, "num_warps": warps}
+    with torch.cuda.device(device):
+        if not words.numel():
+            scale.fill_(torch.finfo(stored).eps)
+            zero.zero_()
+        elif scheme.group_size is None:
+            channelwise[rows, count](table, words, scale, zero, bad, rows, columns, **formats, **common)
+        else:
+            grid = (triton.cdiv(rows * groups, tile // scheme.group_size), count)
+            kernel, more = (paired, {}) if in_pairs else (grouped, formats)
+            kernel[grid](table, words, scale, zero, bad, rows * groups, GROUP=scheme.group_size, **more, **common)
+        if zeros is not None and zeros.numel():
+            pack_zeros[triton.cdiv(zeros[0].numel(), _TILE), count](zero, zeros, rows, groups, TILE=_TILE)
+    each: Iterable[Tensor | None] = [None] * count if zeros is None else zeros.unbind()
+    return (Packed(*parts) for parts in zip(words.unbind(), scale.unbind(), each, strict=True))
