@@ -5,13 +5,14 @@ torch.save writes an uncompressed zip: `*/data.pkl` describes the object, `*/dat
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ckptkit import unpickle
 from ckptkit.errors import CkptkitError
-from ckptkit.raw import Extent, read_into
+from ckptkit.raw import Extent, bytes_of, read_into
 
 STORAGE_OF_DTYPE = {
     torch.float64: "DoubleStorage",
@@ -46,11 +47,12 @@ class _Strided:
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """`length` bytes from `offset` of `path`, written by torch.save."""
+    """`length` bytes from `offset` of `path`, written by torch.save; `content` holds them where they have been read."""
 
     path: Path
     offset: int
     length: int
+    content: memoryview | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.path} at byte {self.offset}"
@@ -61,11 +63,35 @@ class Blob:
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """The saved tensor. Raises CkptkitError when it is not the dense one that the checkpoint's metadata promises."""
-        entries = self.entries()
-        info, arguments = self._described(entries, dtype, shape)
-        flat = torch.empty(info.file_size, dtype=torch.uint8)
-        self.read_into(info, memoryview(flat.numpy()))  # type: ignore[arg-type]
-        return torch.as_strided(flat.view(dtype), shape, arguments.stride, arguments.offset).contiguous()
+        # All of it at once: what describes the tensor stands at both ends, and on a disk that has other work each small read waits its turn.
+        memory, whole = self._loaded()
+        info, arguments = whole._described(whole.entries(), dtype, shape)
+        begin = whole._begin(info)
+        flat = memory[begin : begin + info.file_size]
+        if flat.numel() != info.file_size:
+            raise self._too_short()
+        self.check(info, zlib.crc32(bytes_of(flat)))
+        # torch.save puts storages on multiples of 64 bytes, others may not.
+        elements = (flat.clone() if begin % dtype.itemsize else flat).view(dtype)
+        return torch.as_strided(elements, shape, arguments.stride, elements.storage_offset() + arguments.offset).contiguous()
+
+    def _loaded(self) -> tuple[Tensor, Blob]:
+        """Its bytes, fewer where the file ends, and the blob with them."""
+        try:
+            length = max(0, min(self.length, self.path.stat().st_size - self.offset))
+            memory = torch.empty(length, dtype=torch.uint8)
+            read_into(self.path, bytes_of(memory), self.offset)
+        except OSError as error:
+            raise CkptkitError(f"{self}: {error}", "the file is missing or damaged; copy it again") from error
+        return memory, replace(self, content=bytes_of(memory))
+
+    def read(self, buffer: memoryview, start: int) -> int:
+        """Fills `buffer` from `start`. Returns how many bytes there were."""
+        if self.content is None:
+            return read_into(self.path, buffer, self.offset + start)
+        found = self.content[start : start + len(buffer)]
+        buffer[: len(found)] = found
+        return len(found)
 
     def extent(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Extent | None:
         """Where the bytes of the saved tensor stand, row by row; None where they stand otherwise. Raises CkptkitError as `tensor`."""
@@ -74,7 +100,7 @@ class Blob:
         if arguments.offset or arguments.stride != dense.stride() or info.file_size != dense.nbytes:
             return None
         # torch can be told to leave the checksum out, which it then writes as zero.
-        return Extent(self.path, self._begin(info), info.file_size, info.CRC or None)
+        return Extent(self.path, self.offset + self._begin(info), info.file_size, info.CRC or None)
 
     def _described(self, entries: Mapping[str, zipfile.ZipInfo], dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[zipfile.ZipInfo, _Strided]:
         """The entry that holds a tensor's storage, and how the tensor lies in it."""
@@ -90,7 +116,7 @@ class Blob:
     def entries(self) -> dict[str, zipfile.ZipInfo]:
         """The uncompressed entries of the zip, by name without the leading folder. Raises CkptkitError when it is no zip."""
         try:
-            with zipfile.ZipFile(_Slice(self.path, self.offset, self.length)) as archive:
+            with zipfile.ZipFile(_Stream(self)) as archive:
                 found = [info for info in archive.infolist() if info.compress_type == zipfile.ZIP_STORED]
         except (OSError, zipfile.BadZipFile) as error:
             raise CkptkitError(f"{self}: {error}", "the file is missing or damaged; copy it again") from error
@@ -104,16 +130,19 @@ class Blob:
 
     def read_into(self, info: zipfile.ZipInfo, buffer: memoryview, start: int = 0) -> None:
         """Fills `buffer` with bytes from `start` of an entry, which lie behind its local header. Of a whole entry the checksum is checked."""
-        if read_into(self.path, buffer, self._begin(info) + start) != buffer.nbytes:
-            raise CkptkitError(f"{self}: ends too early", "the file is truncated; copy it again")
+        if self.read(buffer, self._begin(info) + start) != buffer.nbytes:
+            raise self._too_short()
         if buffer.nbytes == info.file_size:
             self.check(info, zlib.crc32(buffer))
 
     def _begin(self, info: zipfile.ZipInfo) -> int:
-        """Where in the file the content of an entry begins."""
-        lengths, header = bytearray(4), self.offset + info.header_offset
-        read_into(self.path, memoryview(lengths), header + 26)  # of name and extra field, in a zip local header of 30 bytes
+        """Where in the blob the content of an entry begins."""
+        lengths, header = bytearray(4), info.header_offset
+        self.read(memoryview(lengths), header + 26)  # of name and extra field, in a zip local header of 30 bytes
         return header + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+
+    def _too_short(self) -> CkptkitError:
+        return CkptkitError(f"{self}: ends too early", "the file is truncated; copy it again")
 
     def check(self, info: zipfile.ZipInfo, checksum: int) -> None:
         """Raises CkptkitError when this is not the CRC-32 that an entry was written with."""
@@ -142,12 +171,11 @@ class Blob:
         return bytes(content)
 
 
-class _Slice(io.RawIOBase):
-    """A part of a file as a file."""
+class _Stream(io.RawIOBase):
+    """A blob as a file."""
 
-    def __init__(self, path: Path, offset: int, length: int) -> None:
-        self._file = path.open("rb", buffering=0)
-        self._offset, self._length, self._at = offset, length, 0
+    def __init__(self, blob: Blob) -> None:
+        self._blob, self._at = blob, 0
 
     def seekable(self) -> bool:
         return True
@@ -156,7 +184,9 @@ class _Slice(io.RawIOBase):
         return True
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._blob.length}[whence]
+        if base + position < 0:
+            raise OSError(errno.EINVAL, "the blob is shorter than that")
         self._at = base + position
         return self._at
 
@@ -164,12 +194,6 @@ class _Slice(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: max(0, self._length - self._at)]
-        self._file.seek(self._offset + self._at)
-        count = self._file.readinto(view) or 0
+        count = self._blob.read(memoryview(buffer)[: max(0, self._blob.length - self._at)], self._at)
         self._at += count
         return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
