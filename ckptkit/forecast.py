@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ckptkit.checkpoint import Checkpoint
+from ckptkit.collector import uncollected
 from ckptkit.copy import STREAMED, cores
 from ckptkit.errors import CkptkitError
 from ckptkit.estimate import Bound, Machines, Throughput, Volume, estimate, measure_throughput
@@ -68,6 +69,7 @@ def forecast(job: Job, work: Work, how: How) -> Forecast:
     return replace(found, directory=str(directory), measured=rates, rows=rows)
 
 
+@uncollected()
 def volume_of(work: Work, memory: int) -> Volume:
     """The plan in bytes. Opens no file."""
     read, step = 0, 0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ckptkit.checkpoint import Checkpoint
+from ckptkit.collector import uncollected
 from ckptkit.errors import CkptkitError
 from ckptkit.files import FILE_BYTES, Files
 from ckptkit.fingerprint import fingerprint
@@ -131,6 +132,7 @@ class Work:
         return {file: output for output in self.outputs for file in output.files.names}
 
 
+@uncollected()
 def planned(job: Job) -> Work:
     """The plan. Raises CkptkitError for anything wrong with the job or its source that can be seen without reading weights."""
     location = locate(job.here(job.src))

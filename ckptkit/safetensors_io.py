@@ -7,9 +7,12 @@ Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape,
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -73,24 +76,46 @@ def read_shard(path: Path) -> Shard:
         raise _broken(path, "its __metadata__ holds something else than strings")
     start = 8 + length
     try:
-        entries = sorted((parse_entry(name, entry) for name, entry in header.items()), key=lambda entry: entry[1])
+        spans = sound_spans(header) or [parse_entry(name, entry) for name, entry in header.items()]
     except ValueError as error:
         raise _broken(path, str(error)) from error
+    spans.sort(key=BEGIN)
     end = 0
-    for spec, begin, stop in entries:
+    for begin, stop, nbytes, spec in spans:
         if begin != end:
             raise _broken(path, f"{spec.name} starts at byte {begin} of the data, but the tensor before it ends at {end}")
-        if stop - begin != spec.nbytes:
-            raise _broken(path, f"{spec} takes {spec.nbytes} bytes, but its entry spans {stop - begin}")
+        if stop - begin != nbytes:
+            raise _broken(path, f"{spec} takes {nbytes} bytes, but its entry spans {stop - begin}")
         end = stop
     if start + end != size:
         raise _broken(path, f"the header promises {start + end} bytes, the file has {size}")
-    offsets = {spec.name: start + begin for spec, begin, _ in entries}
-    return Shard(path, {spec.name: spec for spec, _, _ in entries}, offsets, metadata, remote)
+    offsets = {spec.name: start + begin for begin, _, _, spec in spans}
+    return Shard(path, {spec.name: spec for _, _, _, spec in spans}, offsets, metadata, remote)
 
 
-def parse_entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
-    """A header entry: spec, first byte and end in the data. Raises ValueError, saying why, for what safetensors does not allow."""
+# First byte and end in the data, the bytes that the tensor takes, and the tensor.
+Span = tuple[int, int, int, TensorSpec]
+BEGIN = itemgetter(0)
+_SIZE_OF_CODE = {code: dtype.itemsize for code, dtype in DTYPE_OF_CODE.items()}
+
+
+def sound_spans(header: Mapping[str, Any]) -> list[Span] | None:
+    """Every entry, looked at all together; None when one of them is not as safetensors writes it, and each is to be looked at by itself."""
+    try:
+        entries = [(name, entry["dtype"], entry["shape"], *entry["data_offsets"]) for name, entry in header.items()]
+        numbers = [*chain.from_iterable(entry[2] for entry in entries), *(entry[3] for entry in entries), *(entry[4] for entry in entries)]
+        spans = [
+            (begin, end, math.prod(shape) * _SIZE_OF_CODE[code], TensorSpec(name, tuple(shape), DTYPE_OF_CODE[code]))
+            for name, code, shape, begin, end in entries
+        ]
+    except (TypeError, ValueError, LookupError):
+        return None
+    shapes_are_lists = {list}.issuperset({type(entry[2]) for entry in entries})
+    return spans if shapes_are_lists and {int}.issuperset(map(type, numbers)) and min(numbers, default=0) >= 0 else None
+
+
+def parse_entry(name: str, entry: Any) -> Span:
+    """One header entry. Raises ValueError, saying why, for what safetensors does not allow."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ValueError(f"its header entry for {name} is not valid: {entry}")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPE_OF_CODE:
@@ -99,7 +124,8 @@ def parse_entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
     if len(entry["data_offsets"]) != 2 or min(numbers) < 0:
         raise ValueError(f"its header entry for {name} is not valid: {entry}")
     *shape, begin, end = numbers
-    return TensorSpec(name, tuple(shape), DTYPE_OF_CODE[entry["dtype"]]), begin, end
+    spec = TensorSpec(name, tuple(shape), DTYPE_OF_CODE[entry["dtype"]])
+    return begin, end, spec.nbytes, spec
 
 
 def _integers(name: str, values: Any) -> list[int]:

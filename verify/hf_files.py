@@ -7,18 +7,15 @@ in a truncated shard, the headers are read here a second time, leniently.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptkitError
-from ckptkit.safetensors_io import INDEX, MAX_HEADER, SINGLE, parse_entry, read_json
-from ckptkit.specs import DTYPE_OF_CODE, TensorSpec
+from ckptkit.safetensors_io import BEGIN, INDEX, MAX_HEADER, SINGLE, Span, parse_entry, read_json, sound_spans
+from ckptkit.specs import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -69,20 +66,14 @@ def scan_shard(path: Path) -> ShardScan:
     about = header.pop("__metadata__", None)
     if about is not None and not (isinstance(about, dict) and all(isinstance(value, str) for value in about.values())):
         faults.append(Fault("a __metadata__ of strings", f"{about!r:.80}"))
-    spans = _sound_spans(header)
+    spans = sound_spans(header)
     if spans is None:
         found = [_entry(name, entry) for name, entry in header.items()]
         spans, wrong = [span for span, _ in found if span], [fault for _, fault in found if fault]
         faults += wrong
-    spans.sort(key=_BEGIN)
+    spans.sort(key=BEGIN)
     faults += _layout_faults(spans, 8 + length, size)
     return ShardScan(path, {spec.name: spec for _, _, _, spec in spans}, tuple(faults), nbytes=sum([nbytes for _, _, nbytes, _ in spans]))
-
-
-_BEGIN = itemgetter(0)
-# First byte and end in the data, the bytes that the tensor takes, and the tensor.
-_Span = tuple[int, int, int, TensorSpec]
-_SIZE_OF_CODE = {code: dtype.itemsize for code, dtype in DTYPE_OF_CODE.items()}
 
 
 def _unreadable(path: Path, actual: str) -> ShardScan:
@@ -109,31 +100,15 @@ def _repeated(pairs: _Object) -> list[str]:
     return [key for key, _ in pairs if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
 
 
-def _sound_spans(header: Mapping[str, Any]) -> list[_Span] | None:
-    """Every entry, looked at all together; None when one of them is not as safetensors writes it, and each is to be looked at by itself."""
+def _entry(name: str, entry: Any) -> tuple[Span | None, Fault | None]:
     try:
-        entries = [(name, entry["dtype"], entry["shape"], *entry["data_offsets"]) for name, entry in header.items()]
-        numbers = [*chain.from_iterable(entry[2] for entry in entries), *(entry[3] for entry in entries), *(entry[4] for entry in entries)]
-        spans = [
-            (begin, end, math.prod(shape) * _SIZE_OF_CODE[code], TensorSpec(name, tuple(shape), DTYPE_OF_CODE[code]))
-            for name, code, shape, begin, end in entries
-        ]
-    except (TypeError, ValueError, LookupError):
-        return None
-    shapes_are_lists = {list}.issuperset({type(entry[2]) for entry in entries})
-    return spans if shapes_are_lists and {int}.issuperset(map(type, numbers)) and min(numbers, default=0) >= 0 else None
-
-
-def _entry(name: str, entry: Any) -> tuple[_Span | None, Fault | None]:
-    try:
-        spec, begin, end = parse_entry(name, entry)
+        return parse_entry(name, entry), None
     except (TypeError, ValueError) as error:
         actual = str(error) if isinstance(error, ValueError) else f"its header entry for {name} is not valid: {entry}"
         return None, Fault("a header entry with a known dtype, whole numbers as shape and two data_offsets", actual, name)
-    return (begin, end, spec.nbytes, spec), None
 
 
-def _layout_faults(spans: Sequence[_Span], start: int, size: int) -> Iterator[Fault]:
+def _layout_faults(spans: Sequence[Span], start: int, size: int) -> Iterator[Fault]:
     """What is wrong with where tensors lie, which is told of `spans` in order."""
     stop = 0
     for begin, end, nbytes, spec in spans:

@@ -1,0 +1,19 @@
+"""Python's collector of reference cycles, and when it is only in the way."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No search for cycles in the block, or the decorated function: a plan is a million objects that all stay, and each search looks at every one."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
