@@ -35,9 +35,9 @@ setup: $(stamp)  ## make the environment (about 4 minutes and 9 GB) or bring it 
 demo: $(stamp)  ## convert, quantize, break and verify a small model, in DEMO_OUT
 	@$(python) -m ckptkit.demo "$(DEMO_OUT)"
 
-# Two processes already use two cores; many tests start more, one a rank.
+# Two processes already use two cores, and many tests start more, one a rank. In the order of their names, long files are not left for the end.
 test: $(stamp)  ## run the tests
-	@OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(stamp)  ## ruff, its formatter, and mypy in strict mode
 	@$(python) -m ruff check

@@ -80,7 +80,7 @@ class Blob:
         try:
             length = max(0, min(self.length, self.path.stat().st_size - self.offset))
             memory = torch.empty(length, dtype=torch.uint8)
-            read_into(self.path, bytes_of(memory), self.offset)
+            memory = memory[: read_into(self.path, bytes_of(memory), self.offset)]
         except OSError as error:
             raise CkptkitError(f"{self}: {error}", "the file is missing or damaged; copy it again") from error
         return memory, replace(self, content=bytes_of(memory))
