@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No search for cycles in the block, or the decorated function: a plan is a million objects that all stay, and each search looks at every one."""
+    """No search for cycles in the block, or in the decorated function: a large plan is a million objects that stay, and a search looks at each."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -110,11 +111,24 @@ def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float)
     """
     processes = {job.rank: _start([job], scratch, gpu) for job in jobs} if gpu else {jobs[0].rank: _start(jobs, scratch, gpu)}
     try:
-        failed = _wait([job.rank for job in jobs], processes, scratch, time.monotonic() + seconds)
+        first, soon_after = _wait([job.rank for job in jobs], processes, scratch, time.monotonic() + seconds)
     finally:
         for process in processes.values():
             _end(process)
-    return {rank: f"no answer within {seconds:.0f} s" if code is None else _last_words(scratch / f"stderr-{rank}", code) for rank, code in failed.items()}
+
+    def words(codes: Mapping[int, int | None]) -> dict[int, str]:
+        return {rank: f"no answer within {seconds:.0f} s" if code is None else _last_words(scratch / f"stderr-{rank}", code) for rank, code in codes.items()}
+
+    return causes(words(first)) or causes(words(soon_after)) or words(first)
+
+
+# What gloo, NCCL and torch's store say of a rank that is gone.
+_LOST = re.compile(r"Connection (?:reset|closed) by peer|Connection closed|Broken pipe|remote process exited|failed to recv|sendBytes failed|recvValue failed")
+
+
+def causes(words: Mapping[int, str]) -> dict[int, str]:
+    """What ranks say that failed by themselves: those that only lost another one are left out."""
+    return {rank: said for rank, said in words.items() if not _LOST.search(said)}
 
 
 def _start(jobs: Sequence[RankJob], scratch: Path, gpu: bool) -> subprocess.Popen[bytes]:
@@ -137,20 +151,33 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _wait(ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]], scratch: Path, deadline: float) -> dict[int, int | None]:
-    """Exit codes of the ranks that failed first, None for those still running at the deadline; empty when all went well."""
+_Codes = dict[int, int | None]
+
+
+def _wait(ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]], scratch: Path, deadline: float) -> tuple[_Codes, _Codes]:
+    """Exit codes of the ranks that failed first, None for those still running at the deadline; and of all that had failed soon after.
+
+    Empty when all went well. Whoever waits for a rank that fails may be seen to fail before it.
+    """
     while True:
-        ended = {rank: process.poll() for rank, process in processes.items()}
-        codes = {rank: _code(scratch / f"exit-{rank}", ended.get(rank)) for rank in ranks}
-        failed: dict[int, int | None] = {rank: code for rank, code in codes.items() if code}
-        if failed:
+        codes = _codes(ranks, processes, scratch)
+        if failed := _failed(codes):
             time.sleep(_GRACE_SECONDS)
-            return failed
+            return failed, _failed(_codes(ranks, processes, scratch))
         if all(code == 0 for code in codes.values()):
-            return {}
+            return {}, {}
         if time.monotonic() > deadline:
-            return {rank: None for rank, code in codes.items() if code is None}
+            return {rank: None for rank, code in codes.items() if code is None}, {}
         time.sleep(0.1)
+
+
+def _failed(codes: _Codes) -> _Codes:
+    return {rank: code for rank, code in codes.items() if code}
+
+
+def _codes(ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]], scratch: Path) -> _Codes:
+    ended = {rank: process.poll() for rank, process in processes.items()}
+    return {rank: _code(scratch / f"exit-{rank}", ended.get(rank)) for rank in ranks}
 
 
 def _code(file: Path, ended: int | None) -> int | None:

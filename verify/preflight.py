@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from ckptkit.collector import uncollected
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import refuse_url
 from verify.check_config import STAGES
@@ -88,6 +89,7 @@ def rollout_found(subject: Subject, tally: Tally) -> Iterator[Finding]:
     yield from _troubles(subject, tally, "CK714", ["--hf-checkpoint"])
 
 
+@uncollected()
 def preflight(
     hf_checkpoint: str | Path | None = None,
     load: str | Path | None = None,

@@ -219,3 +219,16 @@ def test_what_cannot_be_witnessed_is_skipped_with_the_next_move(releases: Paths,
     monkeypatch.setattr(megatron_run, "find_spec", lambda name: None)
     with pytest.raises(Skip, match=r"pip install 'ckptkit\[megatron\]'"):
         list(strict_load(Subject(converted("qwen2-tied")), Tally()))
+
+
+def test_a_rank_that_lost_another_is_no_cause() -> None:
+    """As gloo, NCCL and torch's store put it."""
+    lost = {
+        0: "work.wait() | RuntimeError: [.../gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:7569: Connection reset by peer (exit code 1)",
+        2: "RuntimeError: ... gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:36425 (exit code 1)",
+        3: "torch.distributed.DistBackendError: NCCL error ... remote process exited or there was a network error (exit code 1)",
+        4: "torch.distributed.DistNetworkError: failed to recv, got 0 bytes (exit code 1)",
+    }
+    own = {1: "ValueError: no such key (exit code 1)"}
+    assert megatron_run.causes(lost | own) == own
+    assert megatron_run.causes(lost) == {}
