@@ -1,6 +1,6 @@
 """The `minmax` grid of bfloat16 weights with bfloat16 scales on a GPU, two weights in a register wherever the formula rounds to bfloat16.
 
-That is half the instructions of `quant.triton_kernel`, and the same bytes:
+Fewer instructions than `quant.triton_kernel` takes, and the same bytes:
 
 - x / s is x * (1 / s) in float32, rounded to bfloat16. Both are right to 2**-17: a quotient of two 8-bit significands is never a
   midpoint m of bfloat16 (9 bits: m * s = x asks that an odd number above 256 divide x), and x and m * s, 17 bits, differ by 2**-17
@@ -71,7 +71,7 @@ def _largest(pairs):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _extremes(pairs, ASYMMETRIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of pairs [lanes, groups, turns, 4]: the least and the largest weight of each group [1, groups, 1, 1], or 0; twice absmax when symmetric. float32."""
+    """Of pairs [lanes, groups, turns, 4]: the least and the largest weight of each group [1, groups, 1, 1], or 0; when symmetric absmax as both. float32."""
     if ASYMMETRIC:
         most = _largest(pairs)
         least = tl.reduce(tl.reduce(pairs, 3, _smaller, keep_dims=True), 2, _smaller, keep_dims=True)
