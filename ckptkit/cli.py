@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit import options as common
+from ckptkit.collector import uncollected
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import locate
 from ckptkit.readahead import reading_ahead
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from quant.scheme import QuantScheme
     from verify.report import Report
 
-# Where they are installed transformers imports them, for losses, images and quantizers: a second and a half for what is not used here.
-_NOT_NEEDED = ("scipy", "torchao", "torchvision")
+# Where they are installed transformers imports them, for assisted generation, images and quantizers: seconds for what is not used here.
+# Nothing else that it imports needs them; of scipy, which scikit-learn needs and more may, that cannot be said.
+_NOT_NEEDED = ("sklearn", "torchao", "torchvision")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -64,12 +66,12 @@ def convert(
 
     A quantized release (FP8, MXFP4, INT4) is dequantized on the way to Megatron.
     """
-    with _started(src, dry_run or options["ray"] is not None):
+    with _only_planning(dry_run), _started(src, dry_run or options["ray"] is not None):
         from ckptkit.api import convert as run
 
         scheme, rest = _scheme(options, options["like"])
         written = run(src, dst, hf=hf, dtype=dtype, dialect=dialect, quantize=scheme if quantization else None, dry_run=dry_run, **rest)
-    _print_written(written, dry_run, as_json)
+        _print_written(written, dry_run, as_json)
 
 
 @cli.command()
@@ -83,12 +85,17 @@ def quantize(src: str | Path, dst: str | Path, dry_run: bool, as_json: bool, **o
 
     A quantized release (FP8, MXFP4, INT4) is dequantized first; an INT4 one keeps its scales where they still give its weights.
     """
-    with _started(src, dry_run or options["ray"] is not None):
+    with _only_planning(dry_run), _started(src, dry_run or options["ray"] is not None):
         from ckptkit.api import quantize as run
 
         scheme, rest = _scheme(options, options["like"] or src)
         written = run(src, dst, scheme, dry_run=dry_run, **rest)
-    _print_written(written, dry_run, as_json)
+        _print_written(written, dry_run, as_json)
+
+
+def _only_planning(dry_run: bool) -> AbstractContextManager[None]:
+    """A plan is all there is, and all of it stays until it is printed: no search for what could be thrown away."""
+    return uncollected() if dry_run else nullcontext()
 
 
 def _started(src: str | Path, elsewhere: bool) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from ckptkit.checkpoint import Checkpoint, CheckpointWriter
 from ckptkit.errors import CkptkitError
 from ckptkit.files import FilesWriter
-from ckptkit.plan import extent_of, footprint
+from ckptkit.plan import extents_of, footprint
 from ckptkit.progress import progress
 from ckptkit.raw import BUFFER, Extent
 from ckptkit.store import StoreError
@@ -65,7 +65,7 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
     running: dict[Future[int], int] = {}
     try:
         for names in groups:
-            size = BUFFER if isinstance(writer, FilesWriter) and _streamed(source, names) else footprint(source, names)
+            size = BUFFER if isinstance(writer, FilesWriter) and _streamed(source, names, writer) else footprint(source, names)
             # One group more than there are workers, so that none waits for this thread.
             while running and (len(running) > workers or sum(running.values()) + size > memory):
                 yield from _finished(running)
@@ -79,18 +79,19 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
 
 def _move(source: Checkpoint, names: Sequence[str], writer: CheckpointWriter) -> int:
     """Moves one group. Returns its bytes."""
-    if isinstance(writer, FilesWriter) and (extent := _streamed(source, names)) is not None:
-        writer.write_extent(names[0], extent)
-        return extent.nbytes
+    if isinstance(writer, FilesWriter) and (extents := _streamed(source, names, writer)) is not None:
+        writer.write_extents(names[0], extents)
+        return source.specs[names[0]].nbytes
     tensors = source.read(names)
     for name, tensor in tensors.items():
         writer.write(name, tensor)
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _streamed(source: Checkpoint, names: Sequence[str]) -> Extent | None:
+def _streamed(source: Checkpoint, names: Sequence[str], writer: FilesWriter) -> Sequence[Extent] | None:
     """Where the bytes of a group stand that is one large tensor and stays as it is: an embedding need not be held as a whole."""
-    return extent_of(source, names[0]) if len(names) == 1 and source.specs[names[0]].nbytes >= STREAMED else None
+    large = len(names) == 1 and source.specs[names[0]].nbytes >= STREAMED
+    return extents_of(source, names[0]) if large and writer.in_pieces(names[0]) else None
 
 
 def _finished(running: dict[Future[int], int]) -> list[int]:

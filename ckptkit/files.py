@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ckptkit.digest import TensorDigest
 from ckptkit.errors import CkptkitError
-from ckptkit.raw import Extent, WrittenFile, bytes_of
+from ckptkit.raw import Extent, WrittenFile, bytes_of, piece_buffer
 from ckptkit.specs import TensorSpec, summarize
 
 FILE_BYTES = 5_000_000_000  # where a file ends unless something else says so
@@ -42,6 +42,9 @@ class Files(Protocol):
 
     def around(self, file: str) -> tuple[int, bytes]:
         """What stands in a file beside its tensors, and where."""
+
+    def in_pieces(self, name: str) -> bool:
+        """Whether `put` asks for pieces of at most BUFFER bytes, and not for the whole tensor as one."""
 
     def put(self, name: str, file: WrittenFile, piece: Piece) -> None:
         """Writes one tensor to its place in the file that holds it, from pieces of its bytes that are asked for in order, each once."""
@@ -81,26 +84,19 @@ class FilesWriter:
         view = bytes_of(tensor.contiguous())
         self._put(name, file, lambda begin, end: view[begin:end])
 
-    def write_extent(self, name: str, extent: Extent) -> None:
-        """Stores a tensor whose bytes stand in a file, without holding all of them."""
+    def write_extents(self, name: str, extents: Sequence[Extent]) -> None:
+        """Stores a tensor whose bytes stand in files, without holding all of them."""
+        nbytes = sum(extent.nbytes for extent in extents)
         with self._lock:
-            if name not in self._waiting or extent.nbytes != self._files.specs[name].nbytes:
-                raise CkptkitError(f"{self._files.specs[name]} cannot be written as {extent.nbytes} bytes, or is written twice")
+            if name not in self._waiting or nbytes != self._files.specs[name].nbytes:
+                raise CkptkitError(f"{self._files.specs[name]} cannot be written as {nbytes} bytes, or is written twice")
             self._waiting.remove(name)
             file = self._opened(self._file_of[name])
-        crc = 0
+        self._put(name, file, _Stream(name, extents).piece)
 
-        def checked(begin: int, end: int) -> memoryview:
-            nonlocal crc
-            content = extent.piece(begin, end)
-            if extent.crc is not None:
-                crc = zlib.crc32(content, crc)
-                if end == extent.nbytes and crc != extent.crc:
-                    hint = "the file was damaged after it was written; copy it again"
-                    raise CkptkitError(f"{extent.path}: the bytes of {name} do not match their checksum", hint)
-            return content
-
-        self._put(name, file, checked)
+    def in_pieces(self, name: str) -> bool:
+        """Whether a tensor can be stored with `write_extents`."""
+        return self._files.in_pieces(name)
 
     def _put(self, name: str, file: WrittenFile, piece: Piece) -> None:
         digest = hashlib.sha256()
@@ -148,3 +144,32 @@ class FilesWriter:
             written.close()
             temporary.unlink(missing_ok=True)
         self._open = {}
+
+
+class _Stream:
+    """The bytes of a tensor that stand in files, one extent after the other."""
+
+    def __init__(self, name: str, extents: Sequence[Extent]) -> None:
+        self._name, self._left = name, list(reversed(extents))
+        self._at, self._crc = 0, 0
+
+    def piece(self, begin: int, end: int) -> memoryview:
+        """The next bytes. Raises OSError, and CkptkitError where those of an extent do not match its checksum."""
+        piece, done = piece_buffer(end - begin), 0
+        while done < len(piece):
+            extent = self._left[-1]
+            part = piece[done : done + extent.nbytes - self._at]
+            extent.read(part, self._at)
+            self._at, done = self._at + len(part), done + len(part)
+            self._check(extent, part)
+        return piece
+
+    def _check(self, extent: Extent, part: memoryview) -> None:
+        self._crc = zlib.crc32(part, self._crc) if extent.crc is not None else 0
+        if self._at < extent.nbytes:
+            return
+        if extent.crc is not None and self._crc != extent.crc:
+            hint = "the file was damaged after it was written; copy it again"
+            raise CkptkitError(f"{extent.path}: the bytes of {self._name} do not match their checksum", hint)
+        self._left.pop()
+        self._at, self._crc = 0, 0

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from ckptkit.checkpoint import Checkpoint
 from ckptkit.collector import uncollected
 from ckptkit.copy import STREAMED, cores
 from ckptkit.errors import CkptkitError
 from ckptkit.estimate import Bound, Machines, Throughput, Volume, estimate, measure_throughput
 from ckptkit.execute import How
-from ckptkit.jobs import Job, Work
+from ckptkit.jobs import Job, Output, Work
 from ckptkit.on_ray import batches_of
 from ckptkit.plan import moved, passes
 from ckptkit.raw import BUFFER
@@ -76,7 +75,7 @@ def volume_of(work: Work, memory: int) -> Volume:
     for output in work.outputs:
         for names in output.view.groups:
             of_group, held = moved(output.view, names)
-            read, step = read + of_group, max(step, BUFFER if _is_streamed(output.view, names) else held)
+            read, step = read + of_group, max(step, BUFFER if _is_streamed(output, names) else held)
     sizes = [output.files.size(file) for file, output in work.files().items()]
     # What it has taken to come as far as this, every worker will take before it reads a tensor.
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -84,9 +83,10 @@ def volume_of(work: Work, memory: int) -> Volume:
     return Volume(read, sizes, step, max(read, written), memory, process)
 
 
-def _is_streamed(view: Checkpoint, names: Sequence[str]) -> bool:
-    """Whether a group is one large tensor that passes as it is: then it goes through a buffer."""
-    return len(names) == 1 and view.specs[names[0]].nbytes >= STREAMED and passes(view, names[0])
+def _is_streamed(output: Output, names: Sequence[str]) -> bool:
+    """Whether a group is one large tensor that stays as it is: then it goes through a buffer."""
+    large = len(names) == 1 and output.view.specs[names[0]].nbytes >= STREAMED
+    return large and output.files.in_pieces(names[0]) and passes(output.view, names[0])
 
 
 def rows_of(work: Work, volume: Volume, rates: Throughput, workers: int) -> Iterator[Row]:

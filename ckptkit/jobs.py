@@ -22,11 +22,13 @@ from ckptkit.plan import View
 from ckptkit.safetensors_files import SafetensorsFiles, cut_shards
 from ckptkit.safetensors_io import HfCheckpoint, has_weights
 from ckptkit.sidefiles import MANIFEST, layout_for, main_dtype, stored_layout
+from ckptkit.torch_dist_files import TorchDistFiles
 from converters.arguments import megatron_args
 from converters.carried import FOLDER, carried, carried_beside
 from converters.experts import is_fused, only_fused, unfuse
 from converters.open import open_megatron
 from converters.planner import MCORE, dims_of, to_hf, to_megatron
+from converters.rank_cuts import rank_cuts
 from quant.readers import ALL_READERS
 from verify.plain import plain
 
@@ -142,16 +144,14 @@ def planned(job: Job) -> Work:
 
 
 def _hf_to_megatron(location: Location, job: Job) -> Work:
-    # Imported here because it brings torch.distributed with it, which takes a second.
-    from ckptkit.torch_dist_files import TorchDistFiles
-
     source = plain(location.path)
     dialect = job.dialect or MCORE
     view = to_megatron(source, str(location.path), DTYPES[job.dtype], dialect)
     args = megatron_args(dims_of(source.config), dialect) | _dtype_args(view)
     # In the order in which it is written, which is also the order in which the way back will read it.
     specs = {name: view.specs[name] for names in view.groups for name in names}
-    outputs = [Output(view, TorchDistFiles(specs, args, job.file_bytes or FILE_BYTES))]
+    cuts = rank_cuts(source.config, dialect, specs)
+    outputs = [Output(view, TorchDistFiles(specs, args, job.file_bytes or FILE_BYTES, cuts))]
     if (untouched := carried(source, str(location.path))) is not None:
         outputs.append(Output(untouched, SafetensorsFiles(untouched.specs, _cut(untouched, job), FOLDER)))
     work = Work("megatron", location, tuple(outputs), location.path, _layout(source, job), source.config)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError
-from ckptkit.plan import extent_of
+from ckptkit.plan import extents_of, passes
 from ckptkit.raw import Extent
 from ckptkit.specs import TensorSpec, summarize
 
@@ -34,9 +34,13 @@ class Joined:
     def groups(self) -> Sequence[tuple[str, ...]]:
         return [*self._parts[0].groups, *self._parts[1].groups]
 
-    def extent(self, name: str) -> Extent | None:
+    def extents(self, name: str) -> Sequence[Extent] | None:
         """As of the one that holds it."""
-        return next(extent_of(part, name) for part in self._parts if name in part.specs)
+        return next(extents_of(part, name) for part in self._parts if name in part.specs)
+
+    def in_order(self, name: str) -> bool:
+        """As of the one that holds it."""
+        return next(passes(part, name) for part in self._parts if name in part.specs)
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

@@ -116,13 +116,19 @@ class View:
         """What is read of the source to make these."""
         return list(dict.fromkeys(name for step in self._steps(names) for name in step.inputs))
 
-    def extent(self, name: str) -> Extent | None:
-        """Where the bytes of a tensor stand in a file, if it passes through every plan as it is."""
+    def in_order(self, name: str) -> bool:
+        """Whether the bytes of a tensor are those of a stored one, in their order, through every plan."""
         step = self._step_of[name]
-        found = extent_of(self.source, step.inputs[0]) if step.passes else None
-        nbytes = self._specs[name].nbytes
-        # A checksum is of all bytes.
-        return None if found is None or (found.crc is not None and found.nbytes != nbytes) else replace(found, nbytes=nbytes)
+        return step.passes and passes(self.source, step.inputs[0])
+
+    def extents(self, name: str) -> Sequence[Extent] | None:
+        """Where the bytes of a tensor stand in files, if it passes through every plan as it is."""
+        step, nbytes = self._step_of[name], self._specs[name].nbytes
+        found = extents_of(self.source, step.inputs[0]) if step.passes else None
+        if found is None or sum(extent.nbytes for extent in found) == nbytes:
+            return found
+        # Of a padded vocabulary the last rows are left out, and a checksum is of all bytes.
+        return [replace(found[0], nbytes=nbytes)] if len(found) == 1 and found[0].crc is None else None
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         steps = self._steps(names)
@@ -139,15 +145,18 @@ class View:
 
 @runtime_checkable
 class HasExtents(Protocol):
-    """A checkpoint that knows of some tensors where their bytes stand in a file."""
+    """A checkpoint that knows of some tensors where their bytes stand in files."""
 
-    def extent(self, name: str) -> Extent | None:
-        """Where; None where the bytes are nowhere as they are, or in pieces."""
+    def in_order(self, name: str) -> bool:
+        """Whether the bytes stand in files as they are and in their order, as far as can be told without opening one."""
+
+    def extents(self, name: str) -> Sequence[Extent] | None:
+        """Where, one after the other; None where the bytes are nowhere as they are."""
 
 
-def extent_of(checkpoint: Checkpoint, name: str) -> Extent | None:
-    """Where the bytes of a tensor stand in a file, if they do."""
-    return checkpoint.extent(name) if isinstance(checkpoint, HasExtents) else None
+def extents_of(checkpoint: Checkpoint, name: str) -> Sequence[Extent] | None:
+    """Where the bytes of a tensor stand in files, if they do."""
+    return checkpoint.extents(name) if isinstance(checkpoint, HasExtents) else None
 
 
 def footprint(checkpoint: Checkpoint, names: Sequence[str]) -> int:
@@ -165,11 +174,8 @@ def moved(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[int, int]:
 
 
 def passes(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether the bytes of a tensor are those of a stored one, through every plan."""
-    if not isinstance(checkpoint, View):
-        return True
-    step = checkpoint.step(name)
-    return step.passes and passes(checkpoint.source, step.inputs[0])
+    """Whether the bytes of a tensor stand in files as they are, so that they need not be held as a whole. Opens no file."""
+    return isinstance(checkpoint, HasExtents) and checkpoint.in_order(name)
 
 
 def checked(spec: TensorSpec, tensor: Tensor) -> Tensor:

@@ -43,12 +43,15 @@ class Extent:
     nbytes: int
     crc: int | None = None
 
-    def piece(self, begin: int, end: int) -> memoryview:
-        """At most BUFFER of the bytes, in memory that the next call from this thread uses again. Raises OSError, also where the file ends."""
-        piece = _buffer("extent").data[: end - begin]
-        if read_into(self.path, piece, self.offset + begin) != end - begin:
+    def read(self, buffer: memoryview, start: int) -> None:
+        """Fills `buffer` with the bytes from `start`. Raises OSError, also where the file ends."""
+        if read_into(self.path, buffer, self.offset + start) != len(buffer):
             raise OSError(errno.EIO, "the file ends too early", str(self.path))
-        return piece
+
+
+def piece_buffer(length: int) -> memoryview:
+    """At most BUFFER bytes of memory, which the next call from this thread gives again."""
+    return _buffer("piece").data[:length]
 
 
 def cuts(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:

@@ -217,10 +217,14 @@ class HfCheckpoint:
         """Which tensors stand in which file, in file order: what a writer needs to cut shards the same way."""
         return {file: list(shard.specs) for file, shard in self.shards.items()}
 
-    def extent(self, name: str) -> Extent | None:
+    def in_order(self, name: str) -> bool:
+        """Whether its bytes are on a local disk: there they are in order."""
+        return self._shard_of[name].remote is None
+
+    def extents(self, name: str) -> Sequence[Extent] | None:
         """Where its bytes stand, on a local disk."""
         shard = self._shard_of[name]
-        return None if shard.remote else Extent(shard.path, shard.offsets[name], shard.specs[name].nbytes)
+        return [Extent(shard.path, shard.offsets[name], shard.specs[name].nbytes)] if self.in_order(name) else None
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._shard_of[name].read(name) for name in names}

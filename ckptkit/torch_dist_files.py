@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
+import math
 import pickle
 from argparse import Namespace
 from collections import defaultdict
@@ -17,18 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ckptkit.blob import STORAGE_OF_DTYPE, Blob
 from ckptkit.errors import CkptkitError
@@ -46,38 +39,48 @@ CONTENT_METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": Fa
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Where a tensor is cut into chunks: along this axis, the first or the second, before these indices, of which the first is 0."""
+
+    axis: int
+    starts: tuple[int, ...]
+
+
+_UNCUT = Cuts(0, (0,))
+
+
+@dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows of a tensor that Megatron stores under one key, and the bytes that are theirs."""
+    """A chunk. `box` is its place in the tensor, `offsets` and `sizes` that in the tensor of its key, `begin` that of its blob in the file."""
 
     key: str
-    expert: int | None
-    rows: int | None
+    box: tuple[slice, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     saved: SavedLayout
-    sizes: torch.Size
-    offset: int
+    begin: int
 
 
 class TorchDistFiles:
     """`release/` below the checkpoint's root and, last of all, the tracker file. `args` become the stored training arguments.
 
     Tensors lie in the order of `specs`, in files of at least `file_bytes` each but the last, so that one file is a piece of work.
-    Raises CkptkitError for a dtype that the format has no name for, and for experts of one layer in several dtypes.
+    `cuts` names tensors that are more than one chunk, so that a rank need not read all of them. Raises CkptkitError for a dtype that
+    the format has no name for, and for experts of one layer in several dtypes.
     """
 
-    def __init__(self, specs: Mapping[str, TensorSpec], args: Mapping[str, Any], file_bytes: int = FILE_BYTES) -> None:
+    def __init__(self, specs: Mapping[str, TensorSpec], args: Mapping[str, Any], file_bytes: int = FILE_BYTES, cuts: Mapping[str, Cuts] | None = None) -> None:
         self.specs = specs
         self.names: dict[str, list[str]] = {}
-        self._args = args
+        self._args, self._cuts = args, cuts or {}
         self._experts: dict[str, int] = defaultdict(int)
-        self._chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
         self._dtypes: dict[str, torch.dtype] = {}
-        self._storage: dict[MetadataIndex, _StorageInfo] = {}
         self._end: dict[str, int] = {}
         # Thousands of experts have one shape.
         self._saved = functools.cache(SavedLayout.of)
         self._parts = {name: self._place(spec, file_bytes) for name, spec in specs.items()}
-        self._nothing = _StorageInfo(Path(self._last).name, self._end[self._last], len(_NOTHING))
+        self._nothing = self._end[self._last]
         self._end[self._last] += len(_NOTHING)
 
     @property
@@ -95,19 +98,23 @@ class TorchDistFiles:
         if not self._end or self._end[self._last] >= file_bytes:
             self._end[f"{_FOLDER}/__0_{len(self._end)}.distcp"] = 0
         self.names.setdefault(self._last, []).append(spec.name)
-        apart = rows_apart(key, self._args)
-        return [self._place_part(spec, part, expert, rows) for part, rows in (apart.items() if apart else [(key, None)])]
+        apart = rows_apart(key, self._args) or {key: spec.shape[0] if spec.shape else 1}
+        cuts, first, parts = self._cuts.get(spec.name, _UNCUT), 0, []
+        for part, rows in apart.items():
+            parts += [self._place_part(spec, part, expert, first, box) for box in _boxes(spec.shape, cuts, first, first + rows)]
+            first += rows
+        return parts
 
-    def _place_part(self, spec: TensorSpec, key: str, expert: int | None, rows: int | None) -> _Part:
-        shape = spec.shape if rows is None else (rows, *spec.shape[1:])
-        sizes = torch.Size(shape if expert is None else (1, *shape))
-        offsets = torch.Size([0] * len(shape) if expert is None else [expert] + [0] * len(shape))
+    def _place_part(self, spec: TensorSpec, key: str, expert: int | None, first: int, box: tuple[slice, ...]) -> _Part:
+        """The next chunk of a file; `first` is the row of the tensor that is the key's first."""
+        offsets = tuple([one.start - (0 if axis else first) for axis, one in enumerate(box)])
+        sizes = tuple([one.stop - one.start for one in box])
+        if expert is not None:
+            offsets, sizes = (expert, *offsets), (1, *sizes)
         saved, file = self._saved(sizes, spec.dtype), self._last
-        part = _Part(key, expert, rows, saved, sizes, self._end[file])
-        self._end[file] += saved.size
+        part = _Part(key, box, offsets, sizes, saved, self._end[file])
         self._dtypes[key] = spec.dtype
-        self._storage[MetadataIndex(key, offsets, len(self._chunks[key]))] = _StorageInfo(file.rpartition("/")[2], part.offset, saved.size)
-        self._chunks[key].append(ChunkStorageMetadata(offsets, sizes))
+        self._end[file] += saved.size
         return part
 
     def size(self, file: str) -> int:
@@ -116,47 +123,98 @@ class TorchDistFiles:
 
     def around(self, file: str) -> tuple[int, bytes]:
         """At the end of the last file, the object that stands for every `_extra_state`."""
-        return self._nothing.offset, _NOTHING if file == self._last else b""
+        return self._nothing, _NOTHING if file == self._last else b""
+
+    def in_pieces(self, name: str) -> bool:
+        """Whether its bytes are written in the order in which they stand in the tensor."""
+        return self._cuts.get(name, _UNCUT).axis == 0
 
     def put(self, name: str, file: WrittenFile, piece: Piece) -> None:
-        """Writes a tensor, or its parts that have keys of their own: rows, one part after the other."""
-        start = 0
+        """Writes a tensor, one chunk after the other."""
+        spec = self.specs[name]
+        if self.in_pieces(name):
+            row = math.prod(spec.shape[1:]) * spec.dtype.itemsize
+            for part in self._parts[name]:
+                start = part.box[0].start * row if part.box else 0
+                part.saved.write(file, part.begin, functools.partial(_shifted, piece, start))
+            return
+        matrix = np.frombuffer(piece(0, spec.nbytes), np.uint8).reshape(spec.shape[0], spec.shape[1], -1)
         for part in self._parts[name]:
-            part.saved.write(file, part.offset, functools.partial(_shifted, piece, start))
-            start += part.saved.data.size
+            content = np.ascontiguousarray(matrix[part.box[:2]]).reshape(-1).data
+            part.saved.write(file, part.begin, functools.partial(_slice, content))
 
     def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of a file. Raises CkptkitError as `Blob.tensor` does."""
         for name in self.names[file]:
             spec = self.specs[name]
-            blobs = [(part, Blob(root / file, part.offset, part.saved.size)) for part in self._parts[name]]
-            yield name, torch.cat([blob.tensor(spec.dtype, tuple(part.sizes)).flatten() for part, blob in blobs]).reshape(spec.shape)
+            chunks = [Blob(root / file, part.begin, part.saved.size).tensor(spec.dtype, part.sizes) for part in self._parts[name]]
+            tensor = chunks[0].reshape(spec.shape) if len(chunks) == 1 else torch.empty(spec.shape, dtype=spec.dtype)
+            if len(chunks) > 1:
+                for part, chunk in zip(self._parts[name], chunks, strict=True):
+                    tensor[part.box] = chunk
+            yield name, tensor
 
     def finish(self, root: Path) -> None:
         """Writes the metadata, the arguments and the tracker."""
         path = root / _FOLDER
-        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {key: self._tensor_entry(key) for key in self._chunks}
-        storage = dict(self._storage)
-        for key in list(entries):
-            if alias := norm_alias(key, entries.keys()):
-                entries[alias] = entries[key]
-                storage[MetadataIndex(alias, torch.Size([0]), 0)] = storage[MetadataIndex(key, torch.Size([0]), 0)]
-        for key in extra_states(self.specs, max(self._experts.values(), default=1)):
-            entries[key] = BytesStorageMetadata()
-            storage[MetadataIndex(key)] = self._nothing
-        metadata = Metadata(entries, planner_data=None, storage_data=storage, storage_meta=StorageMeta())
         with (path / ".metadata").open("wb") as stream:
-            pickle.dump(metadata, stream)
+            pickle.dump(self._metadata(), stream)
         common = {"args": Namespace(**self._args), "checkpoint_version": 3.0, "iteration": 0, "content_metadata": dict(CONTENT_METADATA)}
         (path / "common.pt").write_bytes(_saved(common))
         (path / "metadata.json").write_text(json.dumps(BACKEND))
         (root / TRACKER).write_text(_FOLDER)
 
-    def _tensor_entry(self, key: str) -> TensorStorageMetadata:
-        chunks = self._chunks[key]
-        inner = chunks[0].sizes
-        size = torch.Size([self._experts[key], *inner[1:]]) if key in self._experts else inner
-        return TensorStorageMetadata(TensorProperties(dtype=self._dtypes[key]), size, chunks)
+    def _metadata(self) -> Any:
+        """What torch.distributed.checkpoint calls `Metadata`."""
+        # Imported here because it takes a second, and a plan does without.
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+        from torch.distributed.checkpoint.metadata import (
+            BytesStorageMetadata,
+            ChunkStorageMetadata,
+            Metadata,
+            MetadataIndex,
+            StorageMeta,
+            TensorProperties,
+            TensorStorageMetadata,
+        )
+
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        storage: dict[MetadataIndex, _StorageInfo] = {}
+        chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
+        for file, names in self.names.items():
+            for part in [part for name in names for part in self._parts[name]]:
+                offsets = torch.Size(part.offsets)
+                storage[MetadataIndex(part.key, offsets, len(chunks[part.key]))] = _StorageInfo(Path(file).name, part.begin, part.saved.size)
+                chunks[part.key].append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
+        for key, boxes in chunks.items():
+            ends = [tuple(map(sum, zip(box.offsets, box.sizes, strict=True))) for box in boxes]
+            size = torch.Size(map(max, zip(*ends, strict=True)))
+            entries[key] = TensorStorageMetadata(TensorProperties(dtype=self._dtypes[key]), size, boxes)
+        for key in list(entries):
+            if alias := norm_alias(key, entries.keys()):
+                entries[alias] = entries[key]
+                storage[MetadataIndex(alias, torch.Size([0]), 0)] = storage[MetadataIndex(key, torch.Size([0]), 0)]
+        nothing = _StorageInfo(Path(self._last).name, self._nothing, len(_NOTHING))
+        for key in extra_states(self.specs, max(self._experts.values(), default=1)):
+            entries[key] = BytesStorageMetadata()
+            storage[MetadataIndex(key)] = nothing
+        return Metadata(entries, planner_data=None, storage_data=storage, storage_meta=StorageMeta())
+
+
+def _boxes(shape: tuple[int, ...], cuts: Cuts, first: int, end: int) -> Iterator[tuple[slice, ...]]:
+    """The chunks of the rows from `first` to `end` of a tensor."""
+    if not shape:
+        yield ()
+        return
+    whole = (slice(first, end), *(slice(0, size) for size in shape[1:]))
+    low, high = whole[cuts.axis].start, whole[cuts.axis].stop
+    edges = [low, *(start for start in cuts.starts if low < start < high), high]
+    for start, stop in itertools.pairwise(edges):
+        yield (*whole[: cuts.axis], slice(start, stop), *whole[cuts.axis + 1 :])
+
+
+def _slice(content: memoryview, begin: int, end: int) -> memoryview:
+    return content[begin:end]
 
 
 def _shifted(piece: Piece, start: int, begin: int, end: int) -> memoryview:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,9 @@ class Chunk:
     offsets: Shape
     sizes: Shape
     blob: Blob
+
+
+_FIRST = attrgetter("offsets")
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,11 @@ class _Part:
     def shape(self) -> Shape:
         return self.stored.shape[len(self.index) :]
 
+    @property
+    def in_rows(self) -> bool:
+        """Whether every chunk is whole rows of it and of nothing else."""
+        return not self.index and all(chunk.sizes[1:] == self.stored.shape[1:] for chunk in self.chunks)
+
     def read(self) -> Tensor:
         depth = len(self.index)
         result = torch.empty(self.shape, dtype=self.stored.dtype)
@@ -257,11 +266,16 @@ class TorchDistCheckpoint:
             raise CkptkitError(f"{self.path}: the stored training arguments are {type(stored).__name__}, no namespace", "the checkpoint is damaged")
         return dict(vars(stored)) if stored is not None else {}
 
-    def extent(self, name: str) -> Extent | None:
-        """Where its bytes stand, if one blob holds all of them in order."""
-        part, *more = self._logical[name]
-        whole = not more and not part.index and len(part.chunks) == 1
-        return part.chunks[0].blob.extent(part.stored.dtype, part.shape) if whole else None
+    def in_order(self, name: str) -> bool:
+        """Whether its chunks are whole rows, one after the other."""
+        return all(part.in_rows for part in self._logical[name])
+
+    def extents(self, name: str) -> Sequence[Extent] | None:
+        """Where its bytes stand, if its chunks are whole rows. Raises CkptkitError as `Blob.tensor`."""
+        if not self.in_order(name):
+            return None
+        found = [chunk.blob.extent(part.stored.dtype, chunk.sizes) for part in self._logical[name] for chunk in sorted(part.chunks, key=_FIRST)]
+        return None if None in found else [extent for extent in found if extent is not None]
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._read(self._logical[name]) for name in names}

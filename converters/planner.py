@@ -45,15 +45,17 @@ def dims_of(config: Mapping[str, Any]) -> ModelDims:
     return family_of(config).read_dims(config)
 
 
-def rules_of(config: Mapping[str, Any], dialect: str = MCORE) -> Iterator[Rule]:
-    """Every rule of the model, expanded over layers and experts, with one HF name an expert.
-
-    A `dialect` in which the family has no modules of its own is the same as megatron-core's.
-    """
+def mappings_of(config: Mapping[str, Any], dialect: str = MCORE) -> tuple[ParamMapping, ...]:
+    """The model's rules before they are expanded. A `dialect` in which the family has no modules of its own is the same as megatron-core's."""
     family = family_of(config)
-    dims = family.read_dims(config)
-    for mapping in family.dialects.get(dialect, family.mappings)(dims):
-        for megatron, names in mapping.expand(dims.experts):
+    return family.dialects.get(dialect, family.mappings)(family.read_dims(config))
+
+
+def rules_of(config: Mapping[str, Any], dialect: str = MCORE) -> Iterator[Rule]:
+    """Every rule of the model, expanded over layers and experts, with one HF name an expert. The dialect is as in `mappings_of`."""
+    experts = dims_of(config).experts
+    for mapping in mappings_of(config, dialect):
+        for megatron, names in mapping.expand(experts):
             yield Rule(megatron, dict(zip(names, mapping.hf.values(), strict=True)), mapping)
 
 
@@ -76,8 +78,7 @@ def expected_hf(config: Mapping[str, Any]) -> dict[str, Shape]:
 
 def copies_of(config: Mapping[str, Any]) -> dict[str, str]:
     """HF tensors that, where a release has them, repeat another one: the name of the other by theirs."""
-    family = family_of(config)
-    return {copy: next(iter(mapping.hf)) for mapping in family.mappings(family.read_dims(config)) for copy in mapping.copies}
+    return {copy: next(iter(mapping.hf)) for mapping in mappings_of(config) for copy in mapping.copies}
 
 
 def to_megatron(source: Checkpoint, where: str, dtype: torch.dtype | None = None, dialect: str = MCORE) -> View:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -64,14 +64,17 @@ class PackedInt4:
         if not self.symmetric:
             release.check(module + _ZERO, (-(-rows // CODES_PER_WORD), groups), (torch.int32,), self.words, packed)
 
-        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-            words, scales, stored, *zero = tensors
-            if tuple(stored.tolist()) != shape:
-                hint = "config.json states another group size, or one part belongs to another weight: restore both"
-                raise release.refused(stored_shape.name, f"says {stored.tolist()}, but {packed.name} and {scale.name} make {list(shape)}", hint)
-            release.check_finite(scale.name, scales * _WIDEST)
-            zero_point = unpack_zero_point(zero[0], (rows, groups)) if zero else None
-            return [dequantize(unpack(words, shape), scales, zero_point)]
-
-        names = (packed.name, *(part.name for part in parts))
+        # A large model has 70,000 of these: what a step knows is kept small.
+        run = partial(_dequantized, release, packed, scale, stored_shape.name, shape)
+        names = (packed.name, *[part.name for part in parts])
         return Step(names, (TensorSpec(f"{module}.weight", shape, scale.dtype),), run, "dequantize INT4")
+
+
+def _dequantized(release: Release, packed: TensorSpec, scale: TensorSpec, stored_shape: str, shape: tuple[int, int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    words, scales, stored, *zero = tensors
+    if tuple(stored.tolist()) != shape:
+        hint = "config.json states another group size, or one part belongs to another weight: restore both"
+        raise release.refused(stored_shape, f"says {stored.tolist()}, but {packed.name} and {scale.name} make {list(shape)}", hint)
+    release.check_finite(scale.name, scales * _WIDEST)
+    zero_point = unpack_zero_point(zero[0], scale.shape) if zero else None
+    return [dequantize(unpack(words, shape), scales, zero_point)]

@@ -17,7 +17,7 @@ Paths = Callable[..., Path]
 COMPILER = {"torch._dynamo", "torch._inductor", "triton"}
 MODELS = {"compressed_tensors", "huggingface_hub", "transformers"}
 REMOTE = {"aiohttp", "botocore", "fsspec", "gcsfs", "httpx", "s3fs"}  # and huggingface_hub: only for URLs
-HEAVY = COMPILER | MODELS | REMOTE | {"llvmlite", "megatron", "pandas", "ray", "scipy", "sglang", "torchao", "torchvision"}
+HEAVY = COMPILER | MODELS | REMOTE | {"llvmlite", "megatron", "pandas", "ray", "scipy", "sglang", "sklearn", "torchao", "torchvision"}
 
 # Runs commands one after the other; after each it writes the names of all modules that are there. A module that is only marked as absent is None.
 RUN = """
@@ -54,6 +54,19 @@ def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(
         assert modules & {"sympy", "torch.distributed.checkpoint", "torch.distributed.tensor"} == set()
     # A bar is drawn on a terminal only, and a report after the values have been read.
     assert not any(name.startswith("rich") for name in back)
+
+
+def test_what_is_hidden_hides_nothing_that_others_need(releases: Paths, tmp_path: Path) -> None:
+    """transformers imports scikit-learn where there is one, which needs scipy: a stand-in that fails as the real one would."""
+    package = tmp_path / "installed/sklearn"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import scipy.sparse\n")
+    (package / "metrics.py").write_text("roc_curve = None\n")
+    there = {"PYTHONPATH": f"{package.parent}:{environment().get('PYTHONPATH', '')}"}
+    words = [sys.executable, "-m", "ckptkit", "quantize", str(releases("qwen2-untied")), str(tmp_path / "int4"), "--group-size", "32", "--dry-run"]
+    done = subprocess.run(words, env=environment() | there, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "would write" in done.stdout
 
 
 # Works out every Megatron shape of each config, in both dialects, and writes the names of all modules that are then there.

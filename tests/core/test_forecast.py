@@ -19,6 +19,7 @@ from ckptkit.execute import How
 from ckptkit.forecast import Forecast, Row, forecast, lines, volume_of
 from ckptkit.jobs import Job, Output, Work
 from ckptkit.plan import Plan, Step, View, identity
+from ckptkit.raw import BUFFER
 from ckptkit.specs import TensorSpec
 
 MIB = 1 << 20
@@ -32,6 +33,12 @@ class Source:
     specs: ClassVar = {name: TensorSpec(name, (size * MIB,), torch.uint8) for name, size in (("a", 100), ("b", 50), ("c", 80))}
     groups: ClassVar = [("a",), ("b",), ("c",)]
 
+    def in_order(self, name: str) -> bool:
+        return True
+
+    def extents(self, name: str) -> None:
+        raise AssertionError("a dry run opens no file")
+
     def read(self, names: object) -> dict[str, torch.Tensor]:
         raise AssertionError("a dry run reads no weights")
 
@@ -43,6 +50,9 @@ class TwoFiles:
 
     def size(self, file: str) -> int:
         return {"1": 75 * MIB + 10, "2": 80 * MIB + 10}[file]
+
+    def in_pieces(self, name: str) -> bool:
+        return True
 
 
 def planned() -> Work:
@@ -56,6 +66,16 @@ def test_bytes_of_a_plan() -> None:
     assert (volume.read, list(volume.files), volume.plain) == (230 * MIB, [75 * MIB + 10, 80 * MIB + 10], 230 * MIB)
     assert volume.step == 225 * MIB  # 100 and 50 read, 75 made
     assert volume.process > 50 * MIB
+
+
+@pytest.mark.parametrize(("in_order", "in_pieces", "held"), [(True, True, BUFFER), (False, True, 160 * MIB), (True, False, 160 * MIB)])
+def test_a_tensor_is_held_unless_it_is_read_and_written_in_order(monkeypatch: pytest.MonkeyPatch, in_order: bool, in_pieces: bool, held: int) -> None:
+    monkeypatch.setattr(Source, "groups", [("c",)])
+    monkeypatch.setattr(Source, "in_order", lambda self, name: in_order)
+    monkeypatch.setattr(TwoFiles, "in_pieces", lambda self, name: in_pieces)
+    view = View(Source(), Plan((identity(Source.specs["c"]),), ["c"]))
+    work = SimpleNamespace(outputs=(Output(view, TwoFiles()),), files=lambda: {"2": Output(view, TwoFiles())})  # type: ignore[arg-type]
+    assert volume_of(work, IN_FLIGHT).step == held  # type: ignore[arg-type]
 
 
 def test_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,15 +26,15 @@ def content(root: Path) -> dict[str, bytes]:
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Makes every tensor large enough, and pieces small. Returns for every piece that is read the file and where the tensor begins."""
     read: list[tuple[str, int]] = []
-    piece = raw.Extent.piece
+    extent_read = raw.Extent.read
 
-    def watched(self: raw.Extent, begin: int, end: int) -> memoryview:
+    def watched(self: raw.Extent, buffer: memoryview, start: int) -> None:
         read.append((self.path.name, self.offset))
-        return piece(self, begin, end)
+        extent_read(self, buffer, start)
 
     monkeypatch.setattr(copying, "STREAMED", 1)
     monkeypatch.setattr(raw, "BUFFER", 8192)
-    monkeypatch.setattr(raw.Extent, "piece", watched)
+    monkeypatch.setattr(raw.Extent, "read", watched)
     return read
 
 
@@ -66,8 +66,7 @@ def test_what_is_streamed_is_not_read_as_a_tensor(releases: Paths, in_pieces: li
 
 def test_a_checksum_that_does_not_hold(converted: Paths, copy_of: Callable[[Path], Path], in_pieces: list[tuple[str, int]], tmp_path: Path) -> None:
     path = copy_of(converted("qwen2-untied"))
-    extent = TorchDistCheckpoint(path / "release").extent("embedding.word_embeddings.weight")
-    assert extent is not None
+    (extent,) = TorchDistCheckpoint(path / "release").extents("embedding.word_embeddings.weight") or ()
     with extent.path.open("r+b") as file:
         file.seek(extent.offset + extent.nbytes // 2)
         byte = file.read(1)
@@ -82,8 +81,8 @@ def test_an_extent_holds_the_tensor(converted: Paths) -> None:
     checkpoint = TorchDistCheckpoint(converted("qwen3_moe") / "release")
     found = 0
     for name in checkpoint.specs:
-        if (extent := checkpoint.extent(name)) is not None:
+        if (extents := checkpoint.extents(name)) is not None:
             found += 1
-            content = extent.path.read_bytes()[extent.offset : extent.offset + extent.nbytes]
+            content = b"".join(extent.path.read_bytes()[extent.offset : extent.offset + extent.nbytes] for extent in extents)
             assert content == checkpoint.read([name])[name].contiguous().view(torch.uint8).numpy().tobytes()
     assert found > 50

@@ -1,0 +1,159 @@
+"""Chunks end where tensor-parallel ranks cut: what a rank reads, counted by torch's own reader, what Megatron loads, and the same bytes on the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ckptkit import copy as copying
+from ckptkit import raw
+from ckptkit.api import convert
+from ckptkit.jobs import Job, planned
+from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from converters import rank_cuts
+from verify import megatron_run
+from verify.check_megatron import all_layers, right_slices, strict_load
+from verify.checks import Tally
+from verify.subject import Subject
+
+Paths = Callable[..., Path]
+# Where a rank's part begins, and its size.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+ATTENTION, MLP = "decoder.layers.0.self_attention", "decoder.layers.0.mlp"
+needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
+
+
+@pytest.fixture
+def in_chunks(releases: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
+    """`in_chunks(name)`: the Megatron checkpoint of a model, whose small tensors are cut as large ones are."""
+
+    def make(name: str) -> Path:
+        monkeypatch.setattr(rank_cuts, "_SMALLEST", 1)
+        convert(releases(name), tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+def read_by(metadata: Metadata, key: str, boxes: Sequence[Box]) -> int:
+    """Elements of all chunks that a rank with these boxes reads, by torch's own plan of the load."""
+    entry = metadata.state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata)
+    asked = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+    items = create_read_items_for_chunk_list(key, entry, asked)
+    return sum(chunk.sizes.numel() for chunk in entry.chunks if any(item.storage_index.offset == chunk.offsets for item in items))
+
+
+# glm4_moe: 10 heads in 2 groups of head_dim 32, hidden size 128, ffn 288, ffn of the shared expert 96.
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("key", "boxes"),
+    [
+        (f"{ATTENTION}.linear_qkv.weight", lambda rank: [((224 * rank, 0), (224, 128))]),
+        (f"{ATTENTION}.linear_qkv.bias", lambda rank: [((224 * rank,), (224,))]),
+        (f"{ATTENTION}.linear_proj.weight", lambda rank: [((0, 160 * rank), (128, 160))]),
+        (f"{MLP}.linear_fc1.weight", lambda rank: [((144 * rank, 0), (144, 128)), ((288 + 144 * rank, 0), (144, 128))]),
+        (f"{MLP}.linear_fc2.weight", lambda rank: [((0, 144 * rank), (128, 144))]),
+        ("decoder.layers.5.mlp.shared_experts.linear_fc1.weight", lambda rank: [((48 * rank, 0), (48, 128)), ((96 + 48 * rank, 0), (48, 128))]),
+        ("decoder.layers.5.mlp.shared_experts.linear_fc2.weight", lambda rank: [((0, 48 * rank), (128, 48))]),
+    ],
+)
+def test_a_rank_of_two_reads_its_part_and_no_more(in_chunks: Paths, key: str, boxes: Callable[[int], list[Box]], rank: int) -> None:
+    metadata = FileSystemReader(in_chunks("glm4_moe") / "release").read_metadata()
+    own = sum(torch.Size(sizes).numel() for _, sizes in boxes(rank))
+    assert read_by(metadata, key, boxes(rank)) == own
+    assert metadata.state_dict_metadata[key].size.numel() == 2 * own  # type: ignore[union-attr]
+
+
+def test_a_rank_of_eight_reads_its_part_and_no_more(in_chunks: Paths) -> None:
+    metadata = FileSystemReader(in_chunks("glm4_moe") / "release").read_metadata()
+    for rank in range(8):
+        assert read_by(metadata, f"{MLP}.linear_fc2.weight", [((0, 36 * rank), (128, 36))]) == 128 * 36
+        gate_up: list[Box] = [((36 * rank, 0), (36, 128)), ((288 + 36 * rank, 0), (36, 128))]
+        assert read_by(metadata, f"{MLP}.linear_fc1.weight", gate_up) == 2 * 36 * 128
+
+
+def test_kinds_of_rows_that_have_keys_of_their_own(in_chunks: Paths) -> None:
+    """Qwen3-Next's in_proj: each kind of row is a key, which ranks share."""
+    path = in_chunks("qwen3_next") / "release"
+    metadata = FileSystemReader(path).read_metadata()
+    keys = [key for key in metadata.state_dict_metadata if ".layers.0.self_attention.in_proj.weight." in key]
+    assert len(keys) == 6
+    for key in keys:
+        rows, columns = metadata.state_dict_metadata[key].size  # type: ignore[union-attr]
+        for rank in range(2):
+            assert read_by(metadata, key, [((rows // 2 * rank, 0), (rows // 2, columns))]) == rows // 2 * columns
+
+
+def test_a_vocabulary_is_cut_more_finely_because_ranks_pad_it_before_they_cut(in_chunks: Paths) -> None:
+    metadata = FileSystemReader(in_chunks("glm4_moe") / "release").read_metadata()
+    # 352 rows, padded to 512 for two ranks: the second holds the last 96.
+    assert read_by(metadata, "output_layer.weight", [((0, 0), (256, 128))]) == 256 * 128
+    assert read_by(metadata, "output_layer.weight", [((256, 0), (96, 128))]) == 96 * 128
+
+
+def test_small_tensors_and_what_every_rank_holds_are_whole(converted: Paths, in_chunks: Paths) -> None:
+    small = TorchDistCheckpoint(converted("glm4_moe") / "release").metadata.tensors
+    assert {len(stored.chunks) for key, stored in small.items() if ".experts.experts." not in key} == {1}
+    cut = TorchDistCheckpoint(in_chunks("glm4_moe") / "release").metadata.tensors
+    whole = {key.partition(".layers.5.")[2] for key, stored in cut.items() if ".layers.5." in key and len(stored.chunks) == 1}
+    assert whole == {
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.q_layernorm.weight",
+        "self_attention.k_layernorm.weight",
+        "pre_mlp_layernorm.weight",
+        "mlp.linear_fc1.layer_norm_weight",  # its other name
+        "mlp.router.weight",
+        "mlp.router.expert_bias",
+    }
+    # One chunk an expert, however large.
+    assert len(cut["decoder.layers.5.mlp.experts.experts.linear_fc1.weight"].chunks) == 12
+
+
+@needs_megatron
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "deepseek_v3"])
+def test_megatron_loads_chunks(in_chunks: Paths, releases: Paths, name: str) -> None:
+    path = in_chunks(name)
+    cut = [stored for key, stored in TorchDistCheckpoint(path / "release").metadata.tensors.items() if len(stored.chunks) > 1 and ".experts." not in key]
+    assert len(cut) > 30
+    subject = Subject(path, releases(name), tp=2)
+    assert [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, Tally())] == []
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "deepseek_v3", "qwen2-tied"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_way_back(in_chunks: Paths, releases: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, streamed: bool) -> None:
+    path, extents = in_chunks(name), 0
+    if streamed:
+        read = raw.Extent.read
+
+        def watched(self: raw.Extent, buffer: memoryview, start: int) -> None:
+            nonlocal extents
+            extents += 1
+            read(self, buffer, start)
+
+        monkeypatch.setattr(copying, "STREAMED", 1)
+        monkeypatch.setattr(raw, "BUFFER", 8192)
+        monkeypatch.setattr(raw.Extent, "read", watched)
+    convert(path, tmp_path / "back")
+    true, found = models.tensors(releases(name)), models.tensors(tmp_path / "back")
+    assert {key: (tensor.dtype, tensor.shape) for key, tensor in found.items()} == {key: (tensor.dtype, tensor.shape) for key, tensor in true.items()}
+    assert all(torch.equal(found[key], tensor) for key, tensor in true.items())
+    assert (extents > 3) == streamed
+
+
+def test_files_that_are_read_again_to_go_on_after_a_crash(in_chunks: Paths, releases: Paths) -> None:
+    path = in_chunks("qwen3_next")
+    (output, *_) = planned(Job("convert", str(releases("qwen3_next")))).outputs
+    reader = TorchDistCheckpoint(path / "release")
+    found = {name: tensor for file in output.files.names for name, tensor in output.files.read(file, path)}
+    assert found.keys() == reader.specs.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, reader.read([name])[name])
