@@ -16,8 +16,11 @@ from ckptkit import copy as copying
 from ckptkit import raw
 from ckptkit.api import convert
 from ckptkit.jobs import Job, planned
+from ckptkit.specs import TensorSpec
+from ckptkit.torch_dist_files import TorchDistFiles
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
 from converters import rank_cuts
+from converters.planner import rules_of
 from verify import megatron_run
 from verify.check_megatron import all_layers, right_slices, strict_load
 from verify.checks import Tally
@@ -157,3 +160,53 @@ def test_files_that_are_read_again_to_go_on_after_a_crash(in_chunks: Paths, rele
     assert found.keys() == reader.specs.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor, reader.read([name])[name])
+
+
+# Qwen3-8B as published, without weights.
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+
+
+def qwen3_8b_boxes(key: str, size: tuple[int, ...], rank: int, ranks: int) -> list[Box]:
+    """What Megatron's rank holds of a tensor."""
+    if key.endswith(("word_embeddings.weight", "output_layer.weight")):
+        rows = -(-size[0] // (128 * ranks)) * 128  # the default of --make-vocab-size-divisible-by
+        return [((rows * rank, 0), (max(0, min(rows, size[0] - rows * rank)), size[1]))]
+    if key.endswith("linear_qkv.weight"):
+        return [((size[0] // ranks * rank, 0), (size[0] // ranks, size[1]))]
+    if key.endswith("linear_fc1.weight"):
+        rows = size[0] // 2 // ranks
+        return [((half + rows * rank, 0), (rows, size[1])) for half in (0, size[0] // 2)]
+    if key.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return [((0, size[1] // ranks * rank), (size[0], size[1] // ranks))]
+    return [((0,) * len(size), size)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_what_ranks_of_a_large_model_read(ranks: int) -> None:
+    specs = {rule.megatron: TensorSpec(rule.megatron, rule.megatron_shape, torch.bfloat16) for rule in rules_of(QWEN3_8B)}
+    cut, whole = (TorchDistFiles(specs, {}, cuts=cuts)._metadata() for cuts in (rank_cuts.rank_cuts(QWEN3_8B, "mcore", specs), {}))
+    for rank in range(ranks):
+        own = reads = reads_whole = 0
+        for key, spec in specs.items():
+            boxes = qwen3_8b_boxes(key, spec.shape, rank, ranks)
+            own += sum(torch.Size(sizes).numel() for _, sizes in boxes)
+            reads, reads_whole = reads + read_by(cut, key, boxes), reads_whole + read_by(whole, key, boxes)
+        total = sum(torch.Size(spec.shape).numel() for spec in specs.values())
+        assert reads_whole == total
+        assert own <= reads <= 1.05 * own
