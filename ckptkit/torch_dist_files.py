@@ -190,12 +190,12 @@ class TorchDistFiles:
             ends = [tuple(map(sum, zip(box.offsets, box.sizes, strict=True))) for box in boxes]
             size = torch.Size(map(max, zip(*ends, strict=True)))
             entries[key] = TensorStorageMetadata(TensorProperties(dtype=self._dtypes[key]), size, boxes)
-        for key in list(entries):
-            if alias := norm_alias(key, entries.keys()):
-                entries[alias] = entries[key]
-                storage[MetadataIndex(alias, torch.Size([0]), 0)] = storage[MetadataIndex(key, torch.Size([0]), 0)]
+        aliases = {alias: key for key in entries if (alias := norm_alias(key, entries.keys()))}
+        for alias, key in aliases.items():
+            entries[alias] = entries[key]
+            storage[MetadataIndex(alias, torch.Size([0]), 0)] = storage[MetadataIndex(key, torch.Size([0]), 0)]
         nothing = _StorageInfo(Path(self._last).name, self._nothing, len(_NOTHING))
-        for key in extra_states(self.specs, max(self._experts.values(), default=1)):
+        for key in extra_states([*self.specs, *aliases], max(self._experts.values(), default=1)):
             entries[key] = BytesStorageMetadata()
             storage[MetadataIndex(key)] = nothing
         return Metadata(entries, planner_data=None, storage_data=storage, storage_meta=StorageMeta())

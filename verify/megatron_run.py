@@ -29,6 +29,7 @@ from verify.megatron_layout import ParallelSizes, check_sizes, default_etp, with
 if TYPE_CHECKING:
     from verify.subject import Subject
 
+_WITNESS = "verify.witness_megatron"  # the module that ranks run
 _START_SECONDS = 600  # imports, process groups, building the model
 _BYTES_A_SECOND = 20_000_000  # slower than any disk that still works
 _INDEXER_SINCE = (0, 19)  # the megatron-core whose indexer turns the dimensions that the releases mean
@@ -138,7 +139,7 @@ def _start(jobs: Sequence[RankJob], scratch: Path, gpu: bool) -> subprocess.Pope
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])), "OMP_NUM_THREADS": "1"}
     # A rank decides by what it sees: without GPUs for all ranks, none may find one.
     environment |= {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", "-m", "verify.witness_megatron", str(scratch), *(str(job.rank) for job in jobs)]
+    command = [sys.executable, "-W", "ignore", "-m", _WITNESS, str(scratch), *(str(job.rank) for job in jobs)]
     with (scratch / f"stderr-{jobs[0].rank}").open("wb") as errors:
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
 

@@ -88,6 +88,15 @@ def test_what_megatron_expects_beside_the_tensors(converted: Converted) -> None:
         assert key in keys
 
 
+def test_objects_of_norms_that_go_by_two_names(converted: Converted) -> None:
+    """Under Transformer Engine's spec the norms of compressed queries, keys and values are modules of their own around sparse attention alone."""
+    with (converted("deepseek_v32") / "release/.metadata").open("rb") as file:
+        keys = pickle.load(file).state_dict_metadata.keys()
+    for layer in ("decoder.layers.0", "decoder.layers.11", "mtp.layers.0.transformer_layer"):
+        for module in ("linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"):
+            assert f"{layer}.self_attention.{module}._extra_state/shard_0_1" in keys
+
+
 def test_fp32_router_bias_stays_fp32(releases: Callable[[str], Path], converted: Converted) -> None:
     name = "decoder.layers.7.mlp.router.expert_bias"
     found = TorchDistCheckpoint(converted("glm4_moe") / "release").read([name])[name]

@@ -6,6 +6,7 @@ Transformer Engine only; here it gets Megatron's linear layers, with the norm in
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -70,6 +71,9 @@ def _adapt(dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSub
     if transformer_engine:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
+        if not _FLA:
+            # Then Transformer Engine's attention, in the other layers, must be what it calls deterministic, too.
+            os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         attention = get_gated_delta_net_module_spec(config, TESpecProvider())
     else:
         attention = get_gated_delta_net_module_spec(config, _Backend())
