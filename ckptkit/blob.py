@@ -11,7 +11,7 @@ import os
 import pickle
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ckptkit import unpickle
 from ckptkit.errors import CkptkitError
-from ckptkit.raw import Extent, bytes_of, read_into
+from ckptkit.raw import Extent, bytes_of, read_into, scratch
 
 STORAGE_OF_DTYPE = {
     torch.float64: "DoubleStorage",
@@ -35,6 +35,10 @@ STORAGE_OF_DTYPE = {
     torch.uint8: "ByteStorage",
     torch.bool: "BoolStorage",
 }
+
+
+def _new(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,15 @@ class Blob:
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """The saved tensor. Raises CkptkitError when it is not the dense one that the checkpoint's metadata promises."""
+        return self._tensor(_new, dtype, shape)
+
+    def borrowed(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """As `tensor`, in memory that the next call from this thread may use again: of many chunks, each is copied and gone."""
+        return self._tensor(scratch, dtype, shape)
+
+    def _tensor(self, memory_of: Callable[[int], Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         # All of it at once: what describes the tensor stands at both ends, and on a disk that has other work each small read waits its turn.
-        memory, whole = self._loaded()
+        memory, whole = self._loaded(memory_of)
         info, arguments = whole._described(whole.entries(), dtype, shape)
         begin = whole._begin(info)
         flat = memory[begin : begin + info.file_size]
@@ -75,11 +86,10 @@ class Blob:
         elements = (flat.clone() if begin % dtype.itemsize else flat).view(dtype)
         return torch.as_strided(elements, shape, arguments.stride, elements.storage_offset() + arguments.offset).contiguous()
 
-    def _loaded(self) -> tuple[Tensor, Blob]:
+    def _loaded(self, memory_of: Callable[[int], Tensor]) -> tuple[Tensor, Blob]:
         """Its bytes, fewer where the file ends, and the blob with them."""
         try:
-            length = max(0, min(self.length, self.path.stat().st_size - self.offset))
-            memory = torch.empty(length, dtype=torch.uint8)
+            memory = memory_of(max(0, min(self.length, self.path.stat().st_size - self.offset)))
             memory = memory[: read_into(self.path, bytes_of(memory), self.offset)]
         except OSError as error:
             raise CkptkitError(f"{self}: {error}", "the file is missing or damaged; copy it again") from error

@@ -206,6 +206,20 @@ def _buffer(use: str) -> NDArray[np.uint8]:
     return found
 
 
+# Up to this size the C library keeps what is freed, of every thread; larger memory goes back at once.
+_KEPT = 32 << 20
+
+
+def scratch(nbytes: int) -> Tensor:
+    """Memory, uint8 [nbytes], that the next call from this thread may give again."""
+    if nbytes > _KEPT:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    if not hasattr(_of_thread, "scratch"):
+        _of_thread.scratch = torch.empty(_KEPT, dtype=torch.uint8)
+    found: Tensor = _of_thread.scratch[:nbytes]
+    return found
+
+
 def _read_all(descriptor: int, buffer: memoryview, offset: int) -> int:
     done = 0
     while done < len(buffer):

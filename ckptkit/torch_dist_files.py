@@ -27,7 +27,7 @@ from ckptkit.blob import STORAGE_OF_DTYPE, Blob
 from ckptkit.errors import CkptkitError
 from ckptkit.files import FILE_BYTES, Piece
 from ckptkit.formats import TRACKER
-from ckptkit.raw import WrittenFile
+from ckptkit.raw import WrittenFile, scratch
 from ckptkit.saved_tensor import SavedLayout
 from ckptkit.specs import TensorSpec
 from ckptkit.torch_dist_names import disk_key, extra_states, norm_alias, rows_apart
@@ -140,8 +140,10 @@ class TorchDistFiles:
             return
         matrix = np.frombuffer(piece(0, spec.nbytes), np.uint8).reshape(spec.shape[0], spec.shape[1], -1)
         for part in self._parts[name]:
-            content = np.ascontiguousarray(matrix[part.box[:2]]).reshape(-1).data
-            part.saved.write(file, part.begin, functools.partial(_slice, content))
+            columns = matrix[part.box[:2]]
+            content = scratch(columns.nbytes).numpy()
+            np.copyto(content.reshape(columns.shape), columns)
+            part.saved.write(file, part.begin, functools.partial(_slice, content.data))
 
     def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of a file. Raises CkptkitError as `Blob.tensor` does."""

@@ -30,6 +30,7 @@ from ckptkit.specs import TensorSpec
 from ckptkit.torch_dist_names import engine_name, whole_of
 
 Shape = tuple[int, ...]
+_FIRST = attrgetter("offsets")
 
 # What a trainer saves beside the weights. megatron-core prefixes the state of chained optimizers (MoE) with their number.
 NOT_WEIGHTS = re.compile(r"(?:chained_\d+\.)?optimizer\..*|.*\._extra_state(/.*)?|rng_state.*|rerun_state_machine.*|common_state.*|opt_param_scheduler.*")
@@ -44,9 +45,6 @@ class Chunk:
     offsets: Shape
     sizes: Shape
     blob: Blob
-
-
-_FIRST = attrgetter("offsets")
 
 
 @dataclass(frozen=True)
@@ -162,15 +160,18 @@ class _Part:
         return not self.index and all(chunk.sizes[1:] == self.stored.shape[1:] for chunk in self.chunks)
 
     def read(self) -> Tensor:
-        depth = len(self.index)
-        result = torch.empty(self.shape, dtype=self.stored.dtype)
+        dtype, depth = self.stored.dtype, len(self.index)
+        if len(self.chunks) == 1:
+            return self.chunks[0].blob.tensor(dtype, self.chunks[0].sizes)[self._within(self.chunks[0])]
+        result = torch.empty(self.shape, dtype=dtype)
         for chunk in self.chunks:
-            inner = tuple(at - start for at, start in zip(self.index, chunk.offsets[:depth], strict=True))
-            part = chunk.blob.tensor(self.stored.dtype, chunk.sizes)[inner]
-            if tuple(part.shape) == self.shape:
-                return part
-            result[tuple(slice(start, start + size) for start, size in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True))] = part
+            place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True))
+            result[place] = chunk.blob.borrowed(dtype, chunk.sizes)[self._within(chunk)]
         return result
+
+    def _within(self, chunk: Chunk) -> Shape:
+        """Its index in a chunk, which may hold others too."""
+        return tuple(at - start for at, start in zip(self.index, chunk.offsets, strict=False))
 
 
 class TorchDistCheckpoint:
