@@ -36,8 +36,9 @@ demo: $(stamp)  ## convert, quantize, break and verify a small model, in DEMO_OU
 	@$(python) -m ckptkit.demo "$(DEMO_OUT)"
 
 # Two processes already use two cores, and many tests start more, one a rank. In the order of their names, long files are not left for the end.
+# A process that dies ends the run, with the name of its test: pytest-xdist 3.8 would replace it, and then wait for ever.
 test: $(stamp)  ## run the tests
-	@OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 
 lint: $(stamp)  ## ruff, its formatter, and mypy in strict mode
 	@$(python) -m ruff check

@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from ckptkit.copy import cores
@@ -32,6 +33,8 @@ def connected(address: str, workers: int | None = None) -> Iterator[Any]:
         yield ray
         return
     given = os.environ.get("RAY_ADDRESS", "auto") if address == "auto" else address
+    if given == "auto" and _is_left_behind():
+        given = "local"
     _check_reachable(given)
     try:
         _connect(ray, given, workers or cores())
@@ -53,6 +56,19 @@ def _connect(ray: Any, address: str, cpus: int) -> None:
             if address != "auto":
                 raise
     ray.init(address="local", num_cpus=cpus, object_store_memory=_STORE, include_dashboard=False, **quiet)
+
+
+def _is_left_behind() -> bool:
+    """Whether the cluster that Ray last recorded on this machine is gone: one that crashed leaves its file, and Ray tries it for minutes."""
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - where Ray has it
+    file = Path(folder, "ray", "ray_current_cluster")
+    if not file.exists():
+        return False
+    try:
+        _check_reachable(file.read_text().strip())
+    except CkptkitError:
+        return True
+    return False
 
 
 def _check_reachable(address: str) -> None:

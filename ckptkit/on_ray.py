@@ -37,7 +37,8 @@ class Batch:
 class Run:
     """What every task of a run is told: the job, and what its node must find the same as the coordinator did.
 
-    `token` names a file in the journal of `partial`. `source`: fingerprint of the files that are read. `plan`: `digest_of` the plan.
+    `token` names a file in the journal of `partial`, which is there as long as the run goes on. `source`: fingerprint of the files that are
+    read. `plan`: `digest_of` the plan.
     """
 
     job: Job
@@ -57,10 +58,12 @@ def write_on_ray(job: Job, work: Work, partial: Path, journal: Journal, how: How
         if job.device == "cuda":
             check_gpus(ray)
         run = Run(job, partial, f"run-{secrets.token_hex(8)}", job.asked()["source"], digest_of(work), how.memory)
-        (partial / JOURNAL / run.token).touch()
+        token = partial / JOURNAL / run.token
+        token.touch()
         batches = batches_of(work, how.workers or cpus(ray))
+        files = [batch.files for batch in batches]
         with progress("writing", sum(batch.nbytes for batch in batches)) as advance:
-            for index, _ in outcomes(ray, write_batch, run, [batch.files for batch in batches], how.workers, int(job.device == "cuda")):
+            for index, _ in outcomes(ray, write_batch, run, files, how.workers, int(job.device == "cuda"), stop=lambda: token.unlink(missing_ok=True)):
                 advance(batches[index].nbytes)
     _check_written(work, partial, journal)
 

@@ -14,7 +14,7 @@ from ckptkit.specs import summarize
 PIECE = 1_000_000_000  # bytes up to which neighbours are one task
 _EACH = 16  # tasks that every worker should get, so that none waits long for the last one: a task itself costs milliseconds
 RETRIES = 5  # times that Ray starts a task again whose worker or node was lost
-_STOP_S = 30.0  # what killing the tasks of a run that failed may take
+_STOP_S = 60.0  # what the tasks that have begun when a run fails may take to end
 Told = TypeVar("Told")
 Part = TypeVar("Part", bound=Hashable)
 Outcome = TypeVar("Outcome")
@@ -57,12 +57,14 @@ def outcomes(
     pieces: Sequence[Sequence[str]],
     workers: int | None = None,
     gpus: int = 0,
+    stop: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, Outcome]]:
     """Yields the index of each piece and what `call(told, piece)` returned on some node, in the order in which they end.
 
     `call` is a function of a module; `told` is plain data; a piece is a list of names. `workers`: tasks at one time (None: as many as the
-    cluster has cores). On any error, and when the caller stops, no task goes on. Raises what a task raised; CkptkitError where a node has
-    another version of this package, or where a task is lost again and again.
+    cluster has cores). On any error, and when the caller stops, `stop` is called, which tells tasks that have not begun to end at once, and
+    those that have begun are waited for, up to a minute. Raises what a task raised; CkptkitError where a node has another version of this
+    package, or where a task is lost again and again.
     """
     how = {"num_cpus": 1, "num_gpus": gpus, "max_retries": RETRIES, "scheduling_strategy": "SPREAD", "name": f"ckptkit {call.__name__}"}
     task = ray.remote(**how)(_task())
@@ -78,9 +80,9 @@ def outcomes(
                 outcome = _outcome(ray, reference, pieces[running[reference]])
                 yield running.pop(reference), outcome
     finally:
-        for reference in running:
-            ray.cancel(reference, force=True)
         if running:
+            # ray.cancel of a task that ends at that moment aborts this whole process ("Tried to complete task that was not pending", Ray 2.60).
+            stop()
             ray.wait(list(running), num_returns=len(running), timeout=_STOP_S)
 
 

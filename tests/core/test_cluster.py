@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -65,3 +67,14 @@ def test_a_cluster_of_its_own_ends_with_the_work() -> None:
             assert again.cluster_resources()["CPU"] == 2
         assert ray.is_initialized()
     assert not ray.is_initialized()
+
+
+def test_a_cluster_that_crashed_is_not_waited_for(closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    with tempfile.TemporaryDirectory() as folder:  # Ray's sockets lie below it, and their paths must be short
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        file = Path(folder, "ray", "ray_current_cluster")
+        file.parent.mkdir()
+        file.write_text(f"127.0.0.1:{closed_port}")
+        with connected("auto", 2) as ray:
+            assert ray.cluster_resources()["CPU"] == 2
