@@ -65,7 +65,7 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
     running: dict[Future[int], int] = {}
     try:
         for names in groups:
-            size = BUFFER if isinstance(writer, FilesWriter) and _streamed(source, names, writer) else footprint(source, names)
+            size = BUFFER if isinstance(writer, FilesWriter) and _streamed(source, names) else footprint(source, names)
             # One group more than there are workers, so that none waits for this thread.
             while running and (len(running) > workers or sum(running.values()) + size > memory):
                 yield from _finished(running)
@@ -79,7 +79,7 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
 
 def _move(source: Checkpoint, names: Sequence[str], writer: CheckpointWriter) -> int:
     """Moves one group. Returns its bytes."""
-    if isinstance(writer, FilesWriter) and (extents := _streamed(source, names, writer)) is not None:
+    if isinstance(writer, FilesWriter) and (extents := _streamed(source, names)) is not None:
         writer.write_extents(names[0], extents)
         return source.specs[names[0]].nbytes
     tensors = source.read(names)
@@ -88,10 +88,9 @@ def _move(source: Checkpoint, names: Sequence[str], writer: CheckpointWriter) ->
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _streamed(source: Checkpoint, names: Sequence[str], writer: FilesWriter) -> Sequence[Extent] | None:
+def _streamed(source: Checkpoint, names: Sequence[str]) -> Sequence[Extent] | None:
     """Where the bytes of a group stand that is one large tensor and stays as it is: an embedding need not be held as a whole."""
-    large = len(names) == 1 and source.specs[names[0]].nbytes >= STREAMED
-    return extents_of(source, names[0]) if large and writer.in_pieces(names[0]) else None
+    return extents_of(source, names[0]) if len(names) == 1 and source.specs[names[0]].nbytes >= STREAMED else None
 
 
 def _finished(running: dict[Future[int], int]) -> list[int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ckptkit.digest import TensorDigest
 from ckptkit.errors import CkptkitError
-from ckptkit.raw import Extent, WrittenFile, bytes_of, piece_buffer
+from ckptkit.raw import BUFFER, Extent, WrittenFile, bytes_of, piece_buffer
 from ckptkit.specs import TensorSpec, summarize
 
 FILE_BYTES = 5_000_000_000  # where a file ends unless something else says so
@@ -43,11 +43,8 @@ class Files(Protocol):
     def around(self, file: str) -> tuple[int, bytes]:
         """What stands in a file beside its tensors, and where."""
 
-    def in_pieces(self, name: str) -> bool:
-        """Whether `put` asks for pieces of at most BUFFER bytes, and not for the whole tensor as one."""
-
     def put(self, name: str, file: WrittenFile, piece: Piece) -> None:
-        """Writes one tensor to its place in the file that holds it, from pieces of its bytes that are asked for in order, each once."""
+        """Writes one tensor to its place in the file that holds it, from pieces of its bytes of at most BUFFER that are asked for in order, each once."""
 
     def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:
         """Reads the tensors of a file back. Raises CkptkitError where it is damaged."""
@@ -82,23 +79,20 @@ class FilesWriter:
             self._waiting.remove(name)
             file = self._opened(self._file_of[name])
         view = bytes_of(tensor.contiguous())
-        self._put(name, file, lambda begin, end: view[begin:end])
+        self._put(name, file, lambda begin, end: view[begin:end], lambda: None)
 
     def write_extents(self, name: str, extents: Sequence[Extent]) -> None:
-        """Stores a tensor whose bytes stand in files, without holding all of them."""
+        """Stores a tensor whose bytes stand in files, without holding all of them. The last extent may go on behind them."""
         nbytes = sum(extent.nbytes for extent in extents)
         with self._lock:
-            if name not in self._waiting or nbytes != self._files.specs[name].nbytes:
+            if name not in self._waiting or nbytes < self._files.specs[name].nbytes:
                 raise CkptkitError(f"{self._files.specs[name]} cannot be written as {nbytes} bytes, or is written twice")
             self._waiting.remove(name)
             file = self._opened(self._file_of[name])
-        self._put(name, file, _Stream(name, extents).piece)
+        stream = _Stream(name, extents)
+        self._put(name, file, stream.piece, stream.finish)
 
-    def in_pieces(self, name: str) -> bool:
-        """Whether a tensor can be stored with `write_extents`."""
-        return self._files.in_pieces(name)
-
-    def _put(self, name: str, file: WrittenFile, piece: Piece) -> None:
+    def _put(self, name: str, file: WrittenFile, piece: Piece, finish: Callable[[], None]) -> None:
         digest = hashlib.sha256()
 
         def digested(begin: int, end: int) -> memoryview:
@@ -107,6 +101,7 @@ class FilesWriter:
             return content
 
         self._files.put(name, file, digested)
+        finish()
         self._written(name, TensorDigest.known(self._files.specs[name], digest.hexdigest()))
 
     def _opened(self, file: str) -> WrittenFile:
@@ -155,14 +150,23 @@ class _Stream:
 
     def piece(self, begin: int, end: int) -> memoryview:
         """The next bytes. Raises OSError, and CkptkitError where those of an extent do not match its checksum."""
-        piece, done = piece_buffer(end - begin), 0
+        piece = piece_buffer(end - begin)
+        self._fill(piece)
+        return piece
+
+    def finish(self) -> None:
+        """Reads what is left of the last extent, for its checksum. Raises as `piece`."""
+        while self._left:
+            self._fill(piece_buffer(min(BUFFER, self._left[-1].nbytes - self._at)))
+
+    def _fill(self, piece: memoryview) -> None:
+        done = 0
         while done < len(piece):
             extent = self._left[-1]
             part = piece[done : done + extent.nbytes - self._at]
             extent.read(part, self._at)
             self._at, done = self._at + len(part), done + len(part)
             self._check(extent, part)
-        return piece
 
     def _check(self, extent: Extent, part: memoryview) -> None:
         self._crc = zlib.crc32(part, self._crc) if extent.crc is not None else 0

@@ -85,8 +85,7 @@ def volume_of(work: Work, memory: int) -> Volume:
 
 def _is_streamed(output: Output, names: Sequence[str]) -> bool:
     """Whether a group is one large tensor that stays as it is: then it goes through a buffer."""
-    large = len(names) == 1 and output.view.specs[names[0]].nbytes >= STREAMED
-    return large and output.files.in_pieces(names[0]) and passes(output.view, names[0])
+    return len(names) == 1 and output.view.specs[names[0]].nbytes >= STREAMED and passes(output.view, names[0])
 
 
 def rows_of(work: Work, volume: Volume, rates: Throughput, workers: int) -> Iterator[Row]:

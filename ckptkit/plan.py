@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,7 +23,10 @@ Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A pure function from some tensors to others. `label` names it in `--dry-run`. `passes`: the bytes of the one output are the first of the one input."""
+    """A pure function from some tensors to others. `label` names it in `--dry-run`.
+
+    `passes`: the bytes of the one output are those of the inputs, one after the other; of a single input they may be the first.
+    """
 
     inputs: tuple[str, ...]
     outputs: tuple[TensorSpec, ...]
@@ -117,18 +120,26 @@ class View:
         return list(dict.fromkeys(name for step in self._steps(names) for name in step.inputs))
 
     def in_order(self, name: str) -> bool:
-        """Whether the bytes of a tensor are those of a stored one, in their order, through every plan."""
+        """Whether the bytes of a tensor are those of stored ones, in their order, through every plan."""
         step = self._step_of[name]
-        return step.passes and passes(self.source, step.inputs[0])
+        return step.passes and all(passes(self.source, source) for source in step.inputs)
 
     def extents(self, name: str) -> Sequence[Extent] | None:
         """Where the bytes of a tensor stand in files, if it passes through every plan as it is."""
-        step, nbytes = self._step_of[name], self._specs[name].nbytes
-        found = extents_of(self.source, step.inputs[0]) if step.passes else None
-        if found is None or sum(extent.nbytes for extent in found) == nbytes:
-            return found
-        # Of a padded vocabulary the last rows are left out, and a checksum is of all bytes.
-        return [replace(found[0], nbytes=nbytes)] if len(found) == 1 and found[0].crc is None else None
+        step, left = self._step_of[name], self._specs[name].nbytes
+        if not step.passes:
+            return None
+        found: list[Extent] = []
+        for source in step.inputs:
+            extents = extents_of(self.source, source)
+            if extents is None:
+                return None
+            # Of a padded vocabulary the last rows are left out.
+            for extent in extents:
+                if left > 0:
+                    found.append(extent)
+                left -= extent.nbytes
+        return found
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         steps = self._steps(names)
@@ -151,7 +162,7 @@ class HasExtents(Protocol):
         """Whether the bytes stand in files as they are and in their order, as far as can be told without opening one."""
 
     def extents(self, name: str) -> Sequence[Extent] | None:
-        """Where, one after the other; None where the bytes are nowhere as they are."""
+        """Where, one after the other; None where the bytes are nowhere as they are. The last may go on behind them."""
 
 
 def extents_of(checkpoint: Checkpoint, name: str) -> Sequence[Extent] | None:

@@ -50,8 +50,8 @@ class Extent:
 
 
 def piece_buffer(length: int) -> memoryview:
-    """At most BUFFER bytes of memory, which the next call from this thread gives again."""
-    return _buffer("piece").data[:length]
+    """So many bytes of memory, which up to BUFFER the next call from this thread gives again."""
+    return _buffer("piece").data[:length] if length <= BUFFER else memoryview(bytearray(length))
 
 
 def cuts(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
@@ -61,6 +61,13 @@ def cuts(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
         end = min(nbytes, (offset + begin) // BUFFER * BUFFER + BUFFER - offset)
         yield begin, end
         begin = end
+
+
+def row_cuts(rows: int, row: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of runs of so many rows, of `row` bytes each: of at most BUFFER bytes, or one row."""
+    several = max(1, BUFFER // row)
+    for begin in range(0, rows, several):
+        yield begin, min(rows, begin + several)
 
 
 class WrittenFile:

@@ -57,10 +57,6 @@ class SafetensorsFiles:
         """The header."""
         return 0, self._header[file]
 
-    def in_pieces(self, name: str) -> bool:
-        """Always."""
-        return True
-
     def put(self, name: str, file: WrittenFile, piece: Piece) -> None:
         """Writes the bytes of a tensor."""
         for begin, end in cuts(self._offset[name], self.specs[name].nbytes):

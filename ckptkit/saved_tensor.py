@@ -92,13 +92,10 @@ class SavedLayout:
 
     def write(self, file: WrittenFile, offset: int, piece: Callable[[int, int], memoryview]) -> None:
         """Writes a tensor to `offset` of an open file. `piece` gives its bytes from begin to end, and is asked in order. Raises OSError."""
-        crc, data = 0, offset + self.data.begin
-        for begin, end in cuts(data, self.data.size):
-            content = piece(begin, end)
-            crc = zlib.crc32(content, crc)
-            file.write(content, data + begin)
-        file.write(self.before(crc), offset)
-        file.write(self.behind(crc), offset + self.data.end)
+        tensor = SavedTensor(self, file, offset)
+        for begin, end in cuts(offset + self.data.begin, self.data.size):
+            tensor.append(piece(begin, end))
+        tensor.finish()
 
     def before(self, crc: int) -> bytes:
         """What stands before data with this CRC-32."""
@@ -111,6 +108,25 @@ class SavedLayout:
         end64 = _END64.pack(b"PK\6\6", _END64.size - 12, _VERSION, _VERSION, 0, 0, count, count, size, begin)
         locator = _LOCATOR.pack(b"PK\6\7", 0, begin + size, 1)
         return directory + end64 + locator + _END.pack(b"PK\5\6", 0, 0, _MOST_16, _MOST_16, _MOST_32, _MOST_32, 0)
+
+
+class SavedTensor:
+    """A tensor that is written to `offset` of an open file, its bytes in order."""
+
+    def __init__(self, layout: SavedLayout, file: WrittenFile, offset: int) -> None:
+        self._layout, self._file, self._offset = layout, file, offset
+        self._at, self._crc = offset + layout.data.begin, 0
+
+    def append(self, content: memoryview) -> None:
+        """Writes the next bytes. Raises OSError."""
+        self._crc = zlib.crc32(content, self._crc)
+        self._file.write(content, self._at)
+        self._at += len(content)
+
+    def finish(self) -> None:
+        """Writes what stands around the data when all of it is there. Raises OSError."""
+        self._file.write(self._layout.before(self._crc), self._offset)
+        self._file.write(self._layout.behind(self._crc), self._offset + self._layout.data.end)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import math
 import pickle
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from ckptkit.blob import STORAGE_OF_DTYPE, Blob
 from ckptkit.errors import CkptkitError
 from ckptkit.files import FILE_BYTES, Piece
 from ckptkit.formats import TRACKER
-from ckptkit.raw import WrittenFile, scratch
-from ckptkit.saved_tensor import SavedLayout
+from ckptkit.raw import WrittenFile, row_cuts, scratch
+from ckptkit.saved_tensor import SavedLayout, SavedTensor
 from ckptkit.specs import TensorSpec
 from ckptkit.torch_dist_names import disk_key, extra_states, norm_alias, rows_apart
 
@@ -125,25 +125,16 @@ class TorchDistFiles:
         """At the end of the last file, the object that stands for every `_extra_state`."""
         return self._nothing, _NOTHING if file == self._last else b""
 
-    def in_pieces(self, name: str) -> bool:
-        """Whether its bytes are written in the order in which they stand in the tensor."""
-        return self._cuts.get(name, _UNCUT).axis == 0
-
     def put(self, name: str, file: WrittenFile, piece: Piece) -> None:
-        """Writes a tensor, one chunk after the other."""
-        spec = self.specs[name]
-        if self.in_pieces(name):
-            row = math.prod(spec.shape[1:]) * spec.dtype.itemsize
-            for part in self._parts[name]:
-                start = part.box[0].start * row if part.box else 0
-                part.saved.write(file, part.begin, functools.partial(_shifted, piece, start))
+        """Writes a tensor, one chunk after the other, or where they are columns all of them row by row."""
+        spec, parts = self.specs[name], self._parts[name]
+        if self._cuts.get(name, _UNCUT).axis:
+            _put_columns(spec, parts, file, piece)
             return
-        matrix = np.frombuffer(piece(0, spec.nbytes), np.uint8).reshape(spec.shape[0], spec.shape[1], -1)
-        for part in self._parts[name]:
-            columns = matrix[part.box[:2]]
-            content = scratch(columns.nbytes).numpy()
-            np.copyto(content.reshape(columns.shape), columns)
-            part.saved.write(file, part.begin, functools.partial(_slice, content.data))
+        row = math.prod(spec.shape[1:]) * spec.dtype.itemsize
+        for part in parts:
+            start = part.box[0].start * row if part.box else 0
+            part.saved.write(file, part.begin, functools.partial(_shifted, piece, start))
 
     def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of a file. Raises CkptkitError as `Blob.tensor` does."""
@@ -215,8 +206,21 @@ def _boxes(shape: tuple[int, ...], cuts: Cuts, first: int, end: int) -> Iterator
         yield (*whole[: cuts.axis], slice(start, stop), *whole[cuts.axis + 1 :])
 
 
-def _slice(content: memoryview, begin: int, end: int) -> memoryview:
-    return content[begin:end]
+def _put_columns(spec: TensorSpec, parts: Sequence[_Part], file: WrittenFile, piece: Piece) -> None:
+    """Writes chunks that are columns of a tensor, from as many rows at a time as a piece holds."""
+    rows, columns = spec.shape[:2]
+    row = spec.nbytes // rows
+    tensors = [SavedTensor(part.saved, file, part.begin) for part in parts]
+    for first, end in row_cuts(rows, row):
+        found = np.frombuffer(piece(first * row, end * row), np.uint8).reshape(end - first, columns, -1)
+        for part, tensor in zip(parts, tensors, strict=True):
+            begin, stop = (min(max(edge, first), end) - first for edge in (part.box[0].start, part.box[0].stop))
+            chosen = found[begin:stop, part.box[1]]
+            content = scratch(chosen.nbytes).numpy()
+            np.copyto(content.reshape(chosen.shape), chosen)
+            tensor.append(content.data)
+    for tensor in tensors:
+        tensor.finish()
 
 
 def _shifted(piece: Piece, start: int, begin: int, end: int) -> memoryview:

@@ -17,7 +17,7 @@ from ckptkit.specs import TensorSpec, summarize
 from converters.carried import carried_names
 from converters.dims import ModelDims
 from converters.experts import fuse, is_fused, unfuse
-from converters.ops import Copy, GateUpInOne
+from converters.ops import Copy, GateUp, GateUpInOne
 from converters.registry import family_of
 from converters.rules import ParamMapping
 from converters.shapes import Shape
@@ -181,8 +181,8 @@ def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: torch.dtype 
 
 
 def _passes(rule: Rule, spec: TensorSpec, target: torch.dtype) -> bool:
-    """Whether a rule with one tensor on each side leaves its bytes as they are."""
-    return type(rule.mapping.op) in (Copy, GateUpInOne) and spec.dtype == target and not rule.mapping.wide
+    """Whether a rule leaves the bytes of its HF tensors as they are, one tensor after the other."""
+    return type(rule.mapping.op) in (Copy, GateUp, GateUpInOne) and spec.dtype == target and not rule.mapping.wide
 
 
 def _check_exact(rule: Rule, parts: Sequence[Tensor], merged: Tensor) -> None:
@@ -216,4 +216,4 @@ def _split_step(rule: Rule, spec: TensorSpec, dtype: torch.dtype | None, main: t
 
     shapes = list(rule.hf.items()) + [(name, next(iter(rule.hf.values()))) for name in copies]
     outputs = tuple(TensorSpec(name, shape, target) for name, shape in shapes)
-    return Step((rule.megatron,), outputs, run, type(rule.mapping.op).__name__, _passes(rule, spec, target) and not copies)
+    return Step((rule.megatron,), outputs, run, type(rule.mapping.op).__name__, len(outputs) == 1 and _passes(rule, spec, target))

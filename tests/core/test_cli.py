@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -148,7 +149,9 @@ def test_ctrl_c_in_the_middle(releases: Paths, converted: Paths, tmp_path: Path,
     source = releases("glm4_moe") if direction == "to Megatron" else converted("glm4_moe")
     # Tensors are written slowly, so that the signal arrives in the middle.
     slow = "import time, ckptkit.plan as p; f = p.checked; p.checked = lambda *a: (time.sleep(0.2), f(*a))[1]; from ckptkit.cli import main; main()"
-    process = subprocess.Popen([sys.executable, "-c", slow, "convert", source, tmp_path / "out"], stderr=subprocess.PIPE, text=True)
+    # Where the tests themselves run in the background of a shell, the signal is ignored, and what they start inherits that.
+    heard = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen([sys.executable, "-c", slow, "convert", source, tmp_path / "out"], stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     deadline = time.monotonic() + 60
     while not (tmp_path / "out.partial").exists() and time.monotonic() < deadline:
         time.sleep(0.05)

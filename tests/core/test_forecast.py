@@ -51,9 +51,6 @@ class TwoFiles:
     def size(self, file: str) -> int:
         return {"1": 75 * MIB + 10, "2": 80 * MIB + 10}[file]
 
-    def in_pieces(self, name: str) -> bool:
-        return True
-
 
 def planned() -> Work:
     halved = Step(("a", "b"), (TensorSpec("ab", (75 * MIB,), torch.uint8),), list, "halve")
@@ -68,11 +65,10 @@ def test_bytes_of_a_plan() -> None:
     assert volume.process > 50 * MIB
 
 
-@pytest.mark.parametrize(("in_order", "in_pieces", "held"), [(True, True, BUFFER), (False, True, 160 * MIB), (True, False, 160 * MIB)])
-def test_a_tensor_is_held_unless_it_is_read_and_written_in_order(monkeypatch: pytest.MonkeyPatch, in_order: bool, in_pieces: bool, held: int) -> None:
+@pytest.mark.parametrize(("in_order", "held"), [(True, BUFFER), (False, 160 * MIB)])
+def test_a_tensor_is_held_unless_its_bytes_stand_in_files_in_order(monkeypatch: pytest.MonkeyPatch, in_order: bool, held: int) -> None:
     monkeypatch.setattr(Source, "groups", [("c",)])
     monkeypatch.setattr(Source, "in_order", lambda self, name: in_order)
-    monkeypatch.setattr(TwoFiles, "in_pieces", lambda self, name: in_pieces)
     view = View(Source(), Plan((identity(Source.specs["c"]),), ["c"]))
     work = SimpleNamespace(outputs=(Output(view, TwoFiles()),), files=lambda: {"2": Output(view, TwoFiles())})  # type: ignore[arg-type]
     assert volume_of(work, IN_FLIGHT).step == held  # type: ignore[arg-type]

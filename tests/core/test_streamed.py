@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import models
 import pytest
 import torch
 
@@ -12,14 +14,26 @@ from ckptkit import copy as copying
 from ckptkit import raw
 from ckptkit.api import convert, int4_scheme, quantize
 from ckptkit.errors import CkptkitError
+from ckptkit.files import FilesWriter
 from ckptkit.safetensors_io import Shard
+from ckptkit.torch_dist_files import TorchDistFiles
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
 
 Paths = Callable[[str], Path]
+EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def content(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def flip(path: Path, offset: int) -> None:
+    """Changes a bit of this byte."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
 
 
 @pytest.fixture
@@ -61,19 +75,47 @@ def test_what_is_streamed_is_not_read_as_a_tensor(releases: Paths, in_pieces: li
     monkeypatch.setattr(Shard, "read", lambda self, name: (names.append(name), read(self, name))[1])
     convert(releases("qwen2-untied"), tmp_path / "out")
     assert names
-    assert {name.rpartition(".")[0].rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj"}
 
 
 def test_a_checksum_that_does_not_hold(converted: Paths, copy_of: Callable[[Path], Path], in_pieces: list[tuple[str, int]], tmp_path: Path) -> None:
     path = copy_of(converted("qwen2-untied"))
-    (extent,) = TorchDistCheckpoint(path / "release").extents("embedding.word_embeddings.weight") or ()
-    with extent.path.open("r+b") as file:
-        file.seek(extent.offset + extent.nbytes // 2)
-        byte = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(CkptkitError, match="the bytes of embedding.*|model.embed_tokens.weight do not match their checksum"):
+    (extent,) = TorchDistCheckpoint(path / "release").extents(EMBEDDING) or ()
+    flip(extent.path, extent.offset + extent.nbytes // 2)
+    with pytest.raises(CkptkitError, match="the bytes of model.embed_tokens.weight do not match their checksum"):
         convert(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def padded(converted: Paths, tmp_path: Path) -> Path:
+    """A checkpoint whose embedding has 200 rows more than the vocabulary, as Megatron pads it."""
+    source = TorchDistCheckpoint(converted("qwen2-untied") / "release")
+    tensors = source.read(list(source.specs))
+    tensors[EMBEDDING] = torch.cat([tensors[EMBEDDING], torch.ones(200, tensors[EMBEDDING].shape[1], dtype=torch.bfloat16)])
+    model = models.InMemory(source.config, tensors)
+    shutil.copytree(converted("qwen2-untied") / "hf", tmp_path / "padded" / "hf")
+    copying.copy(model, FilesWriter(tmp_path / "padded", TorchDistFiles(model.specs, source.args)), "writing")
+    return tmp_path / "padded"
+
+
+def test_a_padded_vocabulary(padded: Path, releases: Paths, in_pieces: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[str] = []
+    read = TorchDistCheckpoint.read
+    monkeypatch.setattr(TorchDistCheckpoint, "read", lambda self, names: (held.extend(names), read(self, names))[1])
+    convert(padded, tmp_path / "out")
+    expected, found = models.tensors(releases("qwen2-untied")), models.tensors(tmp_path / "out")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert in_pieces
+    assert held
+    assert EMBEDDING not in held
+
+
+def test_a_checksum_is_of_the_padding_too(padded: Path, in_pieces: list[tuple[str, int]], tmp_path: Path) -> None:
+    (extent,) = TorchDistCheckpoint(padded / "release").extents(EMBEDDING) or ()
+    flip(extent.path, extent.offset + extent.nbytes - 1)
+    with pytest.raises(CkptkitError, match="the bytes of model.embed_tokens.weight do not match their checksum"):
+        convert(padded, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
