@@ -13,6 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ckptkit import unpickle
 from ckptkit.errors import CkptkitError
-from ckptkit.raw import Extent, bytes_of, read_into, scratch
+from ckptkit.raw import SCRATCH, Extent, FileExtent, bytes_of, read_into, scratch
 
 STORAGE_OF_DTYPE = {
     torch.float64: "DoubleStorage",
@@ -104,13 +105,18 @@ class Blob:
         return len(found)
 
     def extent(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Extent | None:
-        """Where the bytes of the saved tensor stand, row by row; None where they stand otherwise. Raises CkptkitError as `tensor`."""
+        """Where the bytes of the saved tensor stand, row by row; None where they stand otherwise. Raises CkptkitError as `tensor`.
+
+        A small one is opened when it is read: what describes it stands at both ends, and with it the bytes between are read at once.
+        """
+        if self.length <= SCRATCH:
+            return _WholeExtent(self, dtype, shape)
         info, arguments = self._described(self.entries(), dtype, shape)
         dense = torch.empty(shape, dtype=dtype, device="meta")
         if arguments.offset or arguments.stride != dense.stride() or info.file_size != dense.nbytes:
             return None
         # torch can be told to leave the checksum out, which it then writes as zero.
-        return Extent(self.path, self.offset + self._begin(info), info.file_size, info.CRC or None)
+        return FileExtent(self.path, self.offset + self._begin(info), info.file_size, info.CRC or None)
 
     def _described(self, entries: Mapping[str, zipfile.ZipInfo], dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[zipfile.ZipInfo, _Strided]:
         """The entry that holds a tensor's storage, and how the tensor lies in it."""
@@ -179,6 +185,23 @@ class Blob:
         content = bytearray(info.file_size)
         self.read_into(info, memoryview(content))
         return bytes(content)
+
+
+class _WholeExtent:
+    """The bytes of a saved tensor, which is read and checked as a whole, as its first bytes are asked for."""
+
+    crc = None
+
+    def __init__(self, blob: Blob, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.path, self.nbytes = blob.path, torch.Size(shape).numel() * dtype.itemsize
+        self._read = partial(blob.borrowed, dtype, shape)
+        self._content = memoryview(b"")
+
+    def read(self, buffer: memoryview, start: int) -> None:
+        """Fills `buffer` with the bytes from `start`. Raises CkptkitError as `Blob.tensor`."""
+        if not start:
+            self._content = bytes_of(self._read())
+        buffer[:] = self._content[start : start + len(buffer)]
 
 
 class _Stream(io.RawIOBase):

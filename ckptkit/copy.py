@@ -11,10 +11,11 @@ from ckptkit.errors import CkptkitError
 from ckptkit.files import FilesWriter
 from ckptkit.plan import extents_of, footprint
 from ckptkit.progress import progress
-from ckptkit.raw import BUFFER, Extent
+from ckptkit.raw import BUFFER, SCRATCH, Extent
 from ckptkit.store import StoreError
 
-STREAMED = 64 << 20  # bytes from which on a tensor is not held as a whole, if it need not be
+STREAMED = 64 << 20  # bytes from which on a group is not held as a whole, if it need not be
+STREAM = BUFFER + SCRATCH  # bytes that are held of it then
 SPARE = 2  # threads more than cores: while some wait for a disk the others compute
 IN_FLIGHT = 512 << 20  # bytes of groups that are read, computed or written at one time
 
@@ -65,7 +66,7 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
     running: dict[Future[int], int] = {}
     try:
         for names in groups:
-            size = BUFFER if isinstance(writer, FilesWriter) and _streamed(source, names) else footprint(source, names)
+            size = STREAM if isinstance(writer, FilesWriter) and _streamed(source, names) else footprint(source, names)
             # One group more than there are workers, so that none waits for this thread.
             while running and (len(running) > workers or sum(running.values()) + size > memory):
                 yield from _finished(running)
@@ -79,18 +80,22 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
 
 def _move(source: Checkpoint, names: Sequence[str], writer: CheckpointWriter) -> int:
     """Moves one group. Returns its bytes."""
-    if isinstance(writer, FilesWriter) and (extents := _streamed(source, names)) is not None:
-        writer.write_extents(names[0], extents)
-        return source.specs[names[0]].nbytes
+    if isinstance(writer, FilesWriter) and (streams := _streamed(source, names)):
+        for name, extents in streams.items():
+            writer.write_extents(name, extents)
+        return sum(source.specs[name].nbytes for name in names)
     tensors = source.read(names)
     for name, tensor in tensors.items():
         writer.write(name, tensor)
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _streamed(source: Checkpoint, names: Sequence[str]) -> Sequence[Extent] | None:
-    """Where the bytes of a group stand that is one large tensor and stays as it is: an embedding need not be held as a whole."""
-    return extents_of(source, names[0]) if len(names) == 1 and source.specs[names[0]].nbytes >= STREAMED else None
+def _streamed(source: Checkpoint, names: Sequence[str]) -> dict[str, Sequence[Extent]] | None:
+    """Where the bytes of a large group stand, if all of it stays as it is: an embedding need not be held as a whole."""
+    if sum(source.specs[name].nbytes for name in names) < STREAMED:
+        return None
+    found = {name: extents_of(source, name) for name in names}
+    return {name: extents for name, extents in found.items() if extents is not None} if None not in found.values() else None
 
 
 def _finished(running: dict[Future[int], int]) -> list[int]:

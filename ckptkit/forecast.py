@@ -10,14 +10,13 @@ from pathlib import Path
 import torch
 
 from ckptkit.collector import uncollected
-from ckptkit.copy import STREAMED, cores
+from ckptkit.copy import STREAM, STREAMED, cores
 from ckptkit.errors import CkptkitError
 from ckptkit.estimate import Bound, Machines, Throughput, Volume, estimate, measure_throughput
 from ckptkit.execute import How
 from ckptkit.jobs import Job, Output, Work
 from ckptkit.on_ray import batches_of
 from ckptkit.plan import moved, passes
-from ckptkit.raw import BUFFER
 from ckptkit.store import is_url
 
 RAY_NODES = (4, 16)
@@ -75,7 +74,7 @@ def volume_of(work: Work, memory: int) -> Volume:
     for output in work.outputs:
         for names in output.view.groups:
             of_group, held = moved(output.view, names)
-            read, step = read + of_group, max(step, BUFFER if _is_streamed(output, names) else held)
+            read, step = read + of_group, max(step, STREAM if _is_streamed(output, names) else held)
     sizes = [output.files.size(file) for file, output in work.files().items()]
     # What it has taken to come as far as this, every worker will take before it reads a tensor.
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -84,8 +83,8 @@ def volume_of(work: Work, memory: int) -> Volume:
 
 
 def _is_streamed(output: Output, names: Sequence[str]) -> bool:
-    """Whether a group is one large tensor that stays as it is: then it goes through a buffer."""
-    return len(names) == 1 and output.view.specs[names[0]].nbytes >= STREAMED and passes(output.view, names[0])
+    """Whether a group is large and stays as it is: then it goes through a buffer."""
+    return sum(output.view.specs[name].nbytes for name in names) >= STREAMED and all(passes(output.view, name) for name in names)
 
 
 def rows_of(work: Work, volume: Volume, rates: Throughput, workers: int) -> Iterator[Row]:

@@ -5,6 +5,7 @@ A plan over a checkpoint is itself a checkpoint (`View`), so plans stack and one
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 class Step:
     """A pure function from some tensors to others. `label` names it in `--dry-run`.
 
-    `passes`: the bytes of the one output are those of the inputs, one after the other; of a single input they may be the first.
+    `passes`: the bytes of the outputs, one after the other, are those of the inputs; of a single input they may be the first.
     """
 
     inputs: tuple[str, ...]
@@ -125,20 +126,24 @@ class View:
         return step.passes and all(passes(self.source, source) for source in step.inputs)
 
     def extents(self, name: str) -> Sequence[Extent] | None:
-        """Where the bytes of a tensor stand in files, if it passes through every plan as it is."""
-        step, left = self._step_of[name], self._specs[name].nbytes
+        """Where the bytes of a tensor stand in files, if it passes through every plan as it is, and begins where one of them does."""
+        step = self._step_of[name]
         if not step.passes:
             return None
-        found: list[Extent] = []
+        before = itertools.takewhile(lambda spec: spec.name != name, step.outputs)
+        # Of a padded vocabulary the last rows are left out.
+        at, begin = 0, sum(spec.nbytes for spec in before)
+        end, found = begin + self._specs[name].nbytes, list[Extent]()
         for source in step.inputs:
             extents = extents_of(self.source, source)
             if extents is None:
                 return None
-            # Of a padded vocabulary the last rows are left out.
             for extent in extents:
-                if left > 0:
+                if at < begin < at + extent.nbytes:
+                    return None
+                if begin <= at < end:
                     found.append(extent)
-                left -= extent.nbytes
+                at += extent.nbytes
         return found
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:

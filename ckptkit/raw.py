@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -34,9 +35,23 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
+class Extent(Protocol):
+    """Bytes of a file that are those of a tensor, or of a part of it, as they are; and the CRC-32 to check, where reading them does not."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def crc(self) -> int | None: ...
+
+    def read(self, buffer: memoryview, start: int) -> None:
+        """Fills `buffer` with the bytes from `start`, which is where the last call ended. Raises OSError and CkptkitError."""
+
+
 @dataclass(frozen=True)
-class Extent:
-    """Bytes of a file that are those of a tensor, as they are; and the CRC-32 that they were written with, if one was."""
+class FileExtent:
+    """Bytes that can be read piece by piece; and the CRC-32 that they were written with, if one was."""
 
     path: Path
     offset: int
@@ -49,9 +64,9 @@ class Extent:
             raise OSError(errno.EIO, "the file ends too early", str(self.path))
 
 
-def piece_buffer(length: int) -> memoryview:
-    """So many bytes of memory, which up to BUFFER the next call from this thread gives again."""
-    return _buffer("piece").data[:length] if length <= BUFFER else memoryview(bytearray(length))
+def piece_buffer(length: int, use: str = "piece") -> memoryview:
+    """So many bytes of memory, which up to BUFFER the next call from this thread for the same use gives again."""
+    return _buffer(use).data[:length] if length <= BUFFER else memoryview(bytearray(length))
 
 
 def cuts(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
@@ -214,15 +229,15 @@ def _buffer(use: str) -> NDArray[np.uint8]:
 
 
 # Up to this size the C library keeps what is freed, of every thread; larger memory goes back at once.
-_KEPT = 32 << 20
+SCRATCH = 32 << 20
 
 
 def scratch(nbytes: int) -> Tensor:
-    """Memory, uint8 [nbytes], that the next call from this thread may give again."""
-    if nbytes > _KEPT:
+    """Memory, uint8 [nbytes], that up to SCRATCH the next call from this thread gives again."""
+    if nbytes > SCRATCH:
         return torch.empty(nbytes, dtype=torch.uint8)
     if not hasattr(_of_thread, "scratch"):
-        _of_thread.scratch = torch.empty(_KEPT, dtype=torch.uint8)
+        _of_thread.scratch = torch.empty(SCRATCH, dtype=torch.uint8)
     found: Tensor = _of_thread.scratch[:nbytes]
     return found
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import other_weights
-from ckptkit.raw import Extent, bytes_of, read_into
+from ckptkit.raw import Extent, FileExtent, bytes_of, read_into
 from ckptkit.remote_file import RemoteFile, remote_file
 from ckptkit.specs import DTYPE_OF_CODE, TensorSpec, summarize
 
@@ -224,7 +224,7 @@ class HfCheckpoint:
     def extents(self, name: str) -> Sequence[Extent] | None:
         """Where its bytes stand, on a local disk."""
         shard = self._shard_of[name]
-        return [Extent(shard.path, shard.offsets[name], shard.specs[name].nbytes)] if self.in_order(name) else None
+        return [FileExtent(shard.path, shard.offsets[name], shard.specs[name].nbytes)] if self.in_order(name) else None
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._shard_of[name].read(name) for name in names}

@@ -27,7 +27,7 @@ from ckptkit.blob import STORAGE_OF_DTYPE, Blob
 from ckptkit.errors import CkptkitError
 from ckptkit.files import FILE_BYTES, Piece
 from ckptkit.formats import TRACKER
-from ckptkit.raw import WrittenFile, row_cuts, scratch
+from ckptkit.raw import WrittenFile, piece_buffer, row_cuts
 from ckptkit.saved_tensor import SavedLayout, SavedTensor
 from ckptkit.specs import TensorSpec
 from ckptkit.torch_dist_names import disk_key, extra_states, norm_alias, rows_apart
@@ -216,9 +216,9 @@ def _put_columns(spec: TensorSpec, parts: Sequence[_Part], file: WrittenFile, pi
         for part, tensor in zip(parts, tensors, strict=True):
             begin, stop = (min(max(edge, first), end) - first for edge in (part.box[0].start, part.box[0].stop))
             chosen = found[begin:stop, part.box[1]]
-            content = scratch(chosen.nbytes).numpy()
-            np.copyto(content.reshape(chosen.shape), chosen)
-            tensor.append(content.data)
+            content = piece_buffer(chosen.nbytes, "columns")
+            np.copyto(np.frombuffer(content, np.uint8).reshape(chosen.shape), chosen)
+            tensor.append(content)
     for tensor in tensors:
         tensor.finish()
 

@@ -216,4 +216,4 @@ def _split_step(rule: Rule, spec: TensorSpec, dtype: torch.dtype | None, main: t
 
     shapes = list(rule.hf.items()) + [(name, next(iter(rule.hf.values()))) for name in copies]
     outputs = tuple(TensorSpec(name, shape, target) for name, shape in shapes)
-    return Step((rule.megatron,), outputs, run, type(rule.mapping.op).__name__, len(outputs) == 1 and _passes(rule, spec, target))
+    return Step((rule.megatron,), outputs, run, type(rule.mapping.op).__name__, _passes(rule, spec, target) and not copies)

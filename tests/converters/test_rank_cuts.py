@@ -12,8 +12,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from ckptkit import blob, raw
 from ckptkit import copy as copying
-from ckptkit import raw
 from ckptkit.api import convert
 from ckptkit.jobs import Job, planned
 from ckptkit.specs import TensorSpec
@@ -28,6 +28,7 @@ from verify.checks import Tally
 from verify.subject import Subject
 
 Paths = Callable[..., Path]
+Streamed = Callable[[], list[raw.FileExtent]]
 # Where a rank's part begins, and its size.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 ATTENTION, MLP = "decoder.layers.0.self_attention", "decoder.layers.0.mlp"
@@ -132,26 +133,27 @@ def test_megatron_loads_chunks(in_chunks: Paths, releases: Paths, name: str) -> 
 
 
 @pytest.fixture
-def streamed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[raw.Extent]]:
+def streamed(monkeypatch: pytest.MonkeyPatch) -> Streamed:
     """From when this is called on tensors that stay as they are go through a buffer, a small one. Returns the extents that are read."""
 
-    def start() -> list[raw.Extent]:
-        read, found = raw.Extent.read, list[raw.Extent]()
+    def start() -> list[raw.FileExtent]:
+        read, found = raw.FileExtent.read, list[raw.FileExtent]()
 
-        def watched(self: raw.Extent, buffer: memoryview, start: int) -> None:
+        def watched(self: raw.FileExtent, buffer: memoryview, start: int) -> None:
             found.append(self)
             read(self, buffer, start)
 
         monkeypatch.setattr(copying, "STREAMED", 1)
         monkeypatch.setattr(raw, "BUFFER", 8192)
-        monkeypatch.setattr(raw.Extent, "read", watched)
+        monkeypatch.setattr(blob, "SCRATCH", 0)
+        monkeypatch.setattr(raw.FileExtent, "read", watched)
         return found
 
     return start
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "deepseek_v3", "qwen2-tied"])
-def test_columns_are_cut_from_pieces_of_rows(in_chunks: Paths, releases: Paths, tmp_path: Path, streamed: Callable[[], list[raw.Extent]], name: str) -> None:
+def test_columns_are_cut_from_pieces_of_rows(in_chunks: Paths, releases: Paths, tmp_path: Path, streamed: Streamed, name: str) -> None:
     path = in_chunks(name)
     extents = streamed()
     convert(releases(name), tmp_path / "streamed")
@@ -164,7 +166,7 @@ def test_columns_are_cut_from_pieces_of_rows(in_chunks: Paths, releases: Paths, 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "deepseek_v3", "qwen2-tied"])
 @pytest.mark.parametrize("pieces", [False, True])
-def test_the_way_back(in_chunks: Paths, releases: Paths, tmp_path: Path, streamed: Callable[[], list[raw.Extent]], name: str, pieces: bool) -> None:
+def test_the_way_back(in_chunks: Paths, releases: Paths, tmp_path: Path, streamed: Streamed, name: str, pieces: bool) -> None:
     path = in_chunks(name)
     extents = streamed() if pieces else []
     convert(path, tmp_path / "back")

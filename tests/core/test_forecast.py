@@ -13,13 +13,12 @@ from click.testing import CliRunner
 
 import ckptkit
 from ckptkit.cli import cli
-from ckptkit.copy import IN_FLIGHT
+from ckptkit.copy import IN_FLIGHT, STREAM
 from ckptkit.estimate import Throughput
 from ckptkit.execute import How
 from ckptkit.forecast import Forecast, Row, forecast, lines, volume_of
 from ckptkit.jobs import Job, Output, Work
 from ckptkit.plan import Plan, Step, View, identity
-from ckptkit.raw import BUFFER
 from ckptkit.specs import TensorSpec
 
 MIB = 1 << 20
@@ -65,7 +64,7 @@ def test_bytes_of_a_plan() -> None:
     assert volume.process > 50 * MIB
 
 
-@pytest.mark.parametrize(("in_order", "held"), [(True, BUFFER), (False, 160 * MIB)])
+@pytest.mark.parametrize(("in_order", "held"), [(True, STREAM), (False, 160 * MIB)])
 def test_a_tensor_is_held_unless_its_bytes_stand_in_files_in_order(monkeypatch: pytest.MonkeyPatch, in_order: bool, held: int) -> None:
     monkeypatch.setattr(Source, "groups", [("c",)])
     monkeypatch.setattr(Source, "in_order", lambda self, name: in_order)

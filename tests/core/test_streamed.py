@@ -10,14 +10,15 @@ import models
 import pytest
 import torch
 
+from ckptkit import blob, raw
 from ckptkit import copy as copying
-from ckptkit import raw
 from ckptkit.api import convert, int4_scheme, quantize
 from ckptkit.errors import CkptkitError
 from ckptkit.files import FilesWriter
 from ckptkit.safetensors_io import Shard
 from ckptkit.torch_dist_files import TorchDistFiles
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from converters import rank_cuts
 
 Paths = Callable[[str], Path]
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -38,17 +39,18 @@ def flip(path: Path, offset: int) -> None:
 
 @pytest.fixture
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Makes every tensor large enough, and pieces small. Returns for every piece that is read the file and where the tensor begins."""
+    """Makes every tensor and chunk large enough, and pieces small. Returns for every piece that is read the file and where the tensor begins."""
     read: list[tuple[str, int]] = []
-    extent_read = raw.Extent.read
+    extent_read = raw.FileExtent.read
 
-    def watched(self: raw.Extent, buffer: memoryview, start: int) -> None:
+    def watched(self: raw.FileExtent, buffer: memoryview, start: int) -> None:
         read.append((self.path.name, self.offset))
         extent_read(self, buffer, start)
 
     monkeypatch.setattr(copying, "STREAMED", 1)
     monkeypatch.setattr(raw, "BUFFER", 8192)
-    monkeypatch.setattr(raw.Extent, "read", watched)
+    monkeypatch.setattr(blob, "SCRATCH", 0)
+    monkeypatch.setattr(raw.FileExtent, "read", watched)
     return read
 
 
@@ -78,11 +80,47 @@ def test_what_is_streamed_is_not_read_as_a_tensor(releases: Paths, in_pieces: li
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj"}
 
 
-def test_a_checksum_that_does_not_hold(converted: Paths, copy_of: Callable[[Path], Path], in_pieces: list[tuple[str, int]], tmp_path: Path) -> None:
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tensors of a Megatron checkpoint that are read as such."""
+    names: list[str] = []
+    read = TorchDistCheckpoint.read
+    monkeypatch.setattr(TorchDistCheckpoint, "read", lambda self, wanted: (names.extend(wanted), read(self, wanted))[1])
+    return names
+
+
+def test_gate_and_up_come_back_one_after_the_other(
+    releases: Paths, in_pieces: list[tuple[str, int]], held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_cuts, "_SMALLEST", 1)
+    convert(releases("qwen2-untied"), tmp_path / "in chunks")
+    for size in (0, raw.SCRATCH):  # chunks piece by piece, and each as a whole
+        monkeypatch.setattr(blob, "SCRATCH", size)
+        del in_pieces[:], held[:]
+        convert(tmp_path / "in chunks", tmp_path / f"out {size}")
+        expected, found = models.tensors(releases("qwen2-untied")), models.tensors(tmp_path / f"out {size}")
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        # Merged by rows in turn, and cut by columns.
+        assert {name.rpartition(".")[0].rpartition(".")[2] for name in held} == {"linear_qkv", "linear_proj", "linear_fc2"}
+        assert bool(in_pieces) == (size == 0)
+
+
+def test_gate_and_up_in_one_chunk_are_read_once(converted: Paths, in_pieces: list[tuple[str, int]], held: list[str], tmp_path: Path) -> None:
+    convert(converted("qwen2-untied"), tmp_path / "out")
+    assert "decoder.layers.3.mlp.linear_fc1.weight" in held
+    assert "decoder.layers.3.mlp.linear_fc2.weight" not in held
+
+
+@pytest.mark.parametrize("size", [0, raw.SCRATCH])
+def test_a_checksum_that_does_not_hold(
+    converted: Paths, copy_of: Callable[[Path], Path], in_pieces: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     path = copy_of(converted("qwen2-untied"))
-    (extent,) = TorchDistCheckpoint(path / "release").extents(EMBEDDING) or ()
+    (extent,) = extents(path, EMBEDDING)
     flip(extent.path, extent.offset + extent.nbytes // 2)
-    with pytest.raises(CkptkitError, match="the bytes of model.embed_tokens.weight do not match their checksum"):
+    monkeypatch.setattr(blob, "SCRATCH", size)
+    with pytest.raises(CkptkitError, match=r"do(es)? not match (its|their) checksum"):
         convert(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -99,32 +137,39 @@ def padded(converted: Paths, tmp_path: Path) -> Path:
     return tmp_path / "padded"
 
 
-def test_a_padded_vocabulary(padded: Path, releases: Paths, in_pieces: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[str] = []
-    read = TorchDistCheckpoint.read
-    monkeypatch.setattr(TorchDistCheckpoint, "read", lambda self, names: (held.extend(names), read(self, names))[1])
+@pytest.mark.parametrize("size", [0, raw.SCRATCH])
+def test_a_padded_vocabulary(
+    padded: Path, releases: Paths, in_pieces: list[tuple[str, int]], held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(blob, "SCRATCH", size)
     convert(padded, tmp_path / "out")
     expected, found = models.tensors(releases("qwen2-untied")), models.tensors(tmp_path / "out")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert in_pieces
     assert held
     assert EMBEDDING not in held
 
 
 def test_a_checksum_is_of_the_padding_too(padded: Path, in_pieces: list[tuple[str, int]], tmp_path: Path) -> None:
-    (extent,) = TorchDistCheckpoint(padded / "release").extents(EMBEDDING) or ()
+    (extent,) = extents(padded, EMBEDDING)
     flip(extent.path, extent.offset + extent.nbytes - 1)
     with pytest.raises(CkptkitError, match="the bytes of model.embed_tokens.weight do not match their checksum"):
         convert(padded, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_an_extent_holds_the_tensor(converted: Paths) -> None:
+def extents(path: Path, name: str) -> list[raw.FileExtent]:
+    """Where the bytes of a tensor stand that is read piece by piece."""
+    found = list(TorchDistCheckpoint(path / "release").extents(name) or ())
+    assert all(isinstance(extent, raw.FileExtent) for extent in found)
+    return found
+
+
+def test_an_extent_holds_the_tensor(converted: Paths, in_pieces: list[tuple[str, int]]) -> None:
     checkpoint = TorchDistCheckpoint(converted("qwen3_moe") / "release")
     found = 0
     for name in checkpoint.specs:
-        if (extents := checkpoint.extents(name)) is not None:
+        if places := extents(converted("qwen3_moe"), name):
             found += 1
-            content = b"".join(extent.path.read_bytes()[extent.offset : extent.offset + extent.nbytes] for extent in extents)
+            content = b"".join(extent.path.read_bytes()[extent.offset : extent.offset + extent.nbytes] for extent in places)
             assert content == checkpoint.read([name])[name].contiguous().view(torch.uint8).numpy().tobytes()
     assert found > 50
