@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -19,7 +20,12 @@ SIZES = ("0.5", "1", "2", "4", "8", "16")
 
 def rows() -> list[dict[str, Any]]:
     """A row a size and command."""
-    return [row for size in os.environ.get("BENCH_SIZES", " ".join(SIZES)).split() for row in _rows_of(size)]
+    found: list[dict[str, Any]] = []
+    for size in os.environ.get("BENCH_SIZES", " ".join(SIZES)).split():
+        of_size = list(_rows_of(size))
+        print(*of_size, sep="\n", file=sys.stderr, flush=True)
+        found += of_size
+    return found
 
 
 def _rows_of(size: str) -> Iterator[dict[str, Any]]:
@@ -38,6 +44,8 @@ def _rows_of(size: str) -> Iterator[dict[str, Any]]:
             for what, (command, source, product) in commands.items():
                 forget([path for path in source.rglob("*") if path.is_file()])
                 runs[what].append(run(command, product))
+                if product != megatron:  # three of the largest are more than many disks have room for
+                    shutil.rmtree(product)
         nbytes = sum(path.stat().st_size for path in hf.glob("*.safetensors"))
     for what, found in runs.items():
         yield {

@@ -136,7 +136,7 @@ class View:
         end, found = begin + self._specs[name].nbytes, list[Extent]()
         for source in step.inputs:
             extents = extents_of(self.source, source)
-            if extents is None:
+            if extents is None or (len(step.inputs) > 1 and sum(extent.nbytes for extent in extents) != self.source.specs[source].nbytes):
                 return None
             for extent in extents:
                 if at < begin < at + extent.nbytes:

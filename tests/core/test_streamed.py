@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import models
 import pytest
@@ -15,7 +16,9 @@ from ckptkit import copy as copying
 from ckptkit.api import convert, int4_scheme, quantize
 from ckptkit.errors import CkptkitError
 from ckptkit.files import FilesWriter
+from ckptkit.plan import Plan, Step, View
 from ckptkit.safetensors_io import Shard
+from ckptkit.specs import TensorSpec
 from ckptkit.torch_dist_files import TorchDistFiles
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
 from converters import rank_cuts
@@ -173,3 +176,28 @@ def test_an_extent_holds_the_tensor(converted: Paths, in_pieces: list[tuple[str,
             content = b"".join(extent.path.read_bytes()[extent.offset : extent.offset + extent.nbytes] for extent in places)
             assert content == checkpoint.read([name])[name].contiguous().view(torch.uint8).numpy().tobytes()
     assert found > 50
+
+
+def test_bytes_that_do_not_lie_end_to_end_are_not_streamed() -> None:
+    """Two tensors of which the first is longer on disk than it is: put together, its padding would stand between them."""
+
+    def place(name: str, *sizes: int) -> list[raw.FileExtent]:
+        return [raw.FileExtent(Path(name), 100 * index, size) for index, size in enumerate(sizes)]
+
+    places = {"a": place("a", 8, 4), "b": place("b", 16), "c": place("c", 8, 8)}
+    specs = {name: TensorSpec(name, (nbytes,), torch.uint8) for name, nbytes in {"a": 8, "b": 16, "c": 16, "ab": 24, "cb": 32, "1": 8, "2": 8}.items()}
+    source = SimpleNamespace(config={}, specs=specs, groups=[(name,) for name in places], in_order=lambda name: True, extents=places.get, read=None)
+
+    def extents(inputs: tuple[str, ...], outputs: tuple[str, ...], wanted: str) -> list[raw.FileExtent] | None:
+        step = Step(inputs, tuple(specs[name] for name in outputs), list, "", passes=True)
+        found = View(source, Plan((step,), inputs)).extents(wanted)  # type: ignore[arg-type]
+        return None if found is None else list(found)  # type: ignore[arg-type]
+
+    assert extents(("c", "b"), ("cb",), "cb") == places["c"] + places["b"]
+    assert extents(("a", "b"), ("ab",), "ab") is None
+    # Alone, what goes on behind its end is left to the reader.
+    assert extents(("a",), ("1",), "1") == places["a"][:1]
+    assert extents(("b",), ("1",), "1") == places["b"]
+    # Of two that were one, the second must begin where an extent does.
+    assert extents(("c",), ("1", "2"), "2") == places["c"][1:]
+    assert extents(("b",), ("1", "2"), "2") is None
