@@ -31,21 +31,21 @@ def rows() -> list[dict[str, Any]]:
 def _rows_of(size: str) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as directory:
         work = Path(directory)
-        hf, megatron = work / "hf", work / "megatron"
+        hf, megatron, copied = work / "hf", work / "megatron", work / "copied"
         subprocess.run([sys.executable, "models.py", size, str(hf)], check=True, cwd=HERE)
         ckptkit = [sys.executable, "-m", "ckptkit", "convert"]
         commands: dict[str, tuple[list[str], Path, Path]] = {
-            "cp -r": (["cp", "-r", str(hf), str(work / "product")], hf, work / "product"),
+            "cp -r": (["cp", "-r", str(hf), str(copied)], hf, copied),
             "HF -> Megatron": ([*ckptkit, str(hf), str(megatron)], hf, megatron),
-            "Megatron -> HF": ([*ckptkit, str(megatron), str(work / "product")], megatron, work / "product"),
+            # To where it came from: three of the largest are more than many disks have room for.
+            "Megatron -> HF": ([*ckptkit, str(megatron), str(hf)], megatron, hf),
         }
         runs: dict[str, list[Run]] = {what: [] for what in commands}
         for _ in range(ROUNDS):
             for what, (command, source, product) in commands.items():
                 forget([path for path in source.rglob("*") if path.is_file()])
                 runs[what].append(run(command, product))
-                if product != megatron:  # three of the largest are more than many disks have room for
-                    shutil.rmtree(product)
+                shutil.rmtree(copied, ignore_errors=True)
         nbytes = sum(path.stat().st_size for path in hf.glob("*.safetensors"))
     for what, found in runs.items():
         yield {

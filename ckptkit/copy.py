@@ -14,8 +14,8 @@ from ckptkit.progress import progress
 from ckptkit.raw import BUFFER, SCRATCH, Extent
 from ckptkit.store import StoreError
 
-STREAMED = 64 << 20  # bytes from which on a group is not held as a whole, if it need not be
-STREAM = BUFFER + SCRATCH  # bytes that are held of it then
+STREAMED = 1 << 20  # bytes from which on a group that stays as it is goes through a buffer: that is faster too, memory being used again
+STREAM = BUFFER + SCRATCH  # bytes of it that are held then, at most
 SPARE = 2  # threads more than cores: while some wait for a disk the others compute
 IN_FLIGHT = 512 << 20  # bytes of groups that are read, computed or written at one time
 
@@ -66,7 +66,9 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
     running: dict[Future[int], int] = {}
     try:
         for names in groups:
-            size = STREAM if isinstance(writer, FilesWriter) and _streamed(source, names) else footprint(source, names)
+            size = footprint(source, names)
+            if size > STREAM and isinstance(writer, FilesWriter) and _streamed(source, names):
+                size = STREAM
             # One group more than there are workers, so that none waits for this thread.
             while running and (len(running) > workers or sum(running.values()) + size > memory):
                 yield from _finished(running)

@@ -74,7 +74,7 @@ def volume_of(work: Work, memory: int) -> Volume:
     for output in work.outputs:
         for names in output.view.groups:
             of_group, held = moved(output.view, names)
-            read, step = read + of_group, max(step, STREAM if _is_streamed(output, names) else held)
+            read, step = read + of_group, max(step, min(held, STREAM) if _is_streamed(output, names) else held)
     sizes = [output.files.size(file) for file, output in work.files().items()]
     # What it has taken to come as far as this, every worker will take before it reads a tensor.
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
