@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from ckptkit.checkpoint import Checkpoint, CheckpointWriter
 from ckptkit.errors import CkptkitError
 from ckptkit.files import FilesWriter
-from ckptkit.plan import extents_of, footprint
+from ckptkit.plan import extents_of, footprint, passes
 from ckptkit.progress import progress
 from ckptkit.raw import BUFFER, SCRATCH, Extent
 from ckptkit.store import StoreError
@@ -92,12 +92,15 @@ def _move(source: Checkpoint, names: Sequence[str], writer: CheckpointWriter) ->
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _streamed(source: Checkpoint, names: Sequence[str]) -> dict[str, Sequence[Extent]] | None:
-    """Where the bytes of a large group stand, if all of it stays as it is: an embedding need not be held as a whole."""
-    if sum(source.specs[name].nbytes for name in names) < STREAMED:
-        return None
-    found = {name: extents_of(source, name) for name in names}
-    return {name: extents for name, extents in found.items() if extents is not None} if None not in found.values() else None
+def may_stream(source: Checkpoint, names: Sequence[str]) -> bool:
+    """Whether a group is large and stays as it is, as far as can be told without opening a file: an embedding need not be held as a whole."""
+    return sum(source.specs[name].nbytes for name in names) >= STREAMED and all(passes(source, name) for name in names)
+
+
+def _streamed(source: Checkpoint, names: Sequence[str]) -> dict[str, Sequence[Extent]]:
+    """Where the bytes of each tensor of a group stand that goes through a buffer; empty where the group is held."""
+    found = {name: extents for name in names if (extents := extents_of(source, name)) is not None} if may_stream(source, names) else {}
+    return found if len(found) == len(names) else {}
 
 
 def _finished(running: dict[Future[int], int]) -> list[int]:

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from ckptkit.collector import uncollected
-from ckptkit.copy import STREAM, STREAMED, cores
+from ckptkit.copy import STREAM, cores, may_stream
 from ckptkit.errors import CkptkitError
 from ckptkit.estimate import Bound, Machines, Throughput, Volume, estimate, measure_throughput
 from ckptkit.execute import How
-from ckptkit.jobs import Job, Output, Work
+from ckptkit.jobs import Job, Work
 from ckptkit.on_ray import batches_of
-from ckptkit.plan import moved, passes
+from ckptkit.plan import moved
 from ckptkit.store import is_url
 
 RAY_NODES = (4, 16)
@@ -74,17 +74,12 @@ def volume_of(work: Work, memory: int) -> Volume:
     for output in work.outputs:
         for names in output.view.groups:
             of_group, held = moved(output.view, names)
-            read, step = read + of_group, max(step, min(held, STREAM) if _is_streamed(output, names) else held)
+            read, step = read + of_group, max(step, min(held, STREAM) if may_stream(output.view, names) else held)
     sizes = [output.files.size(file) for file, output in work.files().items()]
     # What it has taken to come as far as this, every worker will take before it reads a tensor.
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     written = sum(spec.nbytes for output in work.outputs for spec in output.view.specs.values())
     return Volume(read, sizes, step, max(read, written), memory, process)
-
-
-def _is_streamed(output: Output, names: Sequence[str]) -> bool:
-    """Whether a group is large and stays as it is: then it goes through a buffer."""
-    return sum(output.view.specs[name].nbytes for name in names) >= STREAMED and all(passes(output.view, name) for name in names)
 
 
 def rows_of(work: Work, volume: Volume, rates: Throughput, workers: int) -> Iterator[Row]:
