@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit import options as common
+from ckptkit.allocator import give_back_large_memory
 from ckptkit.collector import uncollected
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import locate
@@ -348,6 +349,7 @@ def main() -> None:
     debug = "--debug" in sys.argv
     # Headers of large models are a million objects that live to the end: looking through all of them again and again takes half of the time.
     gc.set_threshold(200_000, 10, 10)
+    give_back_large_memory()
     try:
         result = cli.main(standalone_mode=False)
         sys.exit(result if isinstance(result, int) else 0)

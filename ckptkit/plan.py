@@ -120,6 +120,11 @@ class View:
         """What is read of the source to make these."""
         return list(dict.fromkeys(name for step in self._steps(names) for name in step.inputs))
 
+    def shares(self, name: str) -> bool:
+        """Whether a tensor lies in the memory of the one that it is made of."""
+        step = self._step_of[name]
+        return step.passes and len(step.inputs) == 1
+
     def in_order(self, name: str) -> bool:
         """Whether the bytes of a tensor are those of stored ones, in their order, through every plan."""
         step = self._step_of[name]
@@ -176,17 +181,17 @@ def extents_of(checkpoint: Checkpoint, name: str) -> Sequence[Extent] | None:
 
 
 def footprint(checkpoint: Checkpoint, names: Sequence[str]) -> int:
-    """Bytes of these tensors, and of all that is read to make them."""
+    """Bytes of memory for these tensors and for all that is read to make them; what passes as it is counts once."""
     return moved(checkpoint, names)[1]
 
 
 def moved(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[int, int]:
     """Bytes of everything stored that is read to make these tensors, and their `footprint`."""
-    made = sum(checkpoint.specs[name].nbytes for name in names)
     if not isinstance(checkpoint, View):
-        return made, made
+        stored = sum(checkpoint.specs[name].nbytes for name in names)
+        return stored, stored
     read, held = moved(checkpoint.source, checkpoint.inputs(names))
-    return read, made + held
+    return read, held + sum(checkpoint.specs[name].nbytes for name in names if not checkpoint.shares(name))
 
 
 def passes(checkpoint: Checkpoint, name: str) -> bool:

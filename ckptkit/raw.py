@@ -228,8 +228,7 @@ def _buffer(use: str) -> NDArray[np.uint8]:
     return found
 
 
-# Up to this size the C library keeps what is freed, of every thread; larger memory goes back at once.
-SCRATCH = 32 << 20
+SCRATCH = 32 << 20  # bytes up to which a chunk is read as a whole, in memory that a thread keeps for that
 
 
 def scratch(nbytes: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ckptkit.api import convert, int4_scheme, quantize
 from ckptkit.copy import copy
 from ckptkit.errors import CkptkitError
+from ckptkit.jobs import Job, planned
 from ckptkit.plan import Plan, Step, View, footprint, identity
 from ckptkit.specs import TensorSpec
 
@@ -96,7 +97,34 @@ def test_footprint_counts_what_is_read_through_every_view() -> None:
     second = View(first, Plan(tuple(identity(spec) for spec in first.specs.values()), first.specs))
     assert footprint(source, ["w0", "w1"]) == 2000
     assert footprint(first, ["half"]) == 500 + 2000
-    assert footprint(second, ["half", "w2"]) == 1500 + 1500 + 3000
+    # What passes as it is lies where it was read.
+    assert footprint(second, ["half", "w2"]) == 500 + 3000
+
+
+def test_two_that_become_one_are_held_twice() -> None:
+    """Even where the bytes stay as they are, as those of gate and up do; on the way back they are two parts of one memory."""
+    source = Numbers()
+    both = Step(("w0", "w1"), (TensorSpec("both", (2000,), torch.uint8),), lambda tensors: [torch.cat(list(tensors))], "merge", passes=True)
+    parts = Step(("both",), (source.specs["w0"], source.specs["w1"]), lambda tensors: list(tensors[0].chunk(2)), "split", passes=True)
+    merged = View(source, Plan((both,), ["w0", "w1"]))
+    assert footprint(merged, ["both"]) == 4000
+    assert footprint(View(merged, Plan((parts,), ["both"])), ["w0", "w1"]) == 4000
+
+
+@pytest.mark.parametrize("megatron", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2-tied", "glm4_moe"])
+def test_what_is_said_to_lie_in_the_memory_of_what_was_read_does(
+    releases: Callable[[str], Path], converted: Callable[[str], Path], name: str, megatron: bool
+) -> None:
+    view = planned(Job("convert", str((converted if megatron else releases)(name)))).outputs[0].view
+    assert isinstance(view, View)
+    shared = [tensor for tensor in view.specs if view.shares(tensor)]
+    assert 10 < len(shared) < len(view.specs)
+    for tensor in shared:
+        step = view.step(tensor)
+        (read,) = view.source.read(step.inputs).values()
+        (made,) = [one for spec, one in zip(step.outputs, step.run([read]), strict=True) if spec.name == tensor]
+        assert made.contiguous().untyped_storage().data_ptr() == read.untyped_storage().data_ptr(), tensor
 
 
 def test_only_some_are_copied() -> None:

@@ -64,7 +64,7 @@ def test_bytes_of_a_plan() -> None:
     assert volume.process > 50 * MIB
 
 
-@pytest.mark.parametrize(("in_order", "held"), [(True, STREAM), (False, 160 * MIB)])
+@pytest.mark.parametrize(("in_order", "held"), [(True, STREAM), (False, 80 * MIB)])
 def test_a_tensor_is_held_unless_its_bytes_stand_in_files_in_order(monkeypatch: pytest.MonkeyPatch, in_order: bool, held: int) -> None:
     monkeypatch.setattr(Source, "groups", [("c",)])
     monkeypatch.setattr(Source, "in_order", lambda self, name: in_order)
