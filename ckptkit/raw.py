@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -223,7 +224,11 @@ _of_thread = threading.local()
 
 def _buffer(use: str) -> NDArray[np.uint8]:
     if not hasattr(_of_thread, use):
-        setattr(_of_thread, use, np.frombuffer(mmap.mmap(-1, BUFFER), np.uint8))
+        memory = mmap.mmap(-1, BUFFER, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A disk takes a list of pieces of memory at a time: of pages of 4 KiB that is a megabyte, of huge ones all that is asked for.
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        setattr(_of_thread, use, np.frombuffer(memory, np.uint8))
     found: NDArray[np.uint8] = getattr(_of_thread, use)
     return found
 
