@@ -15,7 +15,7 @@ from ckptkit.raw import BUFFER, SCRATCH, Extent
 from ckptkit.store import StoreError
 
 STREAMED = 1 << 20  # bytes from which on a group that stays as it is goes through a buffer: that is faster too, memory being used again
-STREAM = BUFFER + SCRATCH  # bytes of it that are held then, at most
+STREAM = 2 * BUFFER + SCRATCH  # bytes of it that are held then, at most: what a thread has of buffers
 SPARE = 2  # threads more than cores: while some wait for a disk the others compute
 IN_FLIGHT = 512 << 20  # bytes of groups that are read, computed or written at one time
 
@@ -31,14 +31,14 @@ def copy(
 ) -> None:
     """Writes every tensor of `source`, or `only` some; on any error the writer discards what it has begun.
 
-    `workers` threads (None: one a core and SPARE more) each take a group from reading to writing, groups in order, at most `memory` bytes of them at a
+    `workers` threads (None: `threads`) each take a group from reading to writing, groups in order, at most `memory` bytes of them at a
     time, or one. What is written does not depend on either.
     """
     groups = source.groups if only is None else [kept for names in source.groups if (kept := tuple(name for name in names if name in only))]
     total = sum(source.specs[name].nbytes for names in groups for name in names)
     try:
         with progress(label, total) as advance:
-            for done in _copied(source, groups, writer, workers or cores() + SPARE, memory):
+            for done in _copied(source, groups, writer, workers or threads(memory), memory):
                 advance(done)
         writer.finish()
     except BaseException:
@@ -49,6 +49,11 @@ def copy(
 def cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def threads(memory: int) -> int:
+    """How many move groups unless it is said: one a core and SPARE more, and of the buffers of all no more than `memory`."""
+    return min(cores() + SPARE, max(1, memory // STREAM))
 
 
 def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: CheckpointWriter, workers: int, memory: int) -> Iterator[int]:

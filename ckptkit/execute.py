@@ -26,7 +26,7 @@ from converters.carried import FOLDER
 class How:
     """Where to write (a str is a URL) and with what: none of this changes a byte of what is written.
 
-    `workers`: threads (None: two more than there are cores), or with `ray` tasks at one time (None: as many as the cluster has cores). `memory`: bytes of
+    `workers`: threads (None: `ckptkit.copy.threads`), or with `ray` tasks at one time (None: as many as the cluster has cores). `memory`: bytes of
     tensors in flight. `ray`: the address of a Ray cluster ("auto": the one at hand, or a new one on this machine).
     """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ckptkit.collector import uncollected
-from ckptkit.copy import STREAM, cores, may_stream
+from ckptkit.copy import STREAM, cores, may_stream, threads
 from ckptkit.errors import CkptkitError
 from ckptkit.estimate import Bound, Machines, Throughput, Volume, estimate, measure_throughput
 from ckptkit.execute import How
@@ -63,7 +63,7 @@ def forecast(job: Job, work: Work, how: How) -> Forecast:
         rates = measure_throughput(directory, list(_computing(job, work)))
     except CkptkitError as error:
         return replace(found, reason=error.message)
-    rows = tuple(rows_of(work, volume, rates, how.workers or cores()))
+    rows = tuple(rows_of(work, volume, rates, how.workers or min(cores(), threads(how.memory)), how.workers or cores()))
     return replace(found, directory=str(directory), measured=rates, rows=rows)
 
 
@@ -82,11 +82,11 @@ def volume_of(work: Work, memory: int) -> Volume:
     return Volume(read, sizes, step, max(read, written), memory, process)
 
 
-def rows_of(work: Work, volume: Volume, rates: Throughput, workers: int) -> Iterator[Row]:
-    """Threads of one process here: 1, 2, 4 and so on up to `workers`; then Ray with as many processes a node."""
-    for threads in sorted({min(1 << power, workers) for power in range(workers.bit_length() + 1)}):
-        found = estimate(volume, rates, Machines(threads=threads))
-        yield Row(False, 1, threads, found.tasks, found.memory, found.seconds, found.bound)
+def rows_of(work: Work, volume: Volume, rates: Throughput, here: int, workers: int) -> Iterator[Row]:
+    """Threads of one process here: 1, 2, 4 and so on up to `here`; then Ray with `workers` processes a node."""
+    for count in sorted({min(1 << power, here) for power in range(here.bit_length() + 1)}):
+        found = estimate(volume, rates, Machines(threads=count))
+        yield Row(False, 1, count, found.tasks, found.memory, found.seconds, found.bound)
     for nodes in RAY_NODES:
         batches = [batch.nbytes for batch in batches_of(work, nodes * workers)]
         found = estimate(replace(volume, files=batches), rates, Machines(nodes, workers))

@@ -53,7 +53,7 @@ class _Digests:
 
 
 def digests_of(checkpoint: Checkpoint, workers: int | None = None) -> dict[str, TensorDigest]:
-    """Reads every tensor once, with `workers` threads (None: two more than there are cores)."""
+    """Reads every tensor once, with `workers` threads (None: `ckptkit.copy.threads`)."""
     found = _Digests()
     copy(checkpoint, found, "digesting", workers)
     return {name: found.tensors[name] for name in checkpoint.specs}

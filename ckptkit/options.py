@@ -57,7 +57,11 @@ def _together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 PLACE = Place(path_type=Path)
-workers = click.option("--workers", type=click.IntRange(1), help="Threads that read, compute and write. [default: two more than there are cores]")
+workers = click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help="Threads that read, compute and write. [default: two more than there are cores, one for each 48 MiB of --memory at most]",
+)
 ray = click.option(
     "--ray",
     is_flag=False,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.api import convert, int4_scheme, quantize
-from ckptkit.copy import copy
+from ckptkit.copy import IN_FLIGHT, copy, threads
 from ckptkit.errors import CkptkitError
 from ckptkit.jobs import Job, planned
 from ckptkit.plan import Plan, Step, View, footprint, identity
@@ -79,6 +79,15 @@ def test_bytes_in_flight_are_bounded() -> None:
     source = Numbers()
     copy(source, Sink(source), "test", 8, memory=3000)
     assert source.most == 3000
+
+
+@pytest.mark.parametrize(("cores", "memory", "expected"), [(2, IN_FLIGHT, 4), (64, IN_FLIGHT, 10), (64, 10 * IN_FLIGHT, 66), (8, 1, 1)])
+def test_threads_have_buffers_of_no_more_than_the_bound(monkeypatch: pytest.MonkeyPatch, cores: int, memory: int, expected: int) -> None:
+    monkeypatch.setattr("ckptkit.copy.cores", lambda: cores)
+    assert threads(memory) == expected
+    source = Numbers()
+    copy(source, Sink(source), "test", memory=memory)
+    assert len(source.threads) <= expected
 
 
 def test_a_group_larger_than_the_bound_goes_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,3 +132,14 @@ def test_cuts_tile_and_keep_blocks_whole(offset: int, nbytes: int) -> None:
 
 def inner(found: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return list(found)[:-1]
+
+
+def test_what_a_disk_reads_into_may_be_huge_pages() -> None:
+    """With pages of 4 KiB, a request of a disk ends after a megabyte. The kernel says of each part of memory what it was advised (proc_pid_smaps(5))."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
+        pytest.skip("this kernel has no huge pages")
+    with ThreadPoolExecutor(1) as pool:
+        address = pool.submit(lambda: raw._buffer("blocks").ctypes.data).result()
+        parts = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", Path("/proc/self/smaps").read_text(), re.MULTILINE | re.DOTALL)
+    (flags,) = [flags for begin, end, flags in parts if int(begin, 16) <= address and address + raw.BUFFER <= int(end, 16)]
+    assert "hg" in flags.split()
