@@ -10,7 +10,6 @@ import io
 import os
 import pickle
 import zipfile
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from zlib_ng import zlib_ng
 
 from ckptkit import unpickle
 from ckptkit.errors import CkptkitError
-from ckptkit.raw import SCRATCH, Extent, FileExtent, bytes_of, read_into, scratch
+from ckptkit.raw import ARENA, BLOCK, Extent, FileExtent, bytes_of, elements, held, read_into, tensor_of, view
 
 STORAGE_OF_DTYPE = {
     torch.float64: "DoubleStorage",
@@ -38,8 +38,7 @@ STORAGE_OF_DTYPE = {
 }
 
 
-def _new(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
+AT_ONCE = ARENA - 2 * BLOCK  # bytes up to which a chunk is read as a whole
 
 
 @dataclass(frozen=True)
@@ -67,34 +66,37 @@ class Blob:
         return self._pickled(self.entries())
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """The saved tensor. Raises CkptkitError when it is not the dense one that the checkpoint's metadata promises."""
-        return self._tensor(_new, dtype, shape)
+        """The saved tensor, which may lie in what is `prefetched`. Raises CkptkitError when it is not the dense one that the metadata promises."""
+        found = held(self.path, self.offset, self.length)
+        return self._tensor(self._read(self._in_new_memory) if found is None else bytes_of(found), dtype, shape)
 
     def borrowed(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """As `tensor`, in memory that the next call from this thread may use again: of many chunks, each is copied and gone."""
-        return self._tensor(scratch, dtype, shape)
+        """As `tensor`, until anything else is read by this thread: of many chunks, each is copied and gone."""
+        return self._tensor(self._read(partial(view, self.path, self.offset)), dtype, shape)
 
-    def _tensor(self, memory_of: Callable[[int], Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    def _tensor(self, memory: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         # All of it at once: what describes the tensor stands at both ends, and on a disk that has other work each small read waits its turn.
-        memory, whole = self._loaded(memory_of)
+        whole = replace(self, content=memory)
         info, arguments = whole._described(whole.entries(), dtype, shape)
         begin = whole._begin(info)
-        flat = memory[begin : begin + info.file_size]
-        if flat.numel() != info.file_size:
+        content = memory[begin : begin + info.file_size]
+        if len(content) != info.file_size:
             raise self._too_short()
-        self.check(info, zlib.crc32(bytes_of(flat)))
+        self.check(info, zlib_ng.crc32(content))
         # torch.save puts storages on multiples of 64 bytes, others may not.
-        elements = (flat.clone() if begin % dtype.itemsize else flat).view(dtype)
-        return torch.as_strided(elements, shape, arguments.stride, elements.storage_offset() + arguments.offset).contiguous()
+        flat = elements(tensor_of(memory)[begin : begin + info.file_size], dtype)
+        return torch.as_strided(flat, shape, arguments.stride, flat.storage_offset() + arguments.offset).contiguous()
 
-    def _loaded(self, memory_of: Callable[[int], Tensor]) -> tuple[Tensor, Blob]:
-        """Its bytes, fewer where the file ends, and the blob with them."""
+    def _read(self, memory_of: Callable[[int], memoryview]) -> memoryview:
+        """Its bytes, fewer where the file ends."""
         try:
-            memory = memory_of(max(0, min(self.length, self.path.stat().st_size - self.offset)))
-            memory = memory[: read_into(self.path, bytes_of(memory), self.offset)]
+            return memory_of(max(0, min(self.length, self.path.stat().st_size - self.offset)))
         except OSError as error:
             raise CkptkitError(f"{self}: {error}", "the file is missing or damaged; copy it again") from error
-        return memory, replace(self, content=bytes_of(memory))
+
+    def _in_new_memory(self, nbytes: int) -> memoryview:
+        memory = bytes_of(torch.empty(nbytes, dtype=torch.uint8))
+        return memory[: read_into(self.path, memory, self.offset)]
 
     def read(self, buffer: memoryview, start: int) -> int:
         """Fills `buffer` from `start`. Returns how many bytes there were."""
@@ -109,7 +111,7 @@ class Blob:
 
         A small one is opened when it is read: what describes it stands at both ends, and with it the bytes between are read at once.
         """
-        if self.length <= SCRATCH:
+        if self.length <= AT_ONCE:
             return _WholeExtent(self, dtype, shape)
         info, arguments = self._described(self.entries(), dtype, shape)
         dense = torch.empty(shape, dtype=dtype, device="meta")
@@ -149,7 +151,7 @@ class Blob:
         if self.read(buffer, self._begin(info) + start) != buffer.nbytes:
             raise self._too_short()
         if buffer.nbytes == info.file_size:
-            self.check(info, zlib.crc32(buffer))
+            self.check(info, zlib_ng.crc32(buffer))
 
     def _begin(self, info: zipfile.ZipInfo) -> int:
         """Where in the blob the content of an entry begins."""
@@ -197,11 +199,11 @@ class _WholeExtent:
         self._read = partial(blob.borrowed, dtype, shape)
         self._content = memoryview(b"")
 
-    def read(self, buffer: memoryview, start: int) -> None:
-        """Fills `buffer` with the bytes from `start`. Raises CkptkitError as `Blob.tensor`."""
+    def view(self, start: int, nbytes: int) -> memoryview:
+        """So many bytes from `start`, until anything else is read by this thread. Raises CkptkitError as `Blob.tensor`."""
         if not start:
             self._content = bytes_of(self._read())
-        buffer[:] = self._content[start : start + len(buffer)]
+        return self._content[start : start + nbytes]
 
 
 class _Stream(io.RawIOBase):

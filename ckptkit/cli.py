@@ -67,7 +67,8 @@ def convert(
 
     A quantized release (FP8, MXFP4, INT4) is dequantized on the way to Megatron.
     """
-    with _only_planning(dry_run), _started(src, dry_run or options["ray"] is not None):
+    _import_less()
+    with _only_planning(dry_run):
         from ckptkit.api import convert as run
 
         scheme, rest = _scheme(options, options["like"])
@@ -86,7 +87,8 @@ def quantize(src: str | Path, dst: str | Path, dry_run: bool, as_json: bool, **o
 
     A quantized release (FP8, MXFP4, INT4) is dequantized first; an INT4 one keeps its scales where they still give its weights.
     """
-    with _only_planning(dry_run), _started(src, dry_run or options["ray"] is not None):
+    _import_less()
+    with _only_planning(dry_run):
         from ckptkit.api import quantize as run
 
         scheme, rest = _scheme(options, options["like"] or src)
@@ -99,13 +101,9 @@ def _only_planning(dry_run: bool) -> AbstractContextManager[None]:
     return uncollected() if dry_run else nullcontext()
 
 
-def _started(src: str | Path, elsewhere: bool) -> AbstractContextManager[None]:
-    """Makes the most of the seconds that imports take: there are fewer, and meanwhile the weights at SRC are read, unless this process needs none."""
+def _import_less() -> None:
     for name in _NOT_NEEDED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's own way to say that a module is not there
-    # What is at a URL is read when it is wanted.
-    path = locate(src).path if isinstance(src, Path) else None
-    return reading_ahead([] if elsewhere or path is None else _weights(path))
 
 
 def _reading(checkpoint: Path, source: Path | None) -> AbstractContextManager[None]:

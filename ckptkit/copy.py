@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from ckptkit.checkpoint import Checkpoint, CheckpointWriter
 from ckptkit.errors import CkptkitError
 from ckptkit.files import FilesWriter
-from ckptkit.plan import extents_of, footprint, passes
+from ckptkit.plan import extents_of, moved, passes, places_of
 from ckptkit.progress import progress
-from ckptkit.raw import BUFFER, SCRATCH, Extent
+from ckptkit.raw import ARENA, BUFFER, Extent, prefetched
 from ckptkit.store import StoreError
 
-STREAMED = 1 << 20  # bytes from which on a group that stays as it is goes through a buffer: that is faster too, memory being used again
-STREAM = 2 * BUFFER + SCRATCH  # bytes of it that are held then, at most: what a thread has of buffers
-SPARE = 2  # threads more than cores: while some wait for a disk the others compute
+BATCH = 20 << 20  # bytes that are read at once: groups up to there, or a group
+STREAM = ARENA + 3 * BUFFER  # what a thread has of buffers: what it reads, a piece put together, and about two regions of what it writes
+SPARE = 3  # threads more than cores: while some wait for a disk the others compute
 IN_FLIGHT = 512 << 20  # bytes of groups that are read, computed or written at one time
+
+Names = Sequence[str]
 
 
 def copy(
@@ -31,14 +33,14 @@ def copy(
 ) -> None:
     """Writes every tensor of `source`, or `only` some; on any error the writer discards what it has begun.
 
-    `workers` threads (None: `threads`) each take a group from reading to writing, groups in order, at most `memory` bytes of them at a
-    time, or one. What is written does not depend on either.
+    `workers` threads (None: `threads`) each take a few groups from reading to writing, groups in order, at most `memory` bytes of them
+    at a time, or one. What is written does not depend on either.
     """
     groups = source.groups if only is None else [kept for names in source.groups if (kept := tuple(name for name in names if name in only))]
     total = sum(source.specs[name].nbytes for names in groups for name in names)
     try:
         with progress(label, total) as advance:
-            for done in _copied(source, groups, writer, workers or threads(memory), memory):
+            for done in _copied(source, groups, writer, workers or threads(memory), memory, total):
                 advance(done)
         writer.finish()
     except BaseException:
@@ -56,12 +58,13 @@ def threads(memory: int) -> int:
     return min(cores() + SPARE, max(1, memory // STREAM))
 
 
-def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: CheckpointWriter, workers: int, memory: int) -> Iterator[int]:
-    """Moves these groups. Yields the bytes of each that has been written."""
+def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: CheckpointWriter, workers: int, memory: int, total: int) -> Iterator[int]:
+    """Moves these groups, of `total` bytes. Yields the bytes of each batch that has been written."""
 
-    def move(names: Sequence[str]) -> int:
+    def move(batch: Sequence[Names]) -> int:
         try:
-            return _move(source, names, writer)
+            with prefetched(places_of(source, [name for names in batch for name in names])):
+                return sum(_move(source, names, writer) for names in batch)
         except CkptkitError as error:
             # A source that is wrong must be mended, and then it is another one; a store may answer another time.
             error.resumable = isinstance(error, StoreError)
@@ -70,14 +73,13 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
     pool = ThreadPoolExecutor(workers, "ckptkit-copy")
     running: dict[Future[int], int] = {}
     try:
-        for names in groups:
-            size = footprint(source, names)
-            if size > STREAM and isinstance(writer, FilesWriter) and _streamed(source, names):
-                size = STREAM
-            # One group more than there are workers, so that none waits for this thread.
+        # So large that there is room for two a worker, and so small that all have work until the end.
+        most = min(memory // (2 * workers), total // (4 * workers))
+        for batch, size in _batches(source, groups, isinstance(writer, FilesWriter), most):
+            # One batch more than there are workers, so that none waits for this thread.
             while running and (len(running) > workers or sum(running.values()) + size > memory):
                 yield from _finished(running)
-            running[pool.submit(move, names)] = size
+            running[pool.submit(move, batch)] = size
         while running:
             yield from _finished(running)
     finally:
@@ -85,7 +87,23 @@ def _copied(source: Checkpoint, groups: Sequence[Sequence[str]], writer: Checkpo
         pool.shutdown(cancel_futures=True)
 
 
-def _move(source: Checkpoint, names: Sequence[str], writer: CheckpointWriter) -> int:
+def _batches(source: Checkpoint, groups: Iterable[Names], streams: bool, memory: int) -> Iterator[tuple[Sequence[Names], int]]:
+    """Groups in order, to be read at once, and the bytes of memory that they take: at most `memory`, or a group."""
+    batch, read, size = list[Names](), 0, 0
+    for names in groups:
+        stored, held = moved(source, names)
+        if streams and _streamed(source, names):
+            held = STREAM
+        if batch and (read + stored > BATCH or size + held > memory):
+            yield batch, size
+            batch, read, size = [], 0, 0
+        batch.append(names)
+        read, size = read + stored, size + held
+    if batch:
+        yield batch, size
+
+
+def _move(source: Checkpoint, names: Names, writer: CheckpointWriter) -> int:
     """Moves one group. Returns its bytes."""
     if isinstance(writer, FilesWriter) and (streams := _streamed(source, names)):
         for name, extents in streams.items():
@@ -97,12 +115,12 @@ def _move(source: Checkpoint, names: Sequence[str], writer: CheckpointWriter) ->
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def may_stream(source: Checkpoint, names: Sequence[str]) -> bool:
+def may_stream(source: Checkpoint, names: Names) -> bool:
     """Whether a group is large and stays as it is, as far as can be told without opening a file: an embedding need not be held as a whole."""
-    return sum(source.specs[name].nbytes for name in names) >= STREAMED and all(passes(source, name) for name in names)
+    return sum(source.specs[name].nbytes for name in names) > BATCH and all(passes(source, name) for name in names)
 
 
-def _streamed(source: Checkpoint, names: Sequence[str]) -> dict[str, Sequence[Extent]]:
+def _streamed(source: Checkpoint, names: Names) -> dict[str, Sequence[Extent]]:
     """Where the bytes of each tensor of a group stand that goes through a buffer; empty where the group is held."""
     found = {name: extents for name in names if (extents := extents_of(source, name)) is not None} if may_stream(source, names) else {}
     return found if len(found) == len(names) else {}

@@ -12,7 +12,6 @@ import hashlib
 import os
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from zlib_ng import zlib_ng
 
 from ckptkit.copy import IN_FLIGHT
 from ckptkit.errors import CkptkitError
@@ -153,7 +153,7 @@ def _transformed(piece: bytes) -> int:
     halves = np.frombuffer(piece, np.uint8).reshape(2, -1)
     merged = np.concatenate([halves[1], halves[0]])
     hashlib.sha256(merged).digest()
-    zlib.crc32(merged)
+    zlib_ng.crc32(merged)
     return len(piece)
 
 

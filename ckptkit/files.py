@@ -6,17 +6,18 @@ import hashlib
 import os
 import tempfile
 import threading
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
+from zlib_ng import zlib_ng
 
 from ckptkit.digest import TensorDigest
 from ckptkit.errors import CkptkitError
-from ckptkit.raw import BUFFER, Extent, WrittenFile, bytes_of, piece_buffer
+from ckptkit.raw import BUFFER, Extent, bytes_of, copy_bytes, piece_buffer
 from ckptkit.specs import TensorSpec, summarize
+from ckptkit.written_file import Regions, WrittenFile
 
 FILE_BYTES = 5_000_000_000  # where a file ends unless something else says so
 Digests = Mapping[str, TensorDigest]
@@ -68,6 +69,7 @@ class FilesWriter:
         self._file_of = {name: file for file, names in self._left.items() for name in names}
         self._waiting = set(self._file_of)
         self._open: dict[str, tuple[WrittenFile, Path]] = {}
+        self._regions = Regions()
         self._lock = threading.Lock()
         self.digests: dict[str, TensorDigest] = {}
 
@@ -111,7 +113,7 @@ class FilesWriter:
             path.parent.mkdir(exist_ok=True)  # and no root: where it is gone the output is whole, and this process was thought dead
             descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
             os.fchmod(descriptor, 0o644)
-            self._open[file] = WrittenFile(descriptor, self._files.size(file)), Path(temporary)
+            self._open[file] = WrittenFile(descriptor, self._files.size(file), self._regions), Path(temporary)
             offset, content = self._files.around(file)
             self._open[file][0].write(content, offset)
         return self._open[file][0]
@@ -136,7 +138,7 @@ class FilesWriter:
 
     def discard(self) -> None:
         for written, temporary in self._open.values():
-            written.close()
+            written.abandon()
             temporary.unlink(missing_ok=True)
         self._open = {}
 
@@ -150,28 +152,32 @@ class _Stream:
 
     def piece(self, begin: int, end: int) -> memoryview:
         """The next bytes. Raises OSError, and CkptkitError where those of an extent do not match its checksum."""
-        piece = piece_buffer(end - begin)
-        self._fill(piece)
+        part = self._next(end - begin)
+        if len(part) == end - begin:
+            return part
+        piece, done = piece_buffer(end - begin), 0
+        while part:
+            copy_bytes(piece[done : done + len(part)], part)
+            done += len(part)
+            part = self._next(len(piece) - done) if done < len(piece) else memoryview(b"")
         return piece
 
     def finish(self) -> None:
         """Reads what is left of the last extent, for its checksum. Raises as `piece`."""
         while self._left:
-            self._fill(piece_buffer(min(BUFFER, self._left[-1].nbytes - self._at)))
+            self._next(BUFFER)
 
-    def _fill(self, piece: memoryview) -> None:
-        done = 0
-        while done < len(piece):
-            extent = self._left[-1]
-            part = piece[done : done + extent.nbytes - self._at]
-            extent.read(part, self._at)
-            self._at, done = self._at + len(part), done + len(part)
-            self._check(extent, part)
+    def _next(self, most: int) -> memoryview:
+        """The next bytes, at most so many, of one extent."""
+        extent = self._left[-1]
+        part = extent.view(self._at, min(most, extent.nbytes - self._at))
+        self._at += len(part)
+        self._crc = zlib_ng.crc32(part, self._crc) if extent.crc is not None else 0
+        if self._at == extent.nbytes:
+            self._check(extent)
+        return part
 
-    def _check(self, extent: Extent, part: memoryview) -> None:
-        self._crc = zlib.crc32(part, self._crc) if extent.crc is not None else 0
-        if self._at < extent.nbytes:
-            return
+    def _check(self, extent: Extent) -> None:
         if extent.crc is not None and self._crc != extent.crc:
             hint = "the file was damaged after it was written; copy it again"
             raise CkptkitError(f"{extent.path}: the bytes of {self._name} do not match their checksum", hint)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError
-from ckptkit.plan import extents_of, passes
-from ckptkit.raw import Extent
+from ckptkit.plan import extents_of, passes, places_of
+from ckptkit.raw import Extent, Place
 from ckptkit.specs import TensorSpec, summarize
 
 
@@ -33,6 +33,12 @@ class Joined:
     @property
     def groups(self) -> Sequence[tuple[str, ...]]:
         return [*self._parts[0].groups, *self._parts[1].groups]
+
+    def places(self, names: Iterable[str]) -> Iterator[Place]:
+        """As of those that hold them."""
+        names = list(names)
+        for part in self._parts:
+            yield from places_of(part, [name for name in names if name in part.specs])
 
     def extents(self, name: str) -> Sequence[Extent] | None:
         """As of the one that holds it."""

@@ -60,7 +60,7 @@ PLACE = Place(path_type=Path)
 workers = click.option(
     "--workers",
     type=click.IntRange(1),
-    help="Threads that read, compute and write. [default: two more than there are cores, one for each 48 MiB of --memory at most]",
+    help="Threads that read, compute and write. [default: three more than there are cores, one for each 48 MiB of --memory at most]",
 )
 ray = click.option(
     "--ray",

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError
-from ckptkit.raw import Extent
+from ckptkit.raw import Extent, Place
 from ckptkit.specs import TensorSpec, summarize
 
 Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -120,6 +121,10 @@ class View:
         """What is read of the source to make these."""
         return list(dict.fromkeys(name for step in self._steps(names) for name in step.inputs))
 
+    def places(self, names: Sequence[str]) -> Iterable[Place]:
+        """Where what is read to make these stands in files."""
+        return places_of(self.source, self.inputs(names))
+
     def shares(self, name: str) -> bool:
         """Whether a tensor lies in the memory of the one that it is made of."""
         step = self._step_of[name]
@@ -157,16 +162,33 @@ class View:
         wanted = set(names)
         found: dict[str, Tensor] = {}
         for step in steps:
-            results = step.run([inputs[name] for name in step.inputs])
+            tensors = [inputs[name] for name in step.inputs]
+            results = _side_by_side(step, tensors) or step.run(tensors)
             for spec, tensor in zip(step.outputs, results, strict=True):
                 if spec.name in wanted:
                     found[spec.name] = checked(spec, tensor)
         return found
 
 
+def _side_by_side(step: Step, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """What a step makes that puts tensors together as they are, without a copy where they lie side by side already."""
+    if not step.passes or len(tensors) == 1 or not all(tensor.numel() and tensor.is_contiguous() for tensor in tensors):
+        return None
+    first, ends = tensors[0].view(-1).view(torch.uint8), list(itertools.accumulate(tensor.nbytes for tensor in tensors))
+    places = [(tensor.untyped_storage().data_ptr(), tensor.data_ptr()) for tensor in tensors]
+    if places[1:] != [(places[0][0], places[0][1] + end) for end in ends[:-1]]:
+        return None
+    every = torch.as_strided(first, (ends[-1],), (1,), first.storage_offset())
+    parts = torch.split(every, [spec.nbytes for spec in step.outputs])
+    return [part.view(spec.dtype).view(spec.shape) for part, spec in zip(parts, step.outputs, strict=True)]
+
+
 @runtime_checkable
 class HasExtents(Protocol):
     """A checkpoint that knows of some tensors where their bytes stand in files."""
+
+    def places(self, names: Sequence[str]) -> Iterable[Place]:
+        """Where what is read to make these tensors stands, as far as that is on a local disk. Opens no file."""
 
     def in_order(self, name: str) -> bool:
         """Whether the bytes stand in files as they are and in their order, as far as can be told without opening one."""
@@ -180,13 +202,13 @@ def extents_of(checkpoint: Checkpoint, name: str) -> Sequence[Extent] | None:
     return checkpoint.extents(name) if isinstance(checkpoint, HasExtents) else None
 
 
-def footprint(checkpoint: Checkpoint, names: Sequence[str]) -> int:
-    """Bytes of memory for these tensors and for all that is read to make them; what passes as it is counts once."""
-    return moved(checkpoint, names)[1]
+def places_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterable[Place]:
+    """Where what is read to make these tensors stands in files, as far as the checkpoint knows."""
+    return checkpoint.places(names) if isinstance(checkpoint, HasExtents) else ()
 
 
 def moved(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[int, int]:
-    """Bytes of everything stored that is read to make these tensors, and their `footprint`."""
+    """Bytes of everything stored that is read to make these tensors, and of memory for them and for it; what passes as it is counts once."""
     if not isinstance(checkpoint, View):
         stored = sum(checkpoint.specs[name].nbytes for name in names)
         return stored, stored

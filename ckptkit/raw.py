@@ -1,7 +1,7 @@
-"""The bytes of tensors: seen without a copy, read from and written to places in files. Threads may share a file.
+"""The bytes of tensors: seen without a copy, and read from places in files. Threads may share a file.
 
-Large pieces go past the page cache where the file system allows it (open(2), O_DIRECT): a checkpoint is read or written once, and to
-keep what nobody will ask for again costs the kernel a page of memory for each 4 KiB, and the machine what it had cached before.
+Large pieces are read past the page cache where the file system allows it (open(2), O_DIRECT): a checkpoint is read once, and to keep
+what nobody will ask for again costs the kernel a page of memory for each 4 KiB, and the machine what it had cached before.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,11 +23,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _LARGEST = 1 << 30  # Linux moves at most 2 GiB a call
-_BLOCK = 4096  # offsets and sizes past the page cache are multiples of this
-_LARGE = 1 << 20  # pieces from this size on go past the page cache
-BUFFER = 8 << 20
+BLOCK = 4096  # offsets and sizes past the page cache are multiples of this
+LARGE = 1 << 20  # pieces from this size on go past the page cache
+BUFFER = 8 << 20  # what a disk is asked for at once: with less it is slower, with more no faster
+ARENA = 24 << 20  # bytes that a thread holds of files
 # What file systems say that have no such way: tmpfs, some network and some stacked ones.
-_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+
+# Bytes of a file, from the one to before the other.
+Place = tuple[Path, int, int]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -46,8 +50,8 @@ class Extent(Protocol):
     @property
     def crc(self) -> int | None: ...
 
-    def read(self, buffer: memoryview, start: int) -> None:
-        """Fills `buffer` with the bytes from `start`, which is where the last call ended. Raises OSError and CkptkitError."""
+    def view(self, start: int, nbytes: int) -> memoryview:
+        """So many bytes from `start`, which is where the last call ended, until anything else is read by this thread. Raises OSError and CkptkitError."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,19 @@ class FileExtent:
     nbytes: int
     crc: int | None = None
 
-    def read(self, buffer: memoryview, start: int) -> None:
-        """Fills `buffer` with the bytes from `start`. Raises OSError, also where the file ends."""
-        if read_into(self.path, buffer, self.offset + start) != len(buffer):
-            raise OSError(errno.EIO, "the file ends too early", str(self.path))
+    def view(self, start: int, nbytes: int) -> memoryview:
+        """So many bytes from `start`, until anything else is read by this thread. Raises OSError, also where the file ends."""
+        return view(self.path, self.offset + start, nbytes)
+
+
+def tensor_of(content: memoryview) -> Tensor:
+    """Memory as uint8 [bytes]; a tensor of all of it shares it."""
+    return torch.from_numpy(np.frombuffer(content, np.uint8))
+
+
+def elements(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    """What bytes, uint8 [bytes], are as elements, [elements]: in the same memory, unless they begin where no such element may."""
+    return (flat.clone() if flat.storage_offset() % dtype.itemsize else flat).view(dtype)
 
 
 def piece_buffer(length: int, use: str = "piece") -> memoryview:
@@ -86,97 +99,131 @@ def row_cuts(rows: int, row: int) -> Iterator[tuple[int, int]]:
         yield begin, min(rows, begin + several)
 
 
-class WrittenFile:
-    """A file that is open for writing, of its full size from the start, made of a descriptor that becomes its own."""
+@contextmanager
+def prefetched(places: Iterable[Place]) -> Iterator[None]:
+    """In the block, this thread finds these bytes in memory: they are read before, those that touch in one go. Where ARENA is too small, none are.
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        self._descriptor = descriptor
-        self._direct = _reopened(descriptor, os.O_WRONLY)
-        self._past_cache = self._direct is not None
-        os.truncate(descriptor, size)
+    What cannot be read is not there: to read it then is an error, which says what it belongs to.
+    """
+    runs: list[Place] = []
+    for path, begin, end in sorted(places):
+        low, high = _blocks(begin, end)
+        if runs and runs[-1][0] == path and low <= runs[-1][2] + BLOCK:
+            low, high = runs[-1][1], max(high, runs.pop()[2])
+        runs.append((path, low, high))
+    try:
+        if sum(high - low for _, low, high in runs) <= ARENA:
+            arena = torch.from_numpy(_buffer("arena", ARENA))
+            for path, low, high in runs:
+                with suppress(OSError):
+                    _of_thread.held.append((path, low, arena[: _read_blocks(path, bytes_of(arena[: high - low]), low)]))
+                arena = arena[high - low :]
+        yield
+    finally:
+        _of_thread.held = []
 
-    def write(self, content: bytes | memoryview, offset: int) -> None:
-        """Writes all of `content`. Raises OSError."""
-        view = memoryview(content)
-        begin, end = _aligned(offset, len(view))
-        if self._direct is None or not self._past_cache or end - begin < _LARGE:
-            _write_all(self._descriptor, view, offset)
-            return
-        try:
-            _write_direct(self._direct, view[begin - offset : end - offset], begin)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-            self._past_cache = False
-            _write_all(self._descriptor, view, offset)
-            return
-        # The blocks at both ends are shared with what stands beside it.
-        _write_all(self._descriptor, view[: begin - offset], offset)
-        _write_all(self._descriptor, view[end - offset :], end)
 
-    def close(self) -> None:
-        """Closes it."""
-        for descriptor in filter(None, (self._descriptor, self._direct)):
-            os.close(descriptor)
+def held(path: Path, offset: int, nbytes: int) -> Tensor | None:
+    """These bytes, uint8 [nbytes], where they are `prefetched`: those that stand side by side in a file do so in memory."""
+    for file, low, memory in _of_thread.held:
+        if low <= offset and offset + nbytes <= low + len(memory) and file == path:
+            return memory[offset - low : offset - low + nbytes]
+    return None
+
+
+def view(path: Path, offset: int, nbytes: int) -> memoryview:
+    """Bytes of a file, until anything else is read by this thread. Raises OSError, also where the file ends."""
+    if (found := held(path, offset, nbytes)) is not None:
+        return bytes_of(found)
+    low, high = _blocks(offset, offset + nbytes)
+    memory = _arena(high - low).data
+    count = _read_blocks(path, memory, low)
+    if count < offset + nbytes - low:
+        raise OSError(errno.EIO, "the file ends too early", str(path))
+    return memory[offset - low : offset - low + nbytes]
+
+
+def _arena(nbytes: int) -> NDArray[np.uint8]:
+    """Memory to read into: the arena, unless that holds what is `prefetched` or is too small."""
+    return new_buffer(nbytes) if nbytes > ARENA or _of_thread.held else _buffer("arena", ARENA)[:nbytes]
 
 
 def read_into(path: Path, buffer: memoryview, offset: int) -> int:
     """Fills `buffer` with bytes of a file. Returns how many there were: fewer where the file ends. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    direct = _reopened(descriptor, os.O_RDONLY) if len(buffer) >= _LARGE else None
-    try:
+    if (found := held(path, offset, len(buffer))) is not None:
+        copy_bytes(buffer, bytes_of(found))
+        return len(buffer)
+    with _opened(path, len(buffer)) as file:
         done = 0
         for begin, end in cuts(offset, len(buffer)):
-            count = _read_piece(descriptor, direct, buffer[begin:end], offset + begin)
+            count = _read_piece(file, buffer[begin:end], offset + begin, _read_direct)
             done += count
             if count < end - begin:
                 break
         return done
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copies bytes, of which there are as many on both sides. Other threads run meanwhile."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _blocks(begin: int, end: int) -> tuple[int, int]:
+    """Beginning and end of the blocks that hold all between."""
+    return begin // BLOCK * BLOCK, -(-end // BLOCK) * BLOCK
+
+
+def _read_blocks(path: Path, memory: memoryview, offset: int) -> int:
+    """Fills memory that lies on whole blocks with blocks of a file. Returns how many bytes there were. Raises OSError."""
+    with _opened(path, len(memory)) as file:
+        # Of about BUFFER, and alike, so that none is small.
+        done, pieces = 0, max(1, round(len(memory) / BUFFER))
+        _, piece = _blocks(0, -(-len(memory) // pieces))
+        while done < len(memory):
+            count = _read_piece(file, memory[done : done + piece], offset + done, _read_aligned)
+            done += count
+            if not count or count % BLOCK:
+                break
+        return done
+
+
+# A descriptor, and one past the page cache or None.
+_Opened = tuple[int, int | None]
+
+
+@contextmanager
+def _opened(path: Path, nbytes: int) -> Iterator[_Opened]:
+    """A file to read so many bytes from."""
+    descriptor = os.open(path, os.O_RDONLY)
+    direct = reopened(descriptor, os.O_RDONLY) if nbytes >= LARGE else None
+    try:
+        yield descriptor, direct
     finally:
         for opened in filter(None, (descriptor, direct)):
             os.close(opened)
 
 
-def _read_piece(descriptor: int, direct: int | None, buffer: memoryview, offset: int) -> int:
+def _read_piece(file: _Opened, buffer: memoryview, offset: int, past_cache: Callable[[int, memoryview, int], int]) -> int:
     """At most BUFFER bytes: from the page cache if they are there, else past it."""
-    if direct is None or len(buffer) < _LARGE or _is_cached(descriptor, offset, len(buffer)):
+    descriptor, direct = file
+    if direct is None or len(buffer) < LARGE or _is_cached(descriptor, offset, len(buffer)):
         return _read_all(descriptor, buffer, offset)
     try:
-        return _read_direct(direct, buffer, offset)
+        return past_cache(direct, buffer, offset)
     except OSError as error:
-        if error.errno not in _UNSUPPORTED:
+        if error.errno not in UNSUPPORTED:
             raise
         return _read_all(descriptor, buffer, offset)
 
 
-def _aligned(offset: int, length: int) -> tuple[int, int]:
-    """Beginning and end of the whole blocks between."""
-    return -(-offset // _BLOCK) * _BLOCK, (offset + length) // _BLOCK * _BLOCK
-
-
-def _reopened(descriptor: int, flags: int) -> int | None:
+def reopened(descriptor: int, flags: int) -> int | None:
     """The same open file past the page cache; None where that cannot be."""
     try:
         return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_DIRECT)
     except OSError as error:
-        if error.errno not in (*_UNSUPPORTED, errno.ENOENT):
+        if error.errno not in (*UNSUPPORTED, errno.ENOENT):
             raise
         return None
-
-
-def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    while view:
-        written = os.pwrite(descriptor, view[:_LARGEST], offset)
-        view, offset = view[written:], offset + written
-
-
-def _write_direct(descriptor: int, view: memoryview, offset: int) -> None:
-    """Writes whole blocks, through a buffer that lies on whole blocks in memory too."""
-    source, buffer = np.frombuffer(view, np.uint8), _buffer("blocks")
-    for at in range(0, len(source), BUFFER):
-        piece = buffer[: min(BUFFER, len(source) - at)]
-        np.copyto(piece, source[at : at + len(piece)])
-        _write_all(descriptor, piece.data, offset + at)
 
 
 class _Range(ctypes.Structure):
@@ -203,47 +250,50 @@ def _is_cached(descriptor: int, offset: int, length: int) -> bool:
 
 def _read_direct(descriptor: int, buffer: memoryview, offset: int) -> int:
     """Reads at most BUFFER bytes past the page cache; the last bytes of a file that ends within a block are read too."""
-    target, begin, done = np.frombuffer(buffer, np.uint8), offset // _BLOCK * _BLOCK, 0
+    target, begin, done = np.frombuffer(buffer, np.uint8), offset // BLOCK * BLOCK, 0
+    blocks = _arena(BUFFER)
     while done < len(target):
-        blocks = _buffer("blocks")
-        count = os.preadv(descriptor, [blocks.data[: -(-(offset + len(target) - begin) // _BLOCK) * _BLOCK]], begin)
+        count = os.preadv(descriptor, [blocks.data[: -(-(offset + len(target) - begin) // BLOCK) * BLOCK]], begin)
         found = blocks[offset + done - begin : min(count, offset + len(target) - begin)]
         if not len(found):
             break
         np.copyto(target[done : done + len(found)], found)
         done += len(found)
         begin += count
-        if count % _BLOCK:
+        if count % BLOCK:
             break
     return done
 
 
-# A buffer a thread and use: memory that is used again costs nothing, and new memory a fault for each 4 KiB.
-_of_thread = threading.local()
+def _read_aligned(descriptor: int, memory: memoryview, offset: int) -> int:
+    """Reads blocks past the page cache, straight to where they are wanted."""
+    return os.preadv(descriptor, [memory], offset)
 
 
-def _buffer(use: str) -> NDArray[np.uint8]:
-    if not hasattr(_of_thread, use):
-        memory = mmap.mmap(-1, BUFFER, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A disk takes a list of pieces of memory at a time: of pages of 4 KiB that is a megabyte, of huge ones all that is asked for.
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        setattr(_of_thread, use, np.frombuffer(memory, np.uint8))
-    found: NDArray[np.uint8] = getattr(_of_thread, use)
-    return found
+def new_buffer(nbytes: int) -> NDArray[np.uint8]:
+    """Memory on whole blocks, for a disk to read into and write from."""
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A disk takes a list of pieces of memory at a time: of pages of 4 KiB that is a megabyte, of huge ones all that is asked for.
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
-SCRATCH = 32 << 20  # bytes up to which a chunk is read as a whole, in memory that a thread keeps for that
+class _OfThread(threading.local):
+    """A buffer for each use: memory that is used again costs nothing, and new memory a fault for each 4 KiB. And what is `prefetched`."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, NDArray[np.uint8]] = {}
+        self.held: list[tuple[Path, int, Tensor]] = []
 
 
-def scratch(nbytes: int) -> Tensor:
-    """Memory, uint8 [nbytes], that up to SCRATCH the next call from this thread gives again."""
-    if nbytes > SCRATCH:
-        return torch.empty(nbytes, dtype=torch.uint8)
-    if not hasattr(_of_thread, "scratch"):
-        _of_thread.scratch = torch.empty(SCRATCH, dtype=torch.uint8)
-    found: Tensor = _of_thread.scratch[:nbytes]
-    return found
+_of_thread = _OfThread()
+
+
+def _buffer(use: str, nbytes: int = BUFFER) -> NDArray[np.uint8]:
+    if use not in _of_thread.buffers:
+        _of_thread.buffers[use] = new_buffer(nbytes)
+    return _of_thread.buffers[use]
 
 
 def _read_all(descriptor: int, buffer: memoryview, offset: int) -> int:

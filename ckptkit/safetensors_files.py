@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ckptkit.errors import CkptkitError
 from ckptkit.files import FILE_BYTES, Piece
-from ckptkit.raw import WrittenFile, cuts
+from ckptkit.raw import cuts
 from ckptkit.safetensors_io import INDEX, SINGLE, read_shard
 from ckptkit.specs import CODE_OF_DTYPE, TensorSpec, summarize
+from ckptkit.written_file import WrittenFile
 
 
 class SafetensorsFiles:

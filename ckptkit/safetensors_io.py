@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import other_weights
-from ckptkit.raw import Extent, FileExtent, bytes_of, read_into
+from ckptkit.raw import Extent, FileExtent, Place, bytes_of, elements, held, read_into
 from ckptkit.remote_file import RemoteFile, remote_file
 from ckptkit.specs import DTYPE_OF_CODE, TensorSpec, summarize
 
@@ -41,10 +41,15 @@ class Shard:
     remote: RemoteFile | None = None
 
     def read(self, name: str) -> Tensor:
-        """One tensor, read with plain reads, not mapped: a file that is cut meanwhile, or a bad sector, is an error and no signal."""
-        spec = self.specs[name]
+        """One tensor, which may lie in what is `prefetched`.
+
+        It is read with plain reads, not mapped: a file that is cut meanwhile, or a bad sector, is an error and no signal.
+        """
+        spec, offset = self.specs[name], self.offsets[name]
+        if (found := held(self.path, offset, spec.nbytes)) is not None:
+            return elements(found, spec.dtype).view(spec.shape)
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        buffer, offset = bytes_of(tensor), self.offsets[name]
+        buffer = bytes_of(tensor)
         count = self.remote.read_into(buffer, offset) if self.remote else read_into(self.path, buffer, offset)
         if count != spec.nbytes:
             hint = "the file is truncated; copy or download it again"
@@ -216,6 +221,13 @@ class HfCheckpoint:
     def layout(self) -> dict[str, list[str]]:
         """Which tensors stand in which file, in file order: what a writer needs to cut shards the same way."""
         return {file: list(shard.specs) for file, shard in self.shards.items()}
+
+    def places(self, names: Iterable[str]) -> Iterator[Place]:
+        """Where the bytes of these tensors stand on a local disk."""
+        for name in names:
+            shard = self._shard_of[name]
+            if shard.remote is None:
+                yield shard.path, shard.offsets[name], shard.offsets[name] + shard.specs[name].nbytes
 
     def in_order(self, name: str) -> bool:
         """Whether its bytes are on a local disk: there they are in order."""

@@ -6,7 +6,6 @@ Nothing that its pickle names is run, and only the bytes of the tensors that are
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from zlib_ng import zlib_ng
 
 from ckptkit.blob import STORAGE_OF_DTYPE, Blob
 from ckptkit.errors import CkptkitError
@@ -109,7 +109,7 @@ class SavedFile:
         for start in range(0, info.file_size, _PIECE):
             view = memoryview(piece)[: info.file_size - start]
             self._blob.read_into(info, view, start)
-            checksum = zlib.crc32(view, checksum)
+            checksum = zlib_ng.crc32(view, checksum)
         self._blob.check(info, checksum)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,9 +19,11 @@ from typing import Any
 
 import torch
 from torch._utils import _rebuild_tensor_v2
+from zlib_ng import zlib_ng
 
 from ckptkit.blob import STORAGE_OF_DTYPE
-from ckptkit.raw import WrittenFile, cuts
+from ckptkit.raw import cuts
+from ckptkit.written_file import WrittenFile
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -99,11 +100,11 @@ class SavedLayout:
 
     def before(self, crc: int) -> bytes:
         """What stands before data with this CRC-32."""
-        return b"".join(entry.local(zlib.crc32(content)) + content for entry, content in self.small) + self.data.local(crc)
+        return b"".join(entry.local(zlib_ng.crc32(content)) + content for entry, content in self.small) + self.data.local(crc)
 
     def behind(self, crc: int) -> bytes:
         """The directory of the zip, which stands behind the data."""
-        directory = b"".join(entry.central(zlib.crc32(content)) for entry, content in self.small) + self.data.central(crc)
+        directory = b"".join(entry.central(zlib_ng.crc32(content)) for entry, content in self.small) + self.data.central(crc)
         count, size, begin = len(self.small) + 1, len(directory), self.data.end
         end64 = _END64.pack(b"PK\6\6", _END64.size - 12, _VERSION, _VERSION, 0, 0, count, count, size, begin)
         locator = _LOCATOR.pack(b"PK\6\7", 0, begin + size, 1)
@@ -119,7 +120,7 @@ class SavedTensor:
 
     def append(self, content: memoryview) -> None:
         """Writes the next bytes. Raises OSError."""
-        self._crc = zlib.crc32(content, self._crc)
+        self._crc = zlib_ng.crc32(content, self._crc)
         self._file.write(content, self._at)
         self._at += len(content)
 

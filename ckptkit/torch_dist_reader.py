@@ -10,7 +10,7 @@ import itertools
 import math
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -25,7 +25,7 @@ from ckptkit import unpickle
 from ckptkit.blob import Blob
 from ckptkit.errors import CkptkitError
 from ckptkit.megatron_config import config_in, hf_home
-from ckptkit.raw import Extent
+from ckptkit.raw import Extent, Place
 from ckptkit.specs import TensorSpec
 from ckptkit.torch_dist_names import engine_name, whole_of
 
@@ -266,6 +266,11 @@ class TorchDistCheckpoint:
         if stored is not None and not hasattr(stored, "__dict__"):
             raise CkptkitError(f"{self.path}: the stored training arguments are {type(stored).__name__}, no namespace", "the checkpoint is damaged")
         return dict(vars(stored)) if stored is not None else {}
+
+    def places(self, names: Iterable[str]) -> Iterator[Place]:
+        """Where the chunks of these tensors stand."""
+        for blob in {id(chunk): chunk.blob for name in names for part in self._logical[name] for chunk in part.chunks}.values():
+            yield blob.path, blob.offset, blob.offset + blob.length
 
     def in_order(self, name: str) -> bool:
         """Whether its chunks are whole rows, one after the other."""

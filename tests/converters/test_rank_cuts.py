@@ -137,16 +137,16 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> Streamed:
     """From when this is called on tensors that stay as they are go through a buffer, a small one. Returns the extents that are read."""
 
     def start() -> list[raw.FileExtent]:
-        read, found = raw.FileExtent.read, list[raw.FileExtent]()
+        view, found = raw.FileExtent.view, list[raw.FileExtent]()
 
-        def watched(self: raw.FileExtent, buffer: memoryview, start: int) -> None:
+        def watched(self: raw.FileExtent, start: int, nbytes: int) -> memoryview:
             found.append(self)
-            read(self, buffer, start)
+            return view(self, start, nbytes)
 
-        monkeypatch.setattr(copying, "STREAMED", 1)
+        monkeypatch.setattr(copying, "BATCH", 0)
         monkeypatch.setattr(raw, "BUFFER", 8192)
-        monkeypatch.setattr(blob, "SCRATCH", 0)
-        monkeypatch.setattr(raw.FileExtent, "read", watched)
+        monkeypatch.setattr(blob, "AT_ONCE", 0)
+        monkeypatch.setattr(raw.FileExtent, "view", watched)
         return found
 
     return start

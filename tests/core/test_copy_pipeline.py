@@ -16,7 +16,7 @@ from ckptkit.api import convert, int4_scheme, quantize
 from ckptkit.copy import IN_FLIGHT, copy, threads
 from ckptkit.errors import CkptkitError
 from ckptkit.jobs import Job, planned
-from ckptkit.plan import Plan, Step, View, footprint, identity
+from ckptkit.plan import Plan, Step, View, identity, moved
 from ckptkit.specs import TensorSpec
 
 NAMES = [f"w{index}" for index in range(40)]
@@ -81,7 +81,7 @@ def test_bytes_in_flight_are_bounded() -> None:
     assert source.most == 3000
 
 
-@pytest.mark.parametrize(("cores", "memory", "expected"), [(2, IN_FLIGHT, 4), (64, IN_FLIGHT, 10), (64, 10 * IN_FLIGHT, 66), (8, 1, 1)])
+@pytest.mark.parametrize(("cores", "memory", "expected"), [(2, IN_FLIGHT, 5), (64, IN_FLIGHT, 10), (64, 10 * IN_FLIGHT, 67), (8, 1, 1)])
 def test_threads_have_buffers_of_no_more_than_the_bound(monkeypatch: pytest.MonkeyPatch, cores: int, memory: int, expected: int) -> None:
     monkeypatch.setattr("ckptkit.copy.cores", lambda: cores)
     assert threads(memory) == expected
@@ -99,15 +99,15 @@ def test_a_group_larger_than_the_bound_goes_alone() -> None:
     assert len(sink.values) == 40
 
 
-def test_footprint_counts_what_is_read_through_every_view() -> None:
+def test_memory_counts_what_is_read_through_every_view() -> None:
     source = Numbers()
     half = Step(("w0", "w1"), (TensorSpec("half", (500,), torch.uint8),), lambda tensors: [tensors[0][:500]], "half")
     first = View(source, Plan((half, *(identity(source.specs[name]) for name in NAMES[2:])), source.specs))
     second = View(first, Plan(tuple(identity(spec) for spec in first.specs.values()), first.specs))
-    assert footprint(source, ["w0", "w1"]) == 2000
-    assert footprint(first, ["half"]) == 500 + 2000
+    assert moved(source, ["w0", "w1"]) == (2000, 2000)
+    assert moved(first, ["half"]) == (2000, 500 + 2000)
     # What passes as it is lies where it was read.
-    assert footprint(second, ["half", "w2"]) == 500 + 3000
+    assert moved(second, ["half", "w2"]) == (3000, 500 + 3000)
 
 
 def test_two_that_become_one_are_held_twice() -> None:
@@ -116,8 +116,8 @@ def test_two_that_become_one_are_held_twice() -> None:
     both = Step(("w0", "w1"), (TensorSpec("both", (2000,), torch.uint8),), lambda tensors: [torch.cat(list(tensors))], "merge", passes=True)
     parts = Step(("both",), (source.specs["w0"], source.specs["w1"]), lambda tensors: list(tensors[0].chunk(2)), "split", passes=True)
     merged = View(source, Plan((both,), ["w0", "w1"]))
-    assert footprint(merged, ["both"]) == 4000
-    assert footprint(View(merged, Plan((parts,), ["both"])), ["w0", "w1"]) == 4000
+    assert moved(merged, ["both"]) == (2000, 4000)
+    assert moved(View(merged, Plan((parts,), ["both"])), ["w0", "w1"]) == (2000, 4000)
 
 
 @pytest.mark.parametrize("megatron", [False, True])

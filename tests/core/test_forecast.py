@@ -32,6 +32,9 @@ class Source:
     specs: ClassVar = {name: TensorSpec(name, (size * MIB,), torch.uint8) for name, size in (("a", 100), ("b", 50), ("c", 80))}
     groups: ClassVar = [("a",), ("b",), ("c",)]
 
+    def places(self, names: object) -> None:
+        raise AssertionError("a dry run reads no weights")
+
     def in_order(self, name: str) -> bool:
         return True
 

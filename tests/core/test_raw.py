@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ckptkit import raw
-from ckptkit.raw import WrittenFile, cuts, read_into
+from ckptkit.raw import cuts, read_into
+from ckptkit.written_file import Regions, WrittenFile
 
 MIB = 1 << 20
 # Beginnings and lengths that fit blocks of 4096 bytes, and that do not.
@@ -25,7 +26,7 @@ def numbers(count: int, seed: int = 0) -> bytes:
 
 
 def opened(path: Path, size: int) -> WrittenFile:
-    return WrittenFile(os.open(path, os.O_CREAT | os.O_RDWR, 0o644), size)
+    return WrittenFile(os.open(path, os.O_CREAT | os.O_RDWR, 0o644), size, Regions())
 
 
 @pytest.fixture(params=["past the cache", "refused when opened", "refused when used"])
@@ -139,7 +140,7 @@ def test_what_a_disk_reads_into_may_be_huge_pages() -> None:
     if not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
         pytest.skip("this kernel has no huge pages")
     with ThreadPoolExecutor(1) as pool:
-        address = pool.submit(lambda: raw._buffer("blocks").ctypes.data).result()
+        address = pool.submit(lambda: raw._buffer("arena").ctypes.data).result()
         parts = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", Path("/proc/self/smaps").read_text(), re.MULTILINE | re.DOTALL)
     (flags,) = [flags for begin, end, flags in parts if int(begin, 16) <= address and address + raw.BUFFER <= int(end, 16)]
     assert "hg" in flags.split()

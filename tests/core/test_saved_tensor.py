@@ -12,10 +12,11 @@ import torch
 
 from ckptkit.blob import STORAGE_OF_DTYPE, Blob
 from ckptkit.errors import CkptkitError
-from ckptkit.raw import WrittenFile, bytes_of
+from ckptkit.raw import bytes_of
 from ckptkit.saved_tensor import SavedLayout
 from ckptkit.specs import TensorSpec
 from ckptkit.torch_dist_files import TorchDistFiles
+from ckptkit.written_file import Regions, WrittenFile
 
 SHAPES = [(3, 4), (1, 2, 5), (7,), (), (0, 4), (1000, 33)]
 
@@ -28,7 +29,7 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def written(path: Path, tensor: torch.Tensor, offset: int = 0) -> SavedLayout:
     """Writes it to `offset` of a new file."""
     saved = SavedLayout.of(tuple(tensor.shape), tensor.dtype)
-    file = WrittenFile(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644), offset + saved.size)
+    file = WrittenFile(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644), offset + saved.size, Regions())
     content = bytes_of(tensor.contiguous())
     saved.write(file, offset, lambda begin, end: content[begin:end])
     file.close()

@@ -44,16 +44,17 @@ def flip(path: Path, offset: int) -> None:
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Makes every tensor and chunk large enough, and pieces small. Returns for every piece that is read the file and where the tensor begins."""
     read: list[tuple[str, int]] = []
-    extent_read = raw.FileExtent.read
+    extent_view = raw.FileExtent.view
 
-    def watched(self: raw.FileExtent, buffer: memoryview, start: int) -> None:
+    def watched(self: raw.FileExtent, start: int, nbytes: int) -> memoryview:
         read.append((self.path.name, self.offset))
-        extent_read(self, buffer, start)
+        return extent_view(self, start, nbytes)
 
-    monkeypatch.setattr(copying, "STREAMED", 1)
+    monkeypatch.setattr(copying, "BATCH", 0)
     monkeypatch.setattr(raw, "BUFFER", 8192)
-    monkeypatch.setattr(blob, "SCRATCH", 0)
-    monkeypatch.setattr(raw.FileExtent, "read", watched)
+    monkeypatch.setattr(raw, "ARENA", 3 * 4096)
+    monkeypatch.setattr(blob, "AT_ONCE", 0)
+    monkeypatch.setattr(raw.FileExtent, "view", watched)
     return read
 
 
@@ -97,8 +98,8 @@ def test_gate_and_up_come_back_one_after_the_other(
 ) -> None:
     monkeypatch.setattr(rank_cuts, "_SMALLEST", 1)
     convert(releases("qwen2-untied"), tmp_path / "in chunks")
-    for size in (0, raw.SCRATCH):  # chunks piece by piece, and each as a whole
-        monkeypatch.setattr(blob, "SCRATCH", size)
+    for size in (0, 1 << 20):  # chunks piece by piece, and each as a whole
+        monkeypatch.setattr(blob, "AT_ONCE", size)
         del in_pieces[:], held[:]
         convert(tmp_path / "in chunks", tmp_path / f"out {size}")
         expected, found = models.tensors(releases("qwen2-untied")), models.tensors(tmp_path / f"out {size}")
@@ -115,14 +116,14 @@ def test_gate_and_up_in_one_chunk_are_read_once(converted: Paths, in_pieces: lis
     assert "decoder.layers.3.mlp.linear_fc2.weight" not in held
 
 
-@pytest.mark.parametrize(("size", "what"), [(0, "the bytes of model.embed_tokens.weight"), (raw.SCRATCH, r"\.distcp at byte \d+: its bytes")])
+@pytest.mark.parametrize(("size", "what"), [(0, "the bytes of model.embed_tokens.weight"), (1 << 20, r"\.distcp at byte \d+: its bytes")])
 def test_a_checksum_that_does_not_hold(
     converted: Paths, copy_of: Callable[[Path], Path], in_pieces: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, what: str
 ) -> None:
     path = copy_of(converted("qwen2-untied"))
     (extent,) = extents(path, EMBEDDING)
     flip(extent.path, extent.offset + extent.nbytes // 2)
-    monkeypatch.setattr(blob, "SCRATCH", size)
+    monkeypatch.setattr(blob, "AT_ONCE", size)
     with pytest.raises(CkptkitError, match=f"{what} do not match their checksum"):
         convert(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -140,11 +141,11 @@ def padded(converted: Paths, tmp_path: Path) -> Path:
     return tmp_path / "padded"
 
 
-@pytest.mark.parametrize("size", [0, raw.SCRATCH])
+@pytest.mark.parametrize("size", [0, 1 << 20])
 def test_a_padded_vocabulary(
     padded: Path, releases: Paths, in_pieces: list[tuple[str, int]], held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(blob, "SCRATCH", size)
+    monkeypatch.setattr(blob, "AT_ONCE", size)
     convert(padded, tmp_path / "out")
     expected, found = models.tensors(releases("qwen2-untied")), models.tensors(tmp_path / "out")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -186,7 +187,8 @@ def test_bytes_that_do_not_lie_end_to_end_are_not_streamed() -> None:
 
     places = {"a": place("a", 8, 4), "b": place("b", 16), "c": place("c", 8, 8)}
     specs = {name: TensorSpec(name, (nbytes,), torch.uint8) for name, nbytes in {"a": 8, "b": 16, "c": 16, "ab": 24, "cb": 32, "1": 8, "2": 8}.items()}
-    source = SimpleNamespace(config={}, specs=specs, groups=[(name,) for name in places], in_order=lambda name: True, extents=places.get, read=None)
+    known = {"places": list, "in_order": lambda name: True, "extents": places.get}
+    source = SimpleNamespace(config={}, specs=specs, groups=[(name,) for name in places], read=None, **known)
 
     def extents(inputs: tuple[str, ...], outputs: tuple[str, ...], wanted: str) -> list[raw.FileExtent] | None:
         step = Step(inputs, tuple(specs[name] for name in outputs), list, "", passes=True)
