@@ -126,8 +126,12 @@ class FilesWriter:
             if self._left[file]:
                 return
             written, temporary = self._open.pop(file)
-        written.close()
-        temporary.rename(self._root / file)
+        try:
+            written.close()
+            temporary.rename(self._root / file)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
         self._whole(file, {name: self.digests[name] for name in self._files.names[file]})
 
     def finish(self) -> None:

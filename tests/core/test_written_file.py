@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
@@ -13,6 +14,9 @@ import pytest
 import torch
 
 from ckptkit import raw, written_file
+from ckptkit.files import FilesWriter
+from ckptkit.safetensors_files import SafetensorsFiles
+from ckptkit.specs import TensorSpec
 from ckptkit.written_file import Regions, WrittenFile
 
 REGION = 4 * 4096
@@ -103,3 +107,18 @@ def test_an_abandoned_file_is_written_no_more(tmp_path: Path) -> None:
     file.write(b"1" * 50, 0)
     file.abandon()
     assert (tmp_path / "x").read_bytes() == bytes(100)
+
+
+def test_a_disk_that_is_full_when_a_file_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is written last the file is not made, nor anything left of it."""
+    specs = {"a": TensorSpec("a", (100,), torch.uint8)}
+    writer = FilesWriter(tmp_path, SafetensorsFiles(specs, {"model.safetensors": ["a"]}))
+
+    def full(self: Regions, file: WrittenFile) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Regions, "finish", full)
+    with pytest.raises(OSError, match="No space left"):
+        writer.write("a", torch.zeros(100, dtype=torch.uint8))
+    writer.discard()
+    assert list(tmp_path.iterdir()) == []
