@@ -125,14 +125,15 @@ class FilesWriter:
             self._left[file].remove(name)
             if self._left[file]:
                 return
-            written, temporary = self._open.pop(file)
+            written, made = self._open.pop(file)
         try:
             written.close()
-            temporary.rename(self._root / file)
+            made = made.rename(self._root / file)
+            self._whole(file, {name: self.digests[name] for name in self._files.names[file]})
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            # What is whole and not recorded as such would be written again.
+            made.unlink(missing_ok=True)
             raise
-        self._whole(file, {name: self.digests[name] for name in self._files.names[file]})
 
     def finish(self) -> None:
         if self._waiting:

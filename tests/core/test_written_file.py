@@ -109,15 +109,17 @@ def test_an_abandoned_file_is_written_no_more(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_bytes() == bytes(100)
 
 
-def test_a_disk_that_is_full_when_a_file_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is written last the file is not made, nor anything left of it."""
-    specs = {"a": TensorSpec("a", (100,), torch.uint8)}
-    writer = FilesWriter(tmp_path, SafetensorsFiles(specs, {"model.safetensors": ["a"]}))
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_disk_that_is_full_when_a_file_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool) -> None:
+    """When its last bytes are written, or when it is recorded: nothing of it is left, and none is counted that is not there."""
 
-    def full(self: Regions, file: WrittenFile) -> None:
+    def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Regions, "finish", full)
+    if not recorded:
+        monkeypatch.setattr(Regions, "finish", full)
+    files = SafetensorsFiles({"a": TensorSpec("a", (100,), torch.uint8)}, {"model.safetensors": ["a"]})
+    writer = FilesWriter(tmp_path, files, whole=full)
     with pytest.raises(OSError, match="No space left"):
         writer.write("a", torch.zeros(100, dtype=torch.uint8))
     writer.discard()
