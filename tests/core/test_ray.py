@@ -160,7 +160,8 @@ def test_a_task_that_ends_while_another_fails_does_not_take_the_process_with_it(
     # In a process of its own: Ray aborted it within 10 to 30 rounds where tasks were cancelled.
     words = [sys.executable, str(Path(__file__).parents[1] / "failing_tasks.py"), cluster.address, "40"]
     ended = subprocess.run(words, env=environment(), capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (0, "40 failed, 40 stopped\n"), ended.stderr
+    # Ray prints before it what it has to say of nodes that other tests took away.
+    assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["40 failed, 40 stopped"]), ended.stderr
 
 
 def test_a_report_of_a_sound_checkpoint_is_the_same(cluster: Any, releases: Paths, converted: Paths) -> None:
