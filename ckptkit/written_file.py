@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from ckptkit.raw import BLOCK, BUFFER, LARGE, UNSUPPORTED, copy_bytes, cuts, new_buffer, reopened
 
-_LARGEST = 1 << 30  # Linux moves at most 2 GiB a call
 _OPEN, _OF_THREAD = 8, 2  # regions that may be open, and how many more for each thread that fills them
 
 
@@ -157,5 +156,5 @@ class WrittenFile:
 
 def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
     while view:
-        written = os.pwrite(descriptor, view[:_LARGEST], offset)
+        written = os.pwrite(descriptor, view, offset)
         view, offset = view[written:], offset + written

@@ -7,7 +7,7 @@ import itertools
 import os
 import random
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -94,7 +94,7 @@ def test_a_file_is_not_closed_while_another_thread_writes_what_had_to_make_room(
         writing = pool.submit(second.write, b"2" * 50, 0)
         assert begun.wait(10)
         closing = pool.submit(first.close)
-        assert not closing.done()
+        assert not wait([closing], timeout=0.3).done
         go_on.set()
         writing.result()
         closing.result()
