@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit import options as common
-from ckptkit.allocator import give_back_large_memory
+from ckptkit.allocator import set_up_memory
 from ckptkit.collector import uncollected
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import locate
@@ -347,7 +347,7 @@ def main() -> None:
     debug = "--debug" in sys.argv
     # Headers of large models are a million objects that live to the end: looking through all of them again and again takes half of the time.
     gc.set_threshold(200_000, 10, 10)
-    give_back_large_memory()
+    set_up_memory()
     try:
         result = cli.main(standalone_mode=False)
         sys.exit(result if isinstance(result, int) else 0)
@@ -363,6 +363,9 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort) as error:
         click.echo("; ".join(["interrupted", *getattr(error.__cause__ or error, "__notes__", ["nothing was left behind"])]), err=True)
         sys.exit(130)
+    finally:
+        # As the interpreter ends it would look through everything once more, for a second where model classes were imported.
+        gc.freeze()
 
 
 def _fail(error: Exception, debug: bool) -> None:

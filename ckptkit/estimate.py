@@ -8,7 +8,6 @@ gets the most bytes when files are dealt out, largest first, each to whoever has
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tempfile
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from blake3 import blake3
 from zlib_ng import zlib_ng
 
 from ckptkit.copy import IN_FLIGHT
@@ -125,7 +125,7 @@ def measure_throughput(directory: Path, steps: Sequence[Callable[[], int]] = ())
     """Measures this machine for about a second: the storage of `directory`, an existing one, and one core.
 
     Writes at most 64 MiB to a file that is gone afterwards, to the disk, and reads them back past the page cache where the kernel
-    lets go of them. The core puts two halves together and takes SHA-256 and CRC-32, as writing a Megatron checkpoint does, and then
+    lets go of them. The core puts two halves together and takes BLAKE3 and CRC-32, as writing a Megatron checkpoint does, and then
     does `steps`, each of which returns the bytes of plain weights that it has worked on. Raises CkptkitError when nothing can be written there.
     """
     piece = os.urandom(_PIECE)
@@ -152,7 +152,7 @@ def _written(descriptor: int, piece: bytes) -> int:
 def _transformed(piece: bytes) -> int:
     halves = np.frombuffer(piece, np.uint8).reshape(2, -1)
     merged = np.concatenate([halves[1], halves[0]])
-    hashlib.sha256(merged).digest()
+    blake3(merged).digest()
     zlib_ng.crc32(merged)
     return len(piece)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,10 @@ def execute(job: Job, work: Work, how: How) -> None:
     with _destination(job, how) as (partial, journal):
         _write_side_files(work, partial)
         if how.ray is None:
-            write_files(work, partial, journal, list(work.files()), how.workers, how.memory)
+            with ThreadPoolExecutor(1) as meanwhile:
+                for output in work.outputs:
+                    meanwhile.submit(output.files.prepare)
+                write_files(work, partial, journal, list(work.files()), how.workers, how.memory)
         else:
             # Imported here because few want it, and it needs this module.
             from ckptkit.on_ray import write_on_ray

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tempfile
 import threading
@@ -10,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from blake3 import blake3
 from torch import Tensor
 from zlib_ng import zlib_ng
 
@@ -49,6 +49,9 @@ class Files(Protocol):
 
     def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:
         """Reads the tensors of a file back. Raises CkptkitError where it is damaged."""
+
+    def prepare(self) -> None:
+        """Does what takes a while and can be done while files are written, for `finish` to be quick."""
 
     def finish(self, root: Path) -> None:
         """Writes what makes a checkpoint of the files when all are there: an index, metadata, a tracker."""
@@ -95,7 +98,7 @@ class FilesWriter:
         self._put(name, file, stream.piece, stream.finish)
 
     def _put(self, name: str, file: WrittenFile, piece: Piece, finish: Callable[[], None]) -> None:
-        digest = hashlib.sha256()
+        digest = blake3()
 
         def digested(begin: int, end: int) -> memoryview:
             content = piece(begin, end)

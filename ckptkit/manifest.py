@@ -1,12 +1,11 @@
 """`ckptkit.json`: a digest of every tensor and side file of a checkpoint, and what it was made from, to prove a copy of it later.
 
-Digests are SHA-256 of the bytes of a tensor as it lies in memory (little-endian, row-major): nobody can make other weights with the same
+Digests are BLAKE3 of the bytes of a tensor as it lies in memory (little-endian, row-major): nobody can make other weights with the same
 digest. A manifest proves what it is kept apart from: whoever can change weights can write a new manifest beside them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +13,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
 from torch import Tensor
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.copy import copy
-from ckptkit.digest import TensorDigest, is_sha256
+from ckptkit.digest import TensorDigest, is_blake3
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import Location
 from ckptkit.remote_file import size_of
 from ckptkit.safetensors_io import MAX_HEADER, read_json
 from ckptkit.sidefiles import MANIFEST, side_files
 
-SCHEMA = "ckptkit-manifest/1"
+SCHEMA = "ckptkit-manifest/2"
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def digests_of(checkpoint: Checkpoint, workers: int | None = None) -> dict[str, 
 
 
 def described_files(location: Location, beside: Sequence[Path] = ()) -> dict[str, str]:
-    """SHA-256 of what belongs to a checkpoint besides its tensors, by path relative to its root.
+    """BLAKE3 of what belongs to a checkpoint besides its tensors, by path relative to its root.
 
     In an HF directory: config, tokenizer, templates, code. In a Megatron one: the iteration's metadata and everything below `hf/` and the
     directories `beside`.
@@ -75,12 +75,15 @@ def described_files(location: Location, beside: Sequence[Path] = ()) -> dict[str
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal. Raises CkptkitError when it cannot be read."""
+    """BLAKE3 of a file in hexadecimal. Raises CkptkitError when it cannot be read."""
+    digest = blake3()
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            while piece := file.read(1 << 20):
+                digest.update(piece)
     except OSError as error:
         raise CkptkitError(f"{path}: {error.strerror}", "it belongs to the checkpoint; make it readable") from error
+    return digest.hexdigest()
 
 
 def lineage_of(location: Location) -> dict[str, str]:
@@ -90,12 +93,12 @@ def lineage_of(location: Location) -> dict[str, str]:
     """
     manifest = location.root / MANIFEST
     if manifest.exists() and "tensors" in read_json(manifest):
-        return {"source": location.root.name, "sha256_of": "manifest", "sha256": file_digest(manifest)}
-    digest = hashlib.sha256()
+        return {"source": location.root.name, "digest_of": "manifest", "digest": file_digest(manifest)}
+    digest = blake3()
     for path in sorted([*location.path.glob("*.safetensors"), *location.path.glob("*.distcp"), *location.path.glob(".metadata")]):
         digest.update(f"{path.name} {size_of(path)}\n".encode())
         digest.update(_header(path))
-    return {"source": location.root.name, "sha256_of": "headers", "sha256": digest.hexdigest()}
+    return {"source": location.root.name, "digest_of": "headers", "digest": digest.hexdigest()}
 
 
 def _header(path: Path) -> bytes:
@@ -130,9 +133,9 @@ def read_manifest(path: Path) -> Manifest:
     tensors, files = content.get("tensors"), content.get("files")
     if not isinstance(tensors, dict) or not tensors or not isinstance(files, dict):
         raise CkptkitError(f"{path} has no digests: an earlier version of ckptkit wrote it", "make one of the sound checkpoint with `ckptkit manifest`")
-    if wrong := next((name for name, one in files.items() if not is_sha256(one)), None):
-        raise CkptkitError(f"{path}: the digest of {wrong} is no SHA-256", "take the manifest from where it was kept")
+    if wrong := next((name for name, one in files.items() if not is_blake3(one)), None):
+        raise CkptkitError(f"{path}: the digest of {wrong} is no BLAKE3", "take the manifest from where it was kept")
     found = {name: TensorDigest.parse(entry) for name, entry in tensors.items()}
     if wrong := next((name for name, digest in found.items() if digest is None), None):
-        raise CkptkitError(f"{path}: the entry of {wrong} is not [dtype, shape, SHA-256]", "take the manifest from where it was kept")
+        raise CkptkitError(f"{path}: the entry of {wrong} is not [dtype, shape, BLAKE3]", "take the manifest from where it was kept")
     return Manifest({name: digest for name, digest in found.items() if digest is not None}, files)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptkit.allocator import give_back_large_memory
+from ckptkit.allocator import set_up_memory
 from ckptkit.cluster import connected
 from ckptkit.errors import CkptkitError
 from ckptkit.execute import write_files
@@ -101,7 +101,7 @@ def write_batch(run: Run, files: Sequence[str]) -> None:
 @lru_cache(maxsize=1)
 def _planned(job: Job, source: str, plan: str) -> Work:
     """The plan, made once a process. Raises CkptkitError when it is not the coordinator's."""
-    give_back_large_memory()
+    set_up_memory()
     work = planned(job)
     if job.asked()["source"] != source or digest_of(work) != plan:
         raise CkptkitError(

@@ -69,6 +69,9 @@ class SafetensorsFiles:
         for name in shard.specs:
             yield name, shard.read(name)
 
+    def prepare(self) -> None:
+        """Nothing."""
+
     def finish(self, root: Path) -> None:
         """Writes the index."""
         if [Path(file).name for file in self.names] == [SINGLE]:

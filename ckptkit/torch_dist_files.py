@@ -7,6 +7,7 @@ Format: torch.distributed.checkpoint (DCP) blobs in `.distcp` files, a pickled D
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import itertools
 import json
@@ -148,6 +149,10 @@ class TorchDistFiles:
                     tensor[part.box] = chunk
             yield name, tensor
 
+    def prepare(self) -> None:
+        """Imports torch's classes for metadata, which takes half a second."""
+        importlib.import_module("torch.distributed.checkpoint")
+
     def finish(self, root: Path) -> None:
         """Writes the metadata, the arguments and the tracker."""
         path = root / _FOLDER
@@ -160,7 +165,7 @@ class TorchDistFiles:
 
     def _metadata(self) -> Any:
         """What torch.distributed.checkpoint calls `Metadata`."""
-        # Imported here because it takes a second, and a plan does without.
+        # Imported here because a plan does without (`prepare`).
         from torch.distributed.checkpoint.filesystem import _StorageInfo
         from torch.distributed.checkpoint.metadata import (
             BytesStorageMetadata,

@@ -66,4 +66,4 @@ def _difference(manifest: Manifest, spec: TensorSpec, digest: bytes) -> str | No
     promised = manifest.tensors[spec.name]
     if (promised.dtype, promised.shape) != (dtype_name(spec.dtype), spec.shape):
         return f"{list(spec.shape)} {dtype_name(spec.dtype)}, in the manifest {list(promised.shape)} {promised.dtype}"
-    return None if promised.sha256 == digest.hex() else "its bytes are others"
+    return None if promised.blake3 == digest.hex() else "its bytes are others"

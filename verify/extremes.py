@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import math
 from dataclasses import dataclass
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from ckptkit.raw import bytes_of
@@ -23,7 +23,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 class Extremes:
     """What one tensor holds.
 
-    `digest` is the SHA-256 of its bytes. `finite`: whether all of it is. `low` and `high` are the smallest and largest value, `rms` the
+    `digest` is the BLAKE3 of its bytes. `finite`: whether all of it is. `low` and `high` are the smallest and largest value, `rms` the
     root of the mean square (0 of integers), `zero_rows` the rows of nothing but zeros. `coarse`: a few float32 numbers that are all
     numbers of bfloat16 too.
     """
@@ -60,8 +60,8 @@ class _Piece:
 
 
 def digest_of(tensor: Tensor) -> bytes:
-    """SHA-256 of the bytes of a contiguous tensor."""
-    return hashlib.sha256(bytes_of(tensor)).digest()
+    """BLAKE3 of the bytes of a contiguous tensor."""
+    return blake3(bytes_of(tensor)).digest()
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
@@ -78,7 +78,7 @@ def extremes(tensor: Tensor) -> Extremes:
     if not tensor.numel():
         return Extremes(digest_of(tensor), 0, True, 0.0, 0.0, 0.0, 0, 0)
     rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
-    digest, pieces = hashlib.sha256(), []
+    digest, pieces = blake3(), []
     for piece in torch.split(rows, max(1, _PIECE // (rows.shape[1] * rows.element_size()))):
         digest.update(bytes_of(piece))
         pieces.append(_measured(piece))

@@ -1,41 +1,63 @@
-"""Large memory that is freed goes back to the system, wherever it lay."""
+"""Large memory is made of huge pages, and goes back to the system when it is freed, wherever it lay."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from processes import environment
 
-# Matrices of 24 MiB, each with something small behind it that stays, so that the heap cannot shrink below it. Prints MiB that are resident and unused.
-RUN = """
-import re, sys, torch
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+# Prints MiB of what /proc says of this process.
+MEASURED = """
+import re, sys
 from pathlib import Path
-from ckptkit.allocator import give_back_large_memory
+from ckptkit.allocator import set_up_memory
 
-def resident():
-    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+def mib(file, what):
+    return int(re.search(what + r":\\s+(\\d+)", Path(f"/proc/self/{file}").read_text())[1]) / 1024
 
-if sys.argv[1] == "give back":
-    give_back_large_memory()
+if sys.argv[1] == "set up":
+    set_up_memory()
+import torch
+"""
+
+# Matrices of 24 MiB, each with something small behind it that stays, so that the heap cannot shrink below it: what is resident and unused.
+UNUSED = """
 torch.ones(24 << 18)  # glibc learns from the first that is freed
-kept, before = [], resident()
+kept, before = [], mib("status", "RssAnon")
 for _ in range(4):
     matrices = [torch.ones(6 << 20) for _ in range(4)]
     kept.append(bytearray(100_000))
     del matrices
-print(resident() - before)
+print(mib("status", "RssAnon") - before)
+"""
+
+HUGE = """
+matrix = torch.ones(16 << 20)
+print(mib("smaps_rollup", "AnonHugePages"))
 """
 
 
-def held(how: str) -> float:
-    """MiB that a process holds after it has freed them."""
-    done = subprocess.run([sys.executable, "-c", RUN, how], env=environment(), capture_output=True, text=True, check=False)
+def measured(code: str, how: str) -> float:
+    """What a process prints that has memory set up, or as it is."""
+    given = {name: value for name, value in environment().items() if name != "THP_MEM_ALLOC_ENABLE"}
+    done = subprocess.run([sys.executable, "-c", MEASURED + code, how], env=given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return float(done.stdout)
 
 
 def test_what_is_freed_is_not_held() -> None:
-    assert held("give back") < 10
+    assert measured(UNUSED, "set up") < 10
     # Otherwise there would be nothing to be done.
-    assert held("as it is") > 20
+    assert measured(UNUSED, "as it is") > 20
+
+
+def test_a_large_tensor_is_made_of_huge_pages() -> None:
+    if not HUGE_PAGES.exists() or "[madvise]" not in HUGE_PAGES.read_text():
+        pytest.skip("this kernel gives huge pages to all, or to none")
+    assert measured(HUGE, "set up") >= 16
+    assert measured(HUGE, "as it is") == 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from blake3 import blake3
 from families import CASES, case
 from safetensors.torch import load_file
 from torch import Tensor
@@ -66,9 +66,9 @@ class Starts:
             found = {name: tensor for shard in sorted(path.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
             beside = [one.name for one in sorted(path.iterdir()) if one.suffix != ".safetensors" and one.name != INDEX]
             content = {
-                "schema": "ckptkit-manifest/1",
+                "schema": "ckptkit-manifest/2",
                 "tensors": {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _digest(tensor)] for name, tensor in found.items()},
-                "files": {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in beside},
+                "files": {name: blake3((path / name).read_bytes()).hexdigest() for name in beside},
             }
             file.write_text(json.dumps(content))
         return file
@@ -84,7 +84,7 @@ class Starts:
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return blake3(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def write_tokenizer(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -12,14 +11,17 @@ from typing import Any
 import models
 import pytest
 import torch
+from blake3 import blake3
 from click.testing import CliRunner
 from torch import Tensor
 
 from ckptkit.api import convert, make_manifest, quantize
 from ckptkit.cli import cli
+from ckptkit.digest import TensorDigest
 from ckptkit.errors import CkptkitError
 from ckptkit.manifest import read_manifest
 from quant.scheme import QuantScheme
+from verify.extremes import extremes
 from verify.report import CheckResult, Finding, Report
 from verify.run import verify
 
@@ -31,9 +33,17 @@ Alone = Callable[..., tuple[CheckResult | None, list[Finding]]]
 UP = "model.layers.3.mlp.up_proj.weight"
 
 
-def sha256(tensor: Tensor) -> str:
+def digest_of(tensor: Tensor) -> str:
     """By way of numpy's own bytes."""
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return blake3(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def test_a_digest_is_blake3() -> None:
+    """Of the three bytes `abc`, as other implementations have it."""
+    expected = "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
+    digest = TensorDigest.of(torch.tensor([97, 98, 99], dtype=torch.uint8))
+    assert digest.to_json() == ["uint8", [3], expected]
+    assert extremes(torch.tensor([97, 98, 99], dtype=torch.uint8)).digest.hex() == expected
 
 
 def promised(path: Path) -> dict[str, Any]:
@@ -56,11 +66,11 @@ def manifests(releases: Make, tmp_path_factory: pytest.TempPathFactory) -> Calla
 def test_the_manifest_of_a_release(releases: Make, manifests: Make) -> None:
     release = releases("glm4_moe")
     content = promised(manifests("glm4_moe"))
-    assert content["schema"] == "ckptkit-manifest/1"
-    expected = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), sha256(tensor)] for name, tensor in models.tensors(release).items()}
+    assert content["schema"] == "ckptkit-manifest/2"
+    expected = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), digest_of(tensor)] for name, tensor in models.tensors(release).items()}
     assert content["tensors"] == expected
     files = ("config.json", "generation_config.json", "tokenizer_config.json")
-    assert content["files"] == {name: hashlib.sha256((release / name).read_bytes()).hexdigest() for name in files}
+    assert content["files"] == {name: blake3((release / name).read_bytes()).hexdigest() for name in files}
 
 
 def test_what_is_converted_has_a_manifest(releases: Make, tmp_path: Path) -> None:
@@ -70,12 +80,12 @@ def test_what_is_converted_has_a_manifest(releases: Make, tmp_path: Path) -> Non
     content = promised(there / "ckptkit.json")
     assert {"release/common.pt", "release/.metadata", "release/metadata.json", "hf/config.json"} <= content["files"].keys()
     embedding = models.tensors(release)["model.embed_tokens.weight"]
-    assert content["tensors"]["embedding.word_embeddings.weight"] == ["bfloat16", [352, 128], sha256(embedding)]
+    assert content["tensors"]["embedding.word_embeddings.weight"] == ["bfloat16", [352, 128], digest_of(embedding)]
     assert promised(make_manifest(there, tmp_path / "again.json"))["tensors"] == content["tensors"]
     written = promised(back / "ckptkit.json")
-    assert {name: entry[2] for name, entry in written["tensors"].items()} == {name: sha256(tensor) for name, tensor in models.tensors(release).items()}
-    digest = hashlib.sha256((there / "ckptkit.json").read_bytes()).hexdigest()
-    assert written["lineage"] == {"source": "megatron", "sha256_of": "manifest", "sha256": digest}
+    assert {name: entry[2] for name, entry in written["tensors"].items()} == {name: digest_of(tensor) for name, tensor in models.tensors(release).items()}
+    digest = blake3((there / "ckptkit.json").read_bytes()).hexdigest()
+    assert written["lineage"] == {"source": "megatron", "digest_of": "manifest", "digest": digest}
     for path in (there, back):
         assert verify(path, manifest=path / "ckptkit.json").findings == []
 
@@ -83,15 +93,15 @@ def test_what_is_converted_has_a_manifest(releases: Make, tmp_path: Path) -> Non
 def test_what_is_quantized_has_a_manifest(releases: Make, tmp_path: Path) -> None:
     quantize(releases("qwen2-tied"), tmp_path / "int4", QuantScheme(32, "qmax7"))
     content = promised(tmp_path / "int4" / "ckptkit.json")
-    assert {name: entry[2] for name, entry in content["tensors"].items()} == {name: sha256(one) for name, one in models.tensors(tmp_path / "int4").items()}
-    assert content["lineage"]["sha256_of"] == "headers"
+    assert {name: entry[2] for name, entry in content["tensors"].items()} == {name: digest_of(one) for name, one in models.tensors(tmp_path / "int4").items()}
+    assert content["lineage"]["digest_of"] == "headers"
 
 
 def test_the_headers_of_another_release_are_another_lineage(releases: Make, tmp_path: Path) -> None:
     found = []
     for name in ("qwen2-tied", "qwen2-untied"):
         convert(releases(name), tmp_path / name)
-        found.append(promised(tmp_path / name / "ckptkit.json")["lineage"]["sha256"])
+        found.append(promised(tmp_path / name / "ckptkit.json")["lineage"]["digest"])
     assert len(set(found)) == 2
 
 
@@ -175,7 +185,7 @@ def test_a_manifest_from_before_digests_is_completed(converted: Make, copy_of: C
     [
         ({"schema": "something/2"}, "schema 'something/2'"),
         ({"tensors": {}}, "has no digests"),
-        ({"files": {"config.json": "short"}}, "the digest of config.json is no SHA-256"),
+        ({"files": {"config.json": "short"}}, "the digest of config.json is no BLAKE3"),
         ({"tensors": {"x": ["bfloat16", [1], "0" * 63]}}, "the entry of x is not"),
         ({"tensors": {"x": ["bfloat16", [1.5], "0" * 64]}}, "the entry of x is not"),
     ],
