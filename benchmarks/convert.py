@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from measure import ROUNDS, Run, forget, remember, run
+from measure import Command, cold_runs
 
 HERE = Path(__file__).parent
 MODELS = ("moe", "dense")
@@ -28,21 +27,7 @@ def _rows_of(model: str) -> Iterator[dict[str, Any]]:
         work = Path(directory)
         # In a process of its own: a child's ru_maxrss starts from the size of the process that it was forked from.
         subprocess.run([sys.executable, "models.py", model, str(work / "hf")], check=True, cwd=HERE)
-        runs: dict[str, list[Run]] = {}
-        for _ in range(ROUNDS):
-            last = None
-            for what, (command, source, product) in _commands(work).items():
-                files = [path for path in source.rglob("*") if path.is_file()]
-                # What is below a virtual disk may have a cache of its own, which nobody can drop: the first to read would be the slowest.
-                if source != last:
-                    remember(files)
-                forget(files)
-                last = source
-                runs.setdefault(what, []).append(run(command, product))
-                print(f"{what}: {runs[what][-1].settled:.1f} s until the disk has it", file=sys.stderr)
-                # What the commands after it read stays; the rest would fill the disk.
-                if product is not None and product != work / "megatron":
-                    shutil.rmtree(product)
+        runs = cold_runs(_commands(work), [work / "megatron"])
         size = sum(path.stat().st_size for path in (work / "hf").glob("*.safetensors"))
     median = {what: statistics.median(one.seconds for one in found) for what, found in runs.items()}
     settled = {what: statistics.median(one.settled for one in found) for what, found in runs.items()}
@@ -62,11 +47,11 @@ def _rows_of(model: str) -> Iterator[dict[str, Any]]:
         }
 
 
-def _commands(work: Path) -> dict[str, tuple[list[str], Path, Path | None]]:
+def _commands(work: Path) -> dict[str, Command]:
     """What is measured: a name, the command, what it reads and what it writes; those that read the same, one after the other."""
     ckptkit, built = [sys.executable, "-m", "ckptkit"], [sys.executable, "-W", "ignore", str(HERE / "built.py")]
     hf, megatron = work / "hf", work / "megatron"
-    found: dict[str, tuple[list[str], Path, Path | None]] = {
+    found: dict[str, Command] = {
         "cat HF": (["sh", "-c", f"cat {hf}/*.safetensors"], hf, None),
         "cp -r HF": (["cp", "-r", str(hf), str(work / "cp")], hf, work / "cp"),
         "HF -> Megatron": ([*ckptkit, "convert", str(hf), str(megatron)], hf, megatron),

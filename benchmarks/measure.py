@@ -7,8 +7,9 @@ import mmap
 import os
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,29 @@ def run(command: Sequence[str], product: Path | None = None) -> Run:
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed")
     return Run(seconds, settled, usage.ru_maxrss * 1024, anonymous)
+
+
+# What is run, the directory that it reads, and the one that it writes.
+Command = tuple[list[str], Path, Path | None]
+
+
+def cold_runs(commands: Mapping[str, Command], kept: Collection[Path]) -> dict[str, list[Run]]:
+    """ROUNDS times every command in turn, on files that are not in the page cache. What is written is removed at once, unless `kept`, for it fills disks."""
+    runs: dict[str, list[Run]] = {what: [] for what in commands}
+    for _ in range(ROUNDS):
+        last = None
+        for what, (command, source, product) in commands.items():
+            files = [path for path in source.rglob("*") if path.is_file()]
+            # What is below a virtual disk may have a cache of its own, which nobody can drop: the first to read would be the slowest.
+            if source != last:
+                remember(files)
+            forget(files)
+            last = source
+            runs[what].append(run(command, product))
+            print(f"{what}: {runs[what][-1].settled:.1f} s until the disk has it", file=sys.stderr)
+            if product is not None and product not in kept:
+                shutil.rmtree(product)
+    return runs
 
 
 def _anonymous(pid: int) -> int:

@@ -1,4 +1,4 @@
-"""`ckptkit quantize` of a whole checkpoint against `cat` of its files to /dev/null: how near it is to the speed of reading."""
+"""INT4 from HF and from Megatron against `cat` of its source to /dev/null: how near it is to the speed of reading."""
 
 from __future__ import annotations
 
@@ -7,51 +7,42 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from measure import ROUNDS, Run, forget, remember, run
+from measure import Command, cold_runs
 
-MODELS = {"moe": ("cold", "warm"), "moe-12": ("cold",)}  # 8.7 and 16.2 GB; the larger does not fit into the page cache of every machine
-CAT = "cat to /dev/null"
+MODELS = ("moe", "moe-12", "moe-18")  # 8.7, 16.2 and 23.7 GB: the larger, the less do seconds of imports weigh
 
 
 def rows() -> list[dict[str, Any]]:
-    """Seconds, throughput and memory of both, on files that are not in the page cache ("cold") and that are ("warm")."""
-    chosen = os.environ.get("BENCH_MODELS", " ".join(MODELS)).split()
-    return [row for model in chosen for row in _rows_of(model, MODELS.get(model, ("cold",)))]
+    """Seconds, throughput and memory of each, on files that are not in the page cache."""
+    return [row for model in os.environ.get("BENCH_MODELS", " ".join(MODELS)).split() for row in _rows_of(model)]
 
 
-def _rows_of(model: str, states: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _rows_of(model: str) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as directory:
-        source, target = Path(directory, "hf"), Path(directory, "int4")
-        subprocess.run([sys.executable, "models.py", model, str(source)], check=True, cwd=Path(__file__).parent)
-        files = sorted(source.glob("*.safetensors"))
-        commands = {
-            CAT: ["cat", *map(str, files)],
-            "quantize": [sys.executable, "-m", "ckptkit", "quantize", str(source), str(target), "--group-size", "128"],
+        hf, megatron, int4 = (Path(directory, name) for name in ("hf", "megatron", "int4"))
+        ckptkit = [sys.executable, "-m", "ckptkit"]
+        subprocess.run([sys.executable, "models.py", model, str(hf)], check=True, cwd=Path(__file__).parent)
+        subprocess.run([*ckptkit, "convert", str(hf), str(megatron)], check=True)
+        commands: dict[str, Command] = {
+            "cat HF": (["sh", "-c", f"cat {hf}/*.safetensors"], hf, None),
+            "HF -> INT4": ([*ckptkit, "quantize", str(hf), str(int4)], hf, int4),
+            "cat Megatron": (["sh", "-c", f"cat {megatron}/release/*.distcp"], megatron, None),
+            "Megatron -> INT4": ([*ckptkit, "convert", str(megatron), str(int4), "--quantize", "w4a16"], megatron, int4),
         }
-        runs: dict[tuple[str, str], list[Run]] = {}
-        for _ in range(ROUNDS):
-            for state in states:
-                for what, command in commands.items():
-                    (forget if state == "cold" else remember)(files)
-                    runs.setdefault((what, state), []).append(run(command, target))
-        size = sum(file.stat().st_size for file in files)
-    for (what, state), found in runs.items():
-        yield _row(what, state, found, runs[CAT, state], size)
-
-
-def _row(what: str, state: str, runs: list[Run], reading: list[Run], size: int) -> dict[str, Any]:
-    seconds, floor = (statistics.median(one.seconds for one in found) for found in (runs, reading))
-    return {
-        "GB": round(size / 1e9, 1),
-        "what": what,
-        "page cache": state,
-        "seconds": round(seconds, 2),
-        "ratio to cat": round(seconds / floor, 2),
-        "GB/s read": round(size / seconds / 1e9, 2),
-        "peak MiB": max(one.resident for one in runs) >> 20,
-        "anonymous MiB": max(one.anonymous for one in runs) >> 20,
-    }
+        runs = cold_runs(commands, [])
+        size = sum(path.stat().st_size for path in hf.glob("*.safetensors"))
+    seconds = {what: statistics.median(one.settled for one in found) for what, found in runs.items()}
+    for what, found in runs.items():
+        yield {
+            "GB": round(size / 1e9, 1),
+            "what": what,
+            "on disk": round(seconds[what], 2),
+            "ratio to cat": round(seconds[what] / seconds["cat Megatron" if "Megatron" in what else "cat HF"], 2),
+            "GB/s read": round(size / seconds[what] / 1e9, 2),
+            "peak MiB": max(one.resident for one in found) >> 20,
+            "anonymous MiB": max(one.anonymous for one in found) >> 20,
+        }

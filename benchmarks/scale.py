@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from convert import HERE
-from measure import ROUNDS, Run, forget, remember, run
+from measure import Command, cold_runs
 
 SIZES = ("0.5", "1", "2", "4", "8", "16")
 
@@ -34,24 +33,13 @@ def _rows_of(size: str) -> Iterator[dict[str, Any]]:
         hf, megatron, copied = work / "hf", work / "megatron", work / "copied"
         subprocess.run([sys.executable, "models.py", size, str(hf)], check=True, cwd=HERE)
         ckptkit = [sys.executable, "-m", "ckptkit", "convert"]
-        commands: dict[str, tuple[list[str], Path, Path]] = {
+        commands: dict[str, Command] = {
             "cp -r": (["cp", "-r", str(hf), str(copied)], hf, copied),
             "HF -> Megatron": ([*ckptkit, str(hf), str(megatron)], hf, megatron),
             # To where it came from: three of the largest are more than many disks have room for.
             "Megatron -> HF": ([*ckptkit, str(megatron), str(hf)], megatron, hf),
         }
-        runs: dict[str, list[Run]] = {what: [] for what in commands}
-        for _ in range(ROUNDS):
-            last = None
-            for what, (command, source, product) in commands.items():
-                files = [path for path in source.rglob("*") if path.is_file()]
-                # As in `convert`: what is below a virtual disk is the same for all that read these.
-                if source != last:
-                    remember(files)
-                forget(files)
-                last = source
-                runs[what].append(run(command, product))
-                shutil.rmtree(copied, ignore_errors=True)
+        runs = cold_runs(commands, [hf, megatron])
         nbytes = sum(path.stat().st_size for path in hf.glob("*.safetensors"))
     for what, found in runs.items():
         yield {

@@ -21,8 +21,9 @@ from torch import Tensor
 from zlib_ng import zlib_ng
 
 from ckptkit import unpickle
+from ckptkit.buffers import bytes_of, elements, tensor_of
 from ckptkit.errors import CkptkitError
-from ckptkit.raw import ARENA, BLOCK, Extent, FileExtent, bytes_of, elements, held, read_into, tensor_of, view
+from ckptkit.raw import ARENA, BLOCK, Extent, FileExtent, held, read_into, view
 
 STORAGE_OF_DTYPE = {
     torch.float64: "DoubleStorage",

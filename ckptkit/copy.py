@@ -6,12 +6,13 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
+from ckptkit.buffers import BUFFER
 from ckptkit.checkpoint import Checkpoint, CheckpointWriter
 from ckptkit.errors import CkptkitError
 from ckptkit.files import FilesWriter
 from ckptkit.plan import extents_of, moved, passes, places_of
 from ckptkit.progress import progress
-from ckptkit.raw import ARENA, BUFFER, Extent, prefetched
+from ckptkit.raw import ARENA, Extent, prefetched
 from ckptkit.store import StoreError
 
 BATCH = 20 << 20  # bytes that are read at once: groups up to there, or a group
@@ -50,7 +51,7 @@ def copy(
 
 def cores() -> int:
     """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads(memory: int) -> int:

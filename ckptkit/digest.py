@@ -9,7 +9,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from ckptkit.raw import bytes_of
+from ckptkit.buffers import bytes_of
 from ckptkit.specs import TensorSpec
 
 _HEX = frozenset("0123456789abcdef")

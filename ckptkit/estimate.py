@@ -21,7 +21,7 @@ import numpy as np
 from blake3 import blake3
 from zlib_ng import zlib_ng
 
-from ckptkit.copy import IN_FLIGHT
+from ckptkit.copy import IN_FLIGHT, STREAM
 from ckptkit.errors import CkptkitError
 
 GB = 1e9
@@ -75,15 +75,19 @@ class Volume:
 
 @dataclass(frozen=True)
 class Machines:
-    """`nodes` with `workers` processes of `threads` each. `shared`: GB/s of a file system that holds both sides for all of them; None: each has its own."""
+    """`nodes` with `workers` processes of `threads` each, one a core, and `spare` ones that wait for a disk meanwhile.
+
+    `shared`: GB/s of a file system that holds both sides for all of them; None: each has its own.
+    """
 
     nodes: int = 1
     workers: int = 1
     threads: int = 1
+    spare: int = 0
     shared: float | None = None
 
     def __post_init__(self) -> None:
-        if min(self.nodes, self.workers, self.threads) < 1 or (self.shared is not None and self.shared <= 0):
+        if min(self.nodes, self.workers, self.threads) < 1 or self.spare < 0 or (self.shared is not None and self.shared <= 0):
             raise CkptkitError(f"{self} cannot work", "give at least one node, worker and thread")
 
 
@@ -108,7 +112,8 @@ def estimate(work: Volume, rates: Throughput, machines: Machines = Machines()) -
         seconds["shared storage"] = (work.read + work.written) / machines.shared / GB
     bound = max(seconds, key=lambda name: seconds[name])
     # One step more than there are threads is in flight, so that none waits; a single one may be larger than the limit.
-    memory = work.process + max(work.step, min(work.memory, (machines.threads + 1) * work.step))
+    threads = machines.threads + machines.spare
+    memory = work.process + threads * STREAM + max(work.step, min(work.memory, (threads + 1) * work.step))
     return Estimate(len(work.files), memory, START + seconds[bound], bound)
 
 

@@ -13,9 +13,10 @@ from blake3 import blake3
 from torch import Tensor
 from zlib_ng import zlib_ng
 
+from ckptkit.buffers import BUFFER, bytes_of, copy_bytes, piece_buffer
 from ckptkit.digest import TensorDigest
 from ckptkit.errors import CkptkitError
-from ckptkit.raw import BUFFER, Extent, bytes_of, copy_bytes, piece_buffer
+from ckptkit.raw import Extent
 from ckptkit.specs import TensorSpec, summarize
 from ckptkit.written_file import Regions, WrittenFile
 

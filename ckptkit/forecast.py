@@ -63,7 +63,9 @@ def forecast(job: Job, work: Work, how: How) -> Forecast:
         rates = measure_throughput(directory, list(_computing(job, work)))
     except CkptkitError as error:
         return replace(found, reason=error.message)
-    rows = tuple(rows_of(work, volume, rates, how.workers or min(cores(), threads(how.memory)), how.workers or cores()))
+    here = how.workers or min(cores(), threads(how.memory))
+    spare = 0 if how.workers else threads(how.memory) - here
+    rows = tuple(rows_of(work, volume, rates, here, spare, how.workers or cores()))
     return replace(found, directory=str(directory), measured=rates, rows=rows)
 
 
@@ -82,10 +84,10 @@ def volume_of(work: Work, memory: int) -> Volume:
     return Volume(read, sizes, step, max(read, written), memory, process)
 
 
-def rows_of(work: Work, volume: Volume, rates: Throughput, here: int, workers: int) -> Iterator[Row]:
-    """Threads of one process here: 1, 2, 4 and so on up to `here`; then Ray with `workers` processes a node."""
+def rows_of(work: Work, volume: Volume, rates: Throughput, here: int, spare: int, workers: int) -> Iterator[Row]:
+    """Threads of one process here: 1, 2, 4 and so on up to `here`, which have `spare` ones beside them; then Ray with `workers` processes a node."""
     for count in sorted({min(1 << power, here) for power in range(here.bit_length() + 1)}):
-        found = estimate(volume, rates, Machines(threads=count))
+        found = estimate(volume, rates, Machines(threads=count, spare=spare if count == here else 0))
         yield Row(False, 1, count, found.tasks, found.memory, found.seconds, found.bound)
     for nodes in RAY_NODES:
         batches = [batch.nbytes for batch in batches_of(work, nodes * workers)]

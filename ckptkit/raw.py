@@ -1,4 +1,4 @@
-"""The bytes of tensors: seen without a copy, and read from places in files. Threads may share a file.
+"""Bytes of files: read where they are asked for, or before. Threads may share a file.
 
 Large pieces are read past the page cache where the file system allows it (open(2), O_DIRECT): a checkpoint is read once, and to keep
 what nobody will ask for again costs the kernel a page of memory for each 4 KiB, and the machine what it had cached before.
@@ -22,22 +22,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ckptkit.buffers import BUFFER, bytes_of, copy_bytes, cuts, new_buffer, thread_buffer
+
 _LARGEST = 1 << 30  # Linux moves at most 2 GiB a call
 BLOCK = 4096  # offsets and sizes past the page cache are multiples of this
 LARGE = 1 << 20  # pieces from this size on go past the page cache
-BUFFER = 8 << 20  # what a disk is asked for at once: with less it is slower, with more no faster
 ARENA = 24 << 20  # bytes that a thread holds of files
 # What file systems say that have no such way: tmpfs, some network and some stacked ones.
 UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 # Bytes of a file, from the one to before the other.
 Place = tuple[Path, int, int]
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 class Extent(Protocol):
@@ -68,35 +63,14 @@ class FileExtent:
         return view(self.path, self.offset + start, nbytes)
 
 
-def tensor_of(content: memoryview) -> Tensor:
-    """Memory as uint8 [bytes]; a tensor of all of it shares it."""
-    return torch.from_numpy(np.frombuffer(content, np.uint8))
+class _Held(threading.local):
+    """What is `prefetched`: from where of a file on, and the memory that holds it."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[Path, int, Tensor]] = []
 
 
-def elements(flat: Tensor, dtype: torch.dtype) -> Tensor:
-    """What bytes, uint8 [bytes], are as elements, [elements]: in the same memory, unless they begin where no such element may."""
-    return (flat.clone() if flat.storage_offset() % dtype.itemsize else flat).view(dtype)
-
-
-def piece_buffer(length: int, use: str = "piece") -> memoryview:
-    """So many bytes of memory, which up to BUFFER the next call from this thread for the same use gives again."""
-    return _buffer(use).data[:length] if length <= BUFFER else memoryview(bytearray(length))
-
-
-def cuts(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of pieces of at most BUFFER of so many bytes that stand at `offset` of a file: such that its blocks are not cut."""
-    begin = 0
-    while begin < nbytes:
-        end = min(nbytes, (offset + begin) // BUFFER * BUFFER + BUFFER - offset)
-        yield begin, end
-        begin = end
-
-
-def row_cuts(rows: int, row: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of runs of so many rows, of `row` bytes each: of at most BUFFER bytes, or one row."""
-    several = max(1, BUFFER // row)
-    for begin in range(0, rows, several):
-        yield begin, min(rows, begin + several)
+_held = _Held()
 
 
 @contextmanager
@@ -113,19 +87,19 @@ def prefetched(places: Iterable[Place]) -> Iterator[None]:
         runs.append((path, low, high))
     try:
         if sum(high - low for _, low, high in runs) <= ARENA:
-            arena = torch.from_numpy(_buffer("arena", ARENA))
+            arena = torch.from_numpy(thread_buffer("arena", ARENA))
             for path, low, high in runs:
                 with suppress(OSError):
-                    _of_thread.held.append((path, low, arena[: _read_blocks(path, bytes_of(arena[: high - low]), low)]))
+                    _held.places.append((path, low, arena[: _read_blocks(path, bytes_of(arena[: high - low]), low)]))
                 arena = arena[high - low :]
         yield
     finally:
-        _of_thread.held = []
+        _held.places = []
 
 
 def held(path: Path, offset: int, nbytes: int) -> Tensor | None:
     """These bytes, uint8 [nbytes], where they are `prefetched`: those that stand side by side in a file do so in memory."""
-    for file, low, memory in _of_thread.held:
+    for file, low, memory in _held.places:
         if low <= offset and offset + nbytes <= low + len(memory) and file == path:
             return memory[offset - low : offset - low + nbytes]
     return None
@@ -145,7 +119,7 @@ def view(path: Path, offset: int, nbytes: int) -> memoryview:
 
 def _arena(nbytes: int) -> NDArray[np.uint8]:
     """Memory to read into: the arena, unless that holds what is `prefetched` or is too small."""
-    return new_buffer(nbytes) if nbytes > ARENA or _of_thread.held else _buffer("arena", ARENA)[:nbytes]
+    return new_buffer(nbytes) if nbytes > ARENA or _held.places else thread_buffer("arena", ARENA)[:nbytes]
 
 
 def read_into(path: Path, buffer: memoryview, offset: int) -> int:
@@ -161,11 +135,6 @@ def read_into(path: Path, buffer: memoryview, offset: int) -> int:
             if count < end - begin:
                 break
         return done
-
-
-def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copies bytes, of which there are as many on both sides. Other threads run meanwhile."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _blocks(begin: int, end: int) -> tuple[int, int]:
@@ -268,32 +237,6 @@ def _read_direct(descriptor: int, buffer: memoryview, offset: int) -> int:
 def _read_aligned(descriptor: int, memory: memoryview, offset: int) -> int:
     """Reads blocks past the page cache, straight to where they are wanted."""
     return os.preadv(descriptor, [memory], offset)
-
-
-def new_buffer(nbytes: int) -> NDArray[np.uint8]:
-    """Memory on whole blocks, for a disk to read into and write from."""
-    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A disk takes a list of pieces of memory at a time: of pages of 4 KiB that is a megabyte, of huge ones all that is asked for.
-    with suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
-
-
-class _OfThread(threading.local):
-    """A buffer for each use: memory that is used again costs nothing, and new memory a fault for each 4 KiB. And what is `prefetched`."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[str, NDArray[np.uint8]] = {}
-        self.held: list[tuple[Path, int, Tensor]] = []
-
-
-_of_thread = _OfThread()
-
-
-def _buffer(use: str, nbytes: int = BUFFER) -> NDArray[np.uint8]:
-    if use not in _of_thread.buffers:
-        _of_thread.buffers[use] = new_buffer(nbytes)
-    return _of_thread.buffers[use]
 
 
 def _read_all(descriptor: int, buffer: memoryview, offset: int) -> int:

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ckptkit.buffers import cuts
 from ckptkit.errors import CkptkitError
 from ckptkit.files import FILE_BYTES, Piece
-from ckptkit.raw import cuts
 from ckptkit.safetensors_io import INDEX, SINGLE, read_shard
 from ckptkit.specs import CODE_OF_DTYPE, TensorSpec, summarize
 from ckptkit.written_file import WrittenFile

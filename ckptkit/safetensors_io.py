@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptkit.buffers import bytes_of, elements
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import other_weights
-from ckptkit.raw import Extent, FileExtent, Place, bytes_of, elements, held, read_into
+from ckptkit.raw import Extent, FileExtent, Place, held, read_into
 from ckptkit.remote_file import RemoteFile, remote_file
 from ckptkit.specs import DTYPE_OF_CODE, TensorSpec, summarize
 

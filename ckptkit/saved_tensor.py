@@ -22,7 +22,7 @@ from torch._utils import _rebuild_tensor_v2
 from zlib_ng import zlib_ng
 
 from ckptkit.blob import STORAGE_OF_DTYPE
-from ckptkit.raw import cuts
+from ckptkit.buffers import cuts
 from ckptkit.written_file import WrittenFile
 
 _LOCAL = struct.Struct("<4s5H3I2H")

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from ckptkit.blob import STORAGE_OF_DTYPE, Blob
+from ckptkit.buffers import piece_buffer, row_cuts
 from ckptkit.errors import CkptkitError
 from ckptkit.files import FILE_BYTES, Piece
 from ckptkit.formats import TRACKER
-from ckptkit.raw import piece_buffer, row_cuts
 from ckptkit.saved_tensor import SavedLayout, SavedTensor
 from ckptkit.specs import TensorSpec
 from ckptkit.torch_dist_names import disk_key, extra_states, norm_alias, rows_apart

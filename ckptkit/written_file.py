@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.raw import BLOCK, BUFFER, LARGE, UNSUPPORTED, copy_bytes, cuts, new_buffer, reopened
+from ckptkit.buffers import BUFFER, copy_bytes, cuts, new_buffer
+from ckptkit.raw import BLOCK, LARGE, UNSUPPORTED, reopened
 
-_OPEN, _OF_THREAD = 8, 2  # regions that may be open, and how many more for each thread that fills them
+# Regions that may be open, and how many more for each thread that fills them: a dense layer's matrices that are cut by columns fill 20 at a time.
+_OPEN, _OF_THREAD = 24, 2
 
 
 @dataclass

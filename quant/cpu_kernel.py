@@ -14,6 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ckptkit.copy import cores
 from quant.cpu_code import Variant, kernel
 from quant.grids import not_finite
 from quant.llvm import Compiled
@@ -31,7 +32,7 @@ def quantize_pack_cpu(weights: Sequence[Tensor], scheme: QuantScheme, names: Seq
     """
     jobs = [_Job(weight, scheme) for weight in weights]
     tasks = [(job, first, last) for job in jobs for first, last in job.tasks()]
-    results = _pool().map(_run, tasks) if len(tasks) > 1 and _cores() > 1 else map(_run, tasks)
+    results = _pool().map(_run, tasks) if len(tasks) > 1 and cores() > 1 else map(_run, tasks)
     bad = {job for job, wrong in results if wrong}
     for job, name in zip(jobs, names, strict=True):
         if job in bad:
@@ -81,14 +82,10 @@ def _compiled(variant: Variant) -> Compiled:
     return Compiled(kernel(variant), "quantize")
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @cache
 def _pool() -> ThreadPoolExecutor:
     """As many threads as cores, for the whole process, so that callers in several threads do not get more between them."""
-    return ThreadPoolExecutor(_cores(), "ckptkit-quantize")
+    return ThreadPoolExecutor(cores(), "ckptkit-quantize")
 
 
 # Threads do not survive a fork, and the child would wait for them.

@@ -10,7 +10,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from ckptkit.raw import bytes_of
+from ckptkit.buffers import bytes_of
 
 _PIECE = 1 << 20  # bytes that stay in a core's cache while they are looked at in several ways
 _COUNTED = 1 << 16  # elements up to which it is worth looking at each one's bits: router biases, not matrices

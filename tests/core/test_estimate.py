@@ -51,16 +51,17 @@ def test_what_the_processor_works_on(work: Volume, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "threads", "held"),
+    ("step", "threads", "spare", "held"),
     [
-        (100 * MIB, 1, 200 * MIB),  # one that is computed, one that waits
-        (100 * MIB, 4, 500 * MIB),
-        (100 * MIB, 8, 512 * MIB),  # the limit of what is in flight
-        (3000 * MIB, 8, 3000 * MIB),  # a single step that is larger than the limit
+        (100 * MIB, 1, 0, 48 * MIB + 200 * MIB),  # a thread's buffers; one step that is computed, one that waits
+        (100 * MIB, 4, 0, 4 * 48 * MIB + 500 * MIB),
+        (100 * MIB, 1, 3, 4 * 48 * MIB + 500 * MIB),
+        (100 * MIB, 8, 0, 8 * 48 * MIB + 512 * MIB),  # the limit of what is in flight
+        (3000 * MIB, 8, 0, 8 * 48 * MIB + 3000 * MIB),  # a single step that is larger than the limit
     ],
 )
-def test_memory(step: int, threads: int, held: int) -> None:
-    assert estimate(Volume(GB, [GB], step), SLOW_DISK, Machines(threads=threads)).memory == PROCESS + held
+def test_memory(step: int, threads: int, spare: int, held: int) -> None:
+    assert estimate(Volume(GB, [GB], step), SLOW_DISK, Machines(threads=threads, spare=spare)).memory == PROCESS + held
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,15 @@ def test_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (True, 16, 3, 2),
     ]
     # A thread more than one takes a step more, up to the limit of what is in flight.
-    assert found.rows[1].memory - found.rows[0].memory == IN_FLIGHT - 2 * 225 * MIB
+    assert found.rows[1].memory - found.rows[0].memory == STREAM + IN_FLIGHT - 2 * 225 * MIB
+
+
+def test_threads_beside_those_that_compute_have_buffers_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("ckptkit.forecast.measure_throughput", lambda directory, steps: RATES)
+    monkeypatch.setattr("ckptkit.forecast.cores", lambda: 2)
+    monkeypatch.setattr("ckptkit.forecast.threads", lambda memory: 5)
+    unasked, asked = (forecast(Job("convert", "src"), planned(), How(tmp_path / "dst", workers=workers)).rows for workers in (None, 2))
+    assert [(one.workers, one.memory - other.memory) for one, other in zip(unasked, asked, strict=True)][:2] == [(1, 0), (2, 3 * STREAM)]
 
 
 @pytest.mark.parametrize(("src", "dst"), [("src", "s3://bucket/dst"), ("hf://model", Path("/tmp/dst"))])

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ckptkit import raw
-from ckptkit.raw import cuts, read_into
+from ckptkit.buffers import cuts, thread_buffer
+from ckptkit.raw import read_into
 from ckptkit.written_file import Regions, WrittenFile
 
 MIB = 1 << 20
@@ -140,7 +141,7 @@ def test_what_a_disk_reads_into_may_be_huge_pages() -> None:
     if not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
         pytest.skip("this kernel has no huge pages")
     with ThreadPoolExecutor(1) as pool:
-        address = pool.submit(lambda: raw._buffer("arena").ctypes.data).result()
+        address = pool.submit(lambda: thread_buffer("arena", raw.ARENA).ctypes.data).result()
         parts = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", Path("/proc/self/smaps").read_text(), re.MULTILINE | re.DOTALL)
     (flags,) = [flags for begin, end, flags in parts if int(begin, 16) <= address and address + raw.BUFFER <= int(end, 16)]
     assert "hg" in flags.split()

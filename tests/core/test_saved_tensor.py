@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ckptkit.blob import STORAGE_OF_DTYPE, Blob
+from ckptkit.buffers import bytes_of
 from ckptkit.errors import CkptkitError
-from ckptkit.raw import bytes_of
 from ckptkit.saved_tensor import SavedLayout
 from ckptkit.specs import TensorSpec
 from ckptkit.torch_dist_files import TorchDistFiles

@@ -11,7 +11,7 @@ import models
 import pytest
 import torch
 
-from ckptkit import blob, raw
+from ckptkit import blob, buffers, raw
 from ckptkit import copy as copying
 from ckptkit.api import convert, int4_scheme, quantize
 from ckptkit.errors import CkptkitError
@@ -51,7 +51,8 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         return extent_view(self, start, nbytes)
 
     monkeypatch.setattr(copying, "BATCH", 0)
-    monkeypatch.setattr(raw, "BUFFER", 8192)
+    for module in (buffers, raw):
+        monkeypatch.setattr(module, "BUFFER", 8192)
     monkeypatch.setattr(raw, "ARENA", 3 * 4096)
     monkeypatch.setattr(blob, "AT_ONCE", 0)
     monkeypatch.setattr(raw.FileExtent, "view", watched)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit import raw, written_file
+from ckptkit import buffers, written_file
 from ckptkit.files import FilesWriter
 from ckptkit.safetensors_files import SafetensorsFiles
 from ckptkit.specs import TensorSpec
@@ -27,7 +27,7 @@ def small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 KiB, that are written past the page cache if they hold at least 8 KiB of whole blocks."""
     monkeypatch.setattr(written_file, "BUFFER", REGION)
     monkeypatch.setattr(written_file, "LARGE", 2 * 4096)
-    monkeypatch.setattr(raw, "BUFFER", REGION)
+    monkeypatch.setattr(buffers, "BUFFER", REGION)
 
 
 def opened(path: Path, size: int, regions: Regions) -> WrittenFile:

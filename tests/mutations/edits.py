@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckptkit.blob import Blob
-from ckptkit.raw import bytes_of
+from ckptkit.buffers import bytes_of
 from ckptkit.saved_tensor import SavedLayout
 
 INDEX = "model.safetensors.index.json"
