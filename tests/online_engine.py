@@ -79,6 +79,13 @@ def generate(engine: Any) -> list[list[int]]:
     return [answer["output_ids"] for answer in engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)]
 
 
+def judged(engine: Any) -> list[list[float]]:
+    """What the model makes of each prompt: log-probabilities of its tokens but the first."""
+    asked = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
+    answers = [engine.generate(input_ids=prompt, sampling_params=asked, return_logprob=True, logprob_start_len=0) for prompt in PROMPTS]
+    return [[float(found[0]) for found in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]
+
+
 def send(engine: Any, bucket: Bucket, loader: str | None = None) -> None:
     success, message = engine.update_weights_from_tensor(bucket, load_format=loader, flush_cache=loader == END)[:2]
     assert success, message
@@ -101,10 +108,11 @@ def steps(order: Mapping[str, str], compiled: subprocess.Popen[bytes]) -> Iterat
         yield "disk", checksum(engine)
         yield "compiled", compiled.wait()
         yield "tokens from disk", generate(engine)
+        yield "judged from disk", judged(engine)
         for number in (1, 2):
             update(engine, online, trainer(bf16))
             yield f"update {number}", checksum(engine)
-        yield "tokens after updates", generate(engine)
+        yield "judged after updates", judged(engine)
         update(engine, online, trainer(bf16, swapped))
         yield "altered", checksum(engine)
         update(engine, online, trainer(bf16))

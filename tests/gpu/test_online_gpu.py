@@ -87,7 +87,14 @@ def test_two_updates_leave_the_checksum_that_the_disk_gives(result: tuple[str, d
     for step in ("update 1", "update 2", "mended"):
         assert differing(steps["disk"], steps[step]) == []
         assert steps[step]["total"] == steps["disk"]["total"]
-    assert steps["tokens after updates"] == steps["tokens from disk"]
+    # Not the tokens that it chooses: two that are as good as equal change places where sums are done in another order. Seen: 0.006.
+    assert furthest(steps, "judged after updates") < 0.02
+
+
+def furthest(steps: dict[str, Any], step: str) -> float:
+    """The largest difference between a log-probability at a step and the same from disk."""
+    pairs = zip(steps[step], steps["judged from disk"], strict=True)
+    return max(abs(one - other) for prompts in pairs for one, other in zip(*prompts, strict=True))
 
 
 def test_two_experts_in_each_others_place_change_it(result: tuple[str, dict[str, Any]]) -> None:
