@@ -44,6 +44,7 @@ def execute(job: Job, work: Work, how: How) -> None:
     with _destination(job, how) as (partial, journal):
         _write_side_files(work, partial)
         if how.ray is None:
+            # What fails in it fails in `finish` again.
             with ThreadPoolExecutor(1) as meanwhile:
                 for output in work.outputs:
                     meanwhile.submit(output.files.prepare)
