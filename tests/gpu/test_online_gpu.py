@@ -87,8 +87,9 @@ def test_two_updates_leave_the_checksum_that_the_disk_gives(result: tuple[str, d
     for step in ("update 1", "update 2", "mended"):
         assert differing(steps["disk"], steps[step]) == []
         assert steps[step]["total"] == steps["disk"]["total"]
-    # Not the tokens that it chooses: two that are as good as equal change places where sums are done in another order. Seen: 0.006.
-    assert furthest(steps, "judged after updates") < 0.02
+    # Not the tokens that it chooses: two that are as good as equal change places where sums are done in another order. Seen: 0.006, and
+    # with two experts exchanged 0.017.
+    assert furthest(steps, "judged after updates") < 0.01
 
 
 def furthest(steps: dict[str, Any], step: str) -> float:
