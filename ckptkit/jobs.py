@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ckptkit.checkpoint import Checkpoint
-from ckptkit.collector import uncollected
+from ckptkit.collector import import_apart, uncollected
 from ckptkit.errors import CkptkitError
 from ckptkit.files import FILE_BYTES, Files
 from ckptkit.fingerprint import fingerprint
@@ -210,6 +210,7 @@ def _refuse_int4(config: Mapping[str, Any]) -> None:
 def _hf(view: Checkpoint, layout: Layout, side_files: Path, location: Location, job: Job, reference: Checkpoint | None = None) -> Work:
     layout = layout_for(view, layout)
     if job.scheme is not None:
+        import_apart("quant.planner")
         from quant.planner import packed_less, quantized, quantized_layout
 
         before = view

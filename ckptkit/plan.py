@@ -5,12 +5,13 @@ A plan over a checkpoint is itself a checkpoint (`View`), so plans stack and one
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -197,14 +198,24 @@ class HasExtents(Protocol):
         """Where, one after the other; None where the bytes are nowhere as they are. The last may go on behind them."""
 
 
+def _has_extents(checkpoint: Checkpoint) -> TypeGuard[HasExtents]:
+    return _class_has_extents(type(checkpoint))
+
+
+@functools.cache
+def _class_has_extents(kind: type) -> bool:
+    # Of an instance, Python 3.11 would ask for every member of the protocol each time; a plan asks a hundred thousand times.
+    return issubclass(kind, HasExtents)
+
+
 def extents_of(checkpoint: Checkpoint, name: str) -> Sequence[Extent] | None:
     """Where the bytes of a tensor stand in files, if they do."""
-    return checkpoint.extents(name) if isinstance(checkpoint, HasExtents) else None
+    return checkpoint.extents(name) if _has_extents(checkpoint) else None
 
 
 def places_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterable[Place]:
     """Where what is read to make these tensors stands in files, as far as the checkpoint knows."""
-    return checkpoint.places(names) if isinstance(checkpoint, HasExtents) else ()
+    return checkpoint.places(names) if _has_extents(checkpoint) else ()
 
 
 def moved(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[int, int]:
@@ -218,7 +229,7 @@ def moved(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[int, int]:
 
 def passes(checkpoint: Checkpoint, name: str) -> bool:
     """Whether the bytes of a tensor stand in files as they are, so that they need not be held as a whole. Opens no file."""
-    return isinstance(checkpoint, HasExtents) and checkpoint.in_order(name)
+    return _has_extents(checkpoint) and checkpoint.in_order(name)
 
 
 def checked(spec: TensorSpec, tensor: Tensor) -> Tensor:

@@ -32,13 +32,14 @@ class SafetensorsFiles:
         self.names = {f"{folder}/{file}" if folder else file: list(names) for file, names in layout.items() if names}
         self._folder = folder
         self._offset: dict[str, int] = {}
-        self._header = {file: self._place([specs[name] for name in names if name in specs]) for file, names in self.names.items()}
+        self._size: dict[str, int] = {}
+        self._header = {file: self._place(file, [specs[name] for name in names if name in specs]) for file, names in self.names.items()}
         if set(self._offset) != set(specs) or sum(map(len, self.names.values())) != len(specs):
             wrong = sorted({name for names in layout.values() for name in names} ^ set(specs))
             raise CkptkitError(f"the shard layout and the tensors to write differ: {summarize(wrong)}", "name the HF directory with --hf")
 
-    def _place(self, specs: Sequence[TensorSpec]) -> bytes:
-        """The header of a file with these tensors, whose places are noted."""
+    def _place(self, file: str, specs: Sequence[TensorSpec]) -> bytes:
+        """The header of a file with these tensors, whose places are noted, as is its size."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         begins, end = {}, 0
         for spec in specs:
@@ -48,11 +49,12 @@ class SafetensorsFiles:
         text += b" " * (-len(text) % 8)
         data = 8 + len(text)
         self._offset |= {name: data + begin for name, begin in begins.items()}
+        self._size[file] = data + end
         return len(text).to_bytes(8, "little") + text
 
     def size(self, file: str) -> int:
         """Bytes of a file."""
-        return len(self._header[file]) + sum(self.specs[name].nbytes for name in self.names[file])
+        return self._size[file]
 
     def around(self, file: str) -> tuple[int, bytes]:
         """The header."""

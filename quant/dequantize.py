@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.checkpoint import Checkpoint
+from ckptkit.collector import import_apart
 from ckptkit.errors import CkptkitError
 from ckptkit.plan import Plan, Step, View, identity
 from ckptkit.sidefiles import quantization_of, without_quantization
@@ -58,6 +59,7 @@ def format_of(config: Mapping[str, Any]) -> Format:
         return Mxfp4()
     if method == "compressed-tensors":
         # Imported here because it brings transformers with it, which takes seconds.
+        import_apart("quant.compressed")
         from quant.compressed import compressed_format
 
         return compressed_format(content)

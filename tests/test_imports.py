@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("ckptkit", "converters", "quant", "verify")
+IMPORTERS = {"import_module", "import_apart", "__import__"}
 COMMAND_LINE = {f"ckptkit.{name}" for name in ("__init__", "__main__", "api", "cli", "demo", "execute", "forecast", "jobs", "on_ray", "options")}
 ALLOWED = {
     "command line": {"command line", "verify", "converters", "quant", "core"},
@@ -41,7 +42,7 @@ def resolved(root: Path, name: str) -> str | None:
 
 
 def dotted_names(root: Path, file: Path) -> Iterator[tuple[int, str]]:
-    """Line and full name of everything imported: at the top, in functions, for type checkers, relative, or by `import_module`."""
+    """Line and full name of everything imported: at the top, in functions, for type checkers, relative, by `import_module` or by `import_apart`."""
     here = file.relative_to(root).parent.parts
     for node in ast.walk(ast.parse(file.read_text(), str(file))):
         match node:
@@ -51,7 +52,7 @@ def dotted_names(root: Path, file: Path) -> Iterator[tuple[int, str]]:
                 start = here[: len(here) - level + 1] if level else ()
                 base = ".".join((*start, *([module] if module else [])))
                 yield from ((node.lineno, base if resolved(root, f"{base}.{alias.name}") is None else f"{base}.{alias.name}") for alias in aliases)
-            case ast.Call(func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(name)), *_]):
+            case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called), args=[ast.Constant(value=str(name)), *_]) if called in IMPORTERS:
                 yield node.lineno, name
 
 
@@ -116,6 +117,7 @@ def tree(tmp_path: Path) -> Path:
         ("ckptkit/specs.py", "if TYPE_CHECKING:\n    from quant.scheme import pack", "quant.scheme"),
         ("ckptkit/specs.py", "importlib.import_module('verify.checks')", "verify.checks"),
         ("ckptkit/specs.py", "import_module('verify.checks')", "verify.checks"),
+        ("ckptkit/specs.py", "import_apart('verify.checks')", "verify.checks"),
         ("ckptkit/specs.py", "import json, verify.checks", "verify.checks"),
         ("converters/ops.py", "from quant.scheme import pack", "quant.scheme"),
         ("converters/ops.py", "from verify import checks", "verify.checks"),
