@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
 
+_FROZEN_BY_PYTHON = gc.get_freeze_count()  # as it starts: nothing up to 3.11, some hundred objects in 3.12
+
 
 @contextmanager
 def uncollected() -> Iterator[None]:
@@ -22,7 +24,7 @@ def uncollected() -> Iterator[None]:
     finally:
         if was:
             # All that is young or frozen becomes old; so not where the program has frozen something itself.
-            if not gc.get_freeze_count():
+            if gc.get_freeze_count() <= _FROZEN_BY_PYTHON:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
