@@ -188,8 +188,8 @@ def test_bytes_that_do_not_lie_end_to_end_are_not_streamed() -> None:
 
     places = {"a": place("a", 8, 4), "b": place("b", 16), "c": place("c", 8, 8)}
     specs = {name: TensorSpec(name, (nbytes,), torch.uint8) for name, nbytes in {"a": 8, "b": 16, "c": 16, "ab": 24, "cb": 32, "1": 8, "2": 8}.items()}
-    known = {"places": list, "in_order": lambda name: True, "extents": places.get}
-    source = SimpleNamespace(config={}, specs=specs, groups=[(name,) for name in places], read=None, **known)
+    known = {"places": staticmethod(list), "in_order": staticmethod(lambda name: True), "extents": staticmethod(places.get)}
+    source = type("Source", (SimpleNamespace,), known)(config={}, specs=specs, groups=[(name,) for name in places], read=None)
 
     def extents(inputs: tuple[str, ...], outputs: tuple[str, ...], wanted: str) -> list[raw.FileExtent] | None:
         step = Step(inputs, tuple(specs[name] for name in outputs), list, "", passes=True)
