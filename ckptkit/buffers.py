@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BUFFER = 8 << 20  # what a disk is asked for at once: with less it is slower, with more no faster
+ON_THE_WAY = 1 << 19  # of what is only made on the way to a tensor: malloc keeps it when it is freed (`ckptkit.allocator`), and a core has it in its cache
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -53,9 +54,9 @@ def cuts(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def row_cuts(rows: int, row: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of runs of so many rows, of `row` bytes each: of at most BUFFER bytes, or one row."""
-    several = max(1, BUFFER // row)
+def row_cuts(rows: int, row: int, most: int = BUFFER) -> Iterator[tuple[int, int]]:
+    """Begin and end of runs of so many rows, of `row` bytes each: of at most `most` bytes, or one row."""
+    several = max(1, most // max(1, row))
     for begin in range(0, rows, several):
         yield begin, min(rows, begin + several)
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ckptkit.buffers import ON_THE_WAY, row_cuts
 from ckptkit.errors import CkptkitError
 from ckptkit.plan import Step
 from ckptkit.specs import TensorSpec
@@ -73,7 +74,7 @@ class Fp8:
             weight, scales = tensors
             factors = _as_float(scales).expand(grid) if for_tensor else _as_float(scales)
             release.check_finite(scale.name, (factors * _LARGEST).to(torch.bfloat16))
-            if bool((weight.view(torch.uint8).bitwise_and(_NAN) == _NAN).any()):
+            if _has_nan(weight):
                 raise release.refused(spec.name, "holds NaN, which some quantizers make of a block of zeros", DAMAGED)
             return [scaled(weight, factors, block)]
 
@@ -97,6 +98,11 @@ def fp8_format(content: Mapping[str, Any]) -> Fp8:
     return Fp8(size, ("_scale_inv", "_scale"), scale_fmt == "ue8m0", (".input_scale", ".activation_scale") if static else ())
 
 
+def _has_nan(weight: Tensor) -> bool:
+    codes = weight.view(torch.uint8).reshape(-1).numpy()
+    return any(int((codes[begin:end] & _NAN).max()) == _NAN for begin, end in row_cuts(len(codes), 1, ON_THE_WAY))
+
+
 def _as_float(scales: Tensor) -> Tensor:
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype is torch.uint8 else scales).float()
 
@@ -114,13 +120,14 @@ def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     found = result.view(torch.int16).view(-1, rows, columns).numpy()
     # Several rows of blocks at a time, each with its own place among the products.
     several = max(1, min(down, _PRODUCTS // (across * 256), _ROWS // height))
-    places = np.arange(columns, dtype=np.int32) // width * 256
+    places = np.arange(columns, dtype=np.intp) // width * 256
     if several > 1:
-        places = places + np.arange(several, dtype=np.int32).repeat(height)[:, None] * (across * 256)
+        places = places + np.arange(several, dtype=np.intp).repeat(height)[:, None] * (across * 256)
     for matrix, factors in enumerate(scales.reshape(-1, down, across)):
         for start in range(0, down, several):
             products = (factors[start : start + several].unsqueeze(-1) * _VALUES).to(torch.bfloat16).view(torch.int16).flatten().numpy()
-            at = slice(start * height, (start + several) * height)
-            piece = codes[matrix, at]
-            np.take(products, piece + (places[: len(piece)] if several > 1 else places), out=found[matrix, at], mode="clip")
+            first, last = start * height, min((start + several) * height, rows)
+            for begin, end in row_cuts(last - first, places.itemsize * columns, ON_THE_WAY):
+                at = slice(first + begin, first + end)
+                np.take(products, codes[matrix, at] + (places[begin:end] if several > 1 else places), out=found[matrix, at], mode="clip")
     return result

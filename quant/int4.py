@@ -14,6 +14,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from ckptkit.buffers import ON_THE_WAY, row_cuts
 from ckptkit.plan import Step
 from ckptkit.specs import TensorSpec
 from quant.grids import dequantize
@@ -77,4 +78,8 @@ def _dequantized(release: Release, packed: TensorSpec, scale: TensorSpec, stored
         raise release.refused(stored_shape, f"says {stored.tolist()}, but {packed.name} and {scale.name} make {list(shape)}", hint)
     release.check_finite(scale.name, scales * _WIDEST)
     zero_point = unpack_zero_point(zero[0], scale.shape) if zero else None
-    return [dequantize(unpack(words, shape), scales, zero_point)]
+    weight = torch.empty(shape, dtype=scale.dtype)
+    for begin, end in row_cuts(shape[0], shape[1] * weight.itemsize, ON_THE_WAY):
+        at = slice(begin, end)
+        weight[at] = dequantize(unpack(words[at], (end - begin, shape[1])), scales[at], None if zero_point is None else zero_point[at])
+    return [weight]

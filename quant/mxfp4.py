@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ckptkit.buffers import ON_THE_WAY, row_cuts
 from ckptkit.plan import Step
 from ckptkit.specs import TensorSpec
 from quant.release import DAMAGED, Release
@@ -62,9 +63,10 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
     experts, rows, groups, _ = blocks.shape
     result = torch.empty(experts, groups * 2 * _BYTES, rows, dtype=torch.bfloat16)
     for expert in range(experts):
-        index = (scales[expert].numpy().astype(np.int32) << 8)[..., None] + blocks[expert].numpy()
-        pairs = torch.from_numpy(np.take(_pairs(), index))
-        result[expert] = pairs.view(torch.bfloat16).reshape(rows, -1).T
+        for begin, end in row_cuts(rows, groups * _BYTES * 4, ON_THE_WAY):
+            index = (scales[expert, begin:end].numpy().astype(np.int32) << 8)[..., None] + blocks[expert, begin:end].numpy()
+            pairs = torch.from_numpy(np.take(_pairs(), index))
+            result[expert, :, begin:end] = pairs.view(torch.bfloat16).reshape(end - begin, -1).T
     return result
 
 

@@ -1,4 +1,4 @@
-"""Large memory is made of huge pages, and goes back to the system when it is freed, wherever it lay."""
+"""Large memory is made of huge pages, and goes back to the system when it is freed, wherever it lay; what is small is used again."""
 
 from __future__ import annotations
 
@@ -42,6 +42,27 @@ matrix = torch.ones(16 << 20)
 print(mib("smaps_rollup", "AnonHugePages"))
 """
 
+# Memory of 512 KiB that is made and freed a hundred times, by a thread: how many pages the kernel had to give.
+AGAIN = """
+import resource, threading
+
+import numpy as np
+
+def make():
+    first = np.ones(1 << 19, np.uint8)
+    del first
+    faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt)
+    for _ in range(100):
+        np.ones(1 << 19, np.uint8)
+    faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt)
+
+faults = []
+thread = threading.Thread(target=make)
+thread.start()
+thread.join()
+print(faults[1] - faults[0])
+"""
+
 
 def measured(code: str, how: str, *arguments: str) -> float:
     """What a process prints that has memory set up, or as it is."""
@@ -56,6 +77,10 @@ def test_what_is_freed_is_not_held(size: str) -> None:
     assert measured(UNUSED, "set up", size) < 4
     # Otherwise there would be nothing to be done.
     assert measured(UNUSED, "as it is", size) > 4
+
+
+def test_what_is_made_on_the_way_is_not_new_each_time() -> None:
+    assert measured(AGAIN, "set up") < 1000  # of 12,800 pages
 
 
 def test_a_large_tensor_is_made_of_huge_pages() -> None:
