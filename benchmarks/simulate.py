@@ -92,7 +92,7 @@ def simulate(work: Volume, rates: Throughput, machines: Machines, seed: int) -> 
 
 
 # GB of plain weights a second and core, by way and by the form of the HF release that is read. Measured: docs/scale.md says how.
-TRANSFORM = {"plain": 0.5, "from FP8": 0.25, "to INT4": 0.35}
+TRANSFORM = {"plain": 3.5, "from FP8": 0.7, "to INT4": 2.2}
 NODES = (1, 4, 16)
 
 
@@ -108,7 +108,7 @@ class Site:
 
 
 SITES = (
-    Site("nodes like the one measured: 2 cores, storage of 1.2 GB/s read and 0.7 GB/s written for each", 1.2, 0.7, 2),
+    Site("nodes like the one measured: 2 cores, storage of 1.6 GB/s read and 1.7 GB/s written for each", 1.6, 1.7, 2),
     Site("GPU nodes: 32 workers, 10 GB/s of network, a shared file system of 40 GB/s", 10.0, 10.0, 32, 40.0),
 )
 
