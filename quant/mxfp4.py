@@ -63,8 +63,8 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
     experts, rows, groups, _ = blocks.shape
     result = torch.empty(experts, groups * 2 * _BYTES, rows, dtype=torch.bfloat16)
     for expert in range(experts):
-        for begin, end in row_cuts(rows, groups * _BYTES * 4, ON_THE_WAY):
-            index = (scales[expert, begin:end].numpy().astype(np.int32) << 8)[..., None] + blocks[expert, begin:end].numpy()
+        for begin, end in row_cuts(rows, groups * _BYTES * np.dtype(np.intp).itemsize, ON_THE_WAY):
+            index = (scales[expert, begin:end].numpy().astype(np.intp) << 8)[..., None] + blocks[expert, begin:end].numpy()
             pairs = torch.from_numpy(np.take(_pairs(), index))
             result[expert, :, begin:end] = pairs.view(torch.bfloat16).reshape(end - begin, -1).T
     return result

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from ckptkit.errors import CkptkitError
 from quant.dequantize import dequantized
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
@@ -88,7 +89,7 @@ def test_every_fp8_byte() -> None:
     assert same(found["x.weight"], torch.tensor([[decoded(byte) for byte in numbers]], dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (128, 128), (129, 127), (300, 260), (576, 40), (3, 130, 70), (2, 3, 5, 9)])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (128, 128), (129, 127), (300, 260), (300, 1100), (576, 40), (3, 130, 70), (2, 3, 5, 9)])
 @pytest.mark.parametrize("block", [(128, 128), (1, 32), (64, 1), (33, 57)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
 def test_fp8_blocks_of_every_size(shape: tuple[int, ...], block: tuple[int, int], dtype: torch.dtype) -> None:
@@ -101,6 +102,16 @@ def test_fp8_blocks_of_every_size(shape: tuple[int, ...], block: tuple[int, int]
     expected = (weight.float() * spread(scales, block, weight.shape)).to(torch.bfloat16)
     found = read(FP8 | {"weight_block_size": list(block), "scale_fmt": "ue8m0"}, {"x.weight": weight, "x.weight_scale_inv": scales})
     assert same(found["x.weight"], expected)
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+@pytest.mark.parametrize("at", [0, 300_001, -1])
+def test_nan_is_found_wherever_it_is(byte: int, at: int) -> None:
+    weight = torch.zeros(600, 1000, dtype=torch.uint8)
+    weight.view(-1)[at] = byte
+    tensors = {"x.weight": weight.view(torch.float8_e4m3fn), "x.weight_scale_inv": torch.ones(5, 8)}
+    with pytest.raises(CkptkitError, match="x.weight .* holds NaN"):
+        read(FP8 | {"weight_block_size": [128, 128]}, tensors)
 
 
 def test_fused_experts_and_exponents_as_bytes() -> None:
@@ -182,7 +193,7 @@ def test_int4_by_hand() -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("arguments", [{"strategy": "group", "group_size": 32}, {"strategy": "group", "group_size": 128}, {"strategy": "channel"}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("rows", [9, 13, 64])
+@pytest.mark.parametrize("rows", [9, 13, 64, 2050])
 def test_int4_is_what_compressed_tensors_makes_of_it(arguments: dict[str, Any], symmetric: bool, dtype: torch.dtype, rows: int) -> None:
     args = QuantizationArgs(num_bits=4, type="int", symmetric=symmetric, **arguments)
     scheme = QuantizationScheme(targets=["Linear"], weights=args, format="pack-quantized")
@@ -225,11 +236,12 @@ def test_mxfp4_by_hand() -> None:
 
 
 def test_mxfp4_is_what_transformers_makes_of_it() -> None:
-    blocks = torch.randint(0, 256, (3, 253, 5, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    scales = torch.arange(253, dtype=torch.uint8).reshape(1, 253, 1).expand(3, 253, 5).contiguous()  # beyond, 6 is no bfloat16
+    rows = 4 * 253  # more than are worked on at a time
+    blocks = torch.randint(0, 256, (3, rows, 5, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    scales = (torch.arange(rows) % 253).to(torch.uint8).reshape(1, rows, 1).expand(3, rows, 5).contiguous()  # beyond, 6 is no bfloat16
     name = "model.layers.0.mlp.experts.gate_up_proj"
     found = read(MXFP4, {f"{name}_blocks": blocks, f"{name}_scales": scales})
-    assert found[name].shape == (3, 160, 253)
+    assert found[name].shape == (3, 160, rows)
     assert same(found[name], convert_moe_packed_tensors(blocks, scales))
 
 
