@@ -115,11 +115,11 @@ def _dequantizing(words: str) -> Callable[[], int]:
 
         codes, scales = torch.zeros(_SHAPE, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.ones(rows // 128, columns // 128)
         return lambda: scaled(codes, scales, (128, 128)).nbytes
-    from quant.grids import dequantize
-    from quant.packing import CODES_PER_WORD, unpack
+    from quant.int4 import unpacked
+    from quant.packing import CODES_PER_WORD
 
     packed, groups = torch.zeros(rows, columns // CODES_PER_WORD, dtype=torch.int32), torch.ones(rows, columns // 32, dtype=torch.bfloat16)
-    return lambda: dequantize(unpack(packed, _SHAPE), groups).nbytes
+    return lambda: unpacked(packed, groups, _SHAPE).nbytes
 
 
 def lines(found: Forecast) -> Sequence[str]:

@@ -78,8 +78,14 @@ def _dequantized(release: Release, packed: TensorSpec, scale: TensorSpec, stored
         raise release.refused(stored_shape, f"says {stored.tolist()}, but {packed.name} and {scale.name} make {list(shape)}", hint)
     release.check_finite(scale.name, scales * _WIDEST)
     zero_point = unpack_zero_point(zero[0], scale.shape) if zero else None
-    weight = torch.empty(shape, dtype=scale.dtype)
-    for begin, end in row_cuts(shape[0], shape[1] * weight.itemsize, ON_THE_WAY):
+    return [unpacked(words, scales, shape, zero_point)]
+
+
+def unpacked(words: Tensor, scales: Tensor, shape: tuple[int, int], zero_point: Tensor | None = None) -> Tensor:
+    """int32 [rows, ceil(columns / 8)], scales and zero points (int8) [rows, groups] -> weights [rows, columns] in the scales' dtype; `shape` is theirs."""
+    rows, columns = shape
+    weight = torch.empty(shape, dtype=scales.dtype)
+    for begin, end in row_cuts(rows, columns * weight.itemsize, ON_THE_WAY):
         at = slice(begin, end)
-        weight[at] = dequantize(unpack(words[at], (end - begin, shape[1])), scales[at], None if zero_point is None else zero_point[at])
-    return [weight]
+        weight[at] = dequantize(unpack(words[at], (end - begin, columns)), scales[at], None if zero_point is None else zero_point[at])
+    return weight
