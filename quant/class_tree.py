@@ -10,12 +10,10 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from ckptkit.errors import CkptkitError
-from quant.released import Draft, Released, released
+from quant.meta_model import text_model
+from quant.released import Draft, released
 from quant.sglang_classes import CLASSES, Dense
 
 
@@ -96,7 +94,7 @@ def class_tree(config: Mapping[str, Any]) -> ClassTree:
 def _class_tree(text: str) -> ClassTree:
     config: Mapping[str, Any] = json.loads(text)
     names = released(config)
-    modules = dict(_meta_model(names, config).named_modules())
+    modules = dict(text_model(names, config).named_modules())
     experts = {names.name(name): module for name, module in modules.items() if _is_fused_experts(module)}
     blocks = {name.rpartition(".")[0] for name in experts}
     linears = {names.name(name) for name, module in modules.items() if isinstance(module, nn.Linear)}
@@ -110,22 +108,6 @@ def _class_tree(text: str) -> ClassTree:
     dense = CLASSES[str(config["model_type"])].dense
     everything = frozenset(linears | routed.keys() | {names.head})
     return ClassTree(everything, names.head, gates, routed, others, names.draft_layers(config), names.outside, dense)
-
-
-def _meta_model(names: Released, config: Mapping[str, Any]) -> PreTrainedModel:
-    # Without these keys transformers would ask for remote code, or for a quantizer.
-    absent = ("model_type", "auto_map", "quantization_config", "compression_config")
-    fields = {key: value for key, value in names.config(config).items() if key not in absent}
-    try:
-        parsed = AutoConfig.for_model(names.model_type, **fields)
-        with torch.device("meta"):
-            return AutoModel.from_config(parsed)
-    except (ValueError, TypeError, LookupError, ArithmeticError, StrictDataclassError) as error:
-        reason = str(error).partition("\n")[0][:300]
-        raise CkptkitError(
-            f"transformers cannot build model_type {config.get('model_type')!r} from config.json: {reason}",
-            "which tensors are Linear layers is read from the model's classes; update transformers, or repair config.json",
-        ) from error
 
 
 def _is_fused_experts(module: nn.Module) -> bool:

@@ -33,7 +33,7 @@ class Released:
 
     `root` stands before that class's names and `head` is the output embedding. `moe`: the block with the experts, whose
     projections are named `experts` (gate, up, down). `outside`: beginnings of modules that are no part of the language model.
-    `drafts`: how draft layers are spelled, if there are any.
+    `drafts`: how draft layers are spelled, if there are any. `whole`: whether transformers has a class for all of it, with what is outside.
     """
 
     model_type: str
@@ -44,6 +44,7 @@ class Released:
     experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     outside: tuple[str, ...] = ()
     drafts: str = "appended"
+    whole: bool = False
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The config of the language model. Raises CkptkitError when it is not where it should be."""
@@ -85,8 +86,9 @@ def _count(text: Mapping[str, Any], key: str, default: int) -> int:
 
 
 _MIXTRAL = {"moe": "block_sparse_moe", "experts": ("w1", "w3", "w2")}
-_VISUAL = {"root": "model.language_model.", "nested": True, "outside": ("model.visual.",)}
-_GEMMA = {"root": "language_model.model.", "head": "language_model.lm_head", "nested": True, "outside": ("vision_tower.", "multi_modal_projector.")}
+_VISUAL = {"root": "model.language_model.", "nested": True, "whole": True, "outside": ("model.visual.",)}
+_OF_GEMMA = ("vision_tower.", "multi_modal_projector.")
+_GEMMA = {"root": "language_model.model.", "head": "language_model.lm_head", "nested": True, "whole": True, "outside": _OF_GEMMA}
 _KIMI = {"root": "language_model.model.", "head": "language_model.lm_head", "nested": True, "outside": ("vision_tower.", "mm_projector.")}
 
 RELEASED: Mapping[str, Released] = MappingProxyType(
