@@ -120,8 +120,9 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Any]], l
 
     kernel = SimpleNamespace(flash_attn_func=len, flash_attn_varlen_func=len)
     monkeypatch.setattr(hub_kernels, "get_kernel", note("kernel", kernel))
-    monkeypatch.setattr(hub_kernels, "_kernels_available", True)
-    monkeypatch.setattr(modeling_utils, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "_kernels_available", True, raising=False)  # transformers 5.12
+    for module in (hub_kernels, modeling_utils):
+        monkeypatch.setattr(module, "is_kernels_available", lambda: True, raising=False)
     monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
     monkeypatch.setattr(httpx.Client, "send", no_request)
     for module in (auto_factory, configuration_auto):
