@@ -228,7 +228,7 @@ def good(demo: Demo, moe: Path) -> None:
     gpu = torch.cuda.is_available()
     demo.say("INT4, and what real SGLang makes of it" + ("" if gpu else ": inconclusive here, since its kernels repack INT4 weights on a GPU only"))
     demo.run("quantize", moe, int4, "--group-size", "32", title="moe -> INT4")
-    what = ["--source", moe, "--against-sglang", "--report", "moe-int4.json"]
+    what: list[str | Path] = ["--source", moe, "--against-sglang", "--report", "moe-int4.json"]
     demo.run("verify", int4, *what, expect=0 if gpu else 2, title="moe INT4 in SGLang" + ("" if gpu else ", but for repacking"))
 
 
