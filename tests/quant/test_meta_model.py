@@ -159,7 +159,7 @@ def with_key(config: Mapping[str, Any], where: str, key: str, value: Any) -> dic
 
 # Everything by which transformers picks code, a file or a repository in either version that ckptkit runs with.
 LOADING: Mapping[str, Sequence[Any]] = {
-    "auto_map": ({name: "evil/evil--modeling.Model" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")},),
+    "auto_map": (dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), "evil/evil--modeling.Model"),),
     "custom_pipelines": ({"text-generation": {"impl": "evil.Pipeline", "pt": ["AutoModel"]}},),
     "_experts_implementation": ("sonicmoe", "deepgemm", "grouped_mm", REPOSITORY),
     "experts_implementation": ("sonicmoe", "deepgemm", REPOSITORY),
@@ -260,16 +260,17 @@ def names_in(value: Any) -> set[str]:
 
 # Keys with checked values, written out: whoever adds one has to think about it here too.
 SIZES = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim moe_intermediate_size "
-    "shared_expert_intermediate_size n_shared_experts n_routed_experts num_experts num_local_experts num_experts_per_tok first_k_dense_replace "
-    "decoder_sparse_step q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim index_head_dim index_n_heads index_topk "
-    "index_topk_freq index_skip_topk_offset linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
-    "linear_num_value_heads full_attention_interval sliding_window_pattern"
-).split()
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts", "n_routed_experts", "num_experts", "num_local_experts"),
+    *("num_experts_per_tok", "first_k_dense_replace", "decoder_sparse_step", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+    *("v_head_dim", "index_head_dim", "index_n_heads", "index_topk", "index_topk_freq", "index_skip_topk_offset", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "full_attention_interval"),
+    *("sliding_window_pattern",),
+)
 VISION_SIZES = (
-    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_channels image_size patch_size depth num_heads in_channels "
-    "spatial_merge_size temporal_patch_size out_hidden_size num_position_embeddings"
-).split()
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels", "image_size", "patch_size"),
+    *("depth", "num_heads", "in_channels", "spatial_merge_size", "temporal_patch_size", "out_hidden_size", "num_position_embeddings"),
+)
 WORDS = ("hidden_act", "hidden_activation", "layer_types", "mlp_layer_types", "indexer_types", "index_topk_pattern", "mlp_only_layers")
 VISION_WORDS = ("hidden_act", "deepstack_visual_indexes", "vision_use_head")
 OVERRIDING = ("per_layer_config",)
@@ -293,7 +294,10 @@ def test_a_value_of_the_vision_tower_that_is_no_size_is_refused_by_its_key(key: 
         whole_model(released(config), config)
 
 
-@pytest.mark.parametrize("sizes", [{"hidden_size": 2**31 - 1, "vocab_size": 2**31 - 1}, {"num_attention_heads": 0, "head_dim": None}, {"num_hidden_layers": None}])
+NO_MODEL = ({"hidden_size": 2**31 - 1, "vocab_size": 2**31 - 1}, {"num_attention_heads": 0, "head_dim": None}, {"num_hidden_layers": None})
+
+
+@pytest.mark.parametrize("sizes", NO_MODEL)
 def test_sizes_that_make_no_model_are_refused(sizes: dict[str, Any]) -> None:
     with pytest.raises(CkptkitError, match="transformers cannot build model_type 'qwen2'"):
         class_tree({**published.QWEN, "model_type": "qwen2", **sizes})
