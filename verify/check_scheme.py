@@ -94,7 +94,7 @@ def _together(module: str, scheme: Scheme) -> Iterator[tuple[tuple[str, str], Sc
 
 def _engine_tp(subject: Subject) -> int:
     """The tensor parallel size of the engine: of a launch its own option, otherwise --tp."""
-    return (subject.arguments.engine or 1) if subject.arguments else subject.tp
+    return subject.arguments.engine_tp if subject.arguments else subject.tp
 
 
 def _no_tp(subject: Subject) -> str | None:
@@ -131,7 +131,7 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
     except CkptkitError as error:
         raise Skip(f"no decision for this model: {error.message}") from error
     try:
-        check_tiles(chosen, tree, config, form.group, _engine_tp(subject))
+        check_tiles(chosen, tree, config, form.group, _engine_tp(subject), (subject.arguments and subject.arguments.engine_ep) or 1)
     except CkptkitError as error:
         yield Finding("CK307", f"INT4 weights that {_engine_tp(subject)} ranks can share", error.message, error.hint or "", file=str(subject.path))
 

@@ -113,12 +113,14 @@ def preflight(
     launch = Launch(hf, actor, reference, ckpt_step)
     options = LaunchArguments.read(arguments, os.environ)
     tp, pp, ep = (_agreed(name, given, said) for name, given, said in (("tp", tp, options.tp), ("pp", pp, options.pp), ("ep", ep, options.ep)))
+    # Megatron's default is that of tp; without a launch nobody knows.
+    etp = options.etp or (tp if arguments else None)
     checks = all_checks()
     sides = sides_of(launch)
     launched = Subject(hf or actor or reference or Path(), launch=launch, arguments=options)
     runs = [run_checks(launched, choose(launched, [one for one in checks if one.code.startswith(LAUNCH)])[0])]
     for subject in _subjects(sides, hf, tp, pp, ep):
-        subject.arguments = options
+        subject.arguments, subject.etp = options, etp
         wanted = [one for one in checks if one.code.startswith(_HEADERS_ONLY) and not one.code.startswith(LAUNCH)]
         runs.append(run_checks(subject, choose(subject, wanted)[0]))
     return Report(
