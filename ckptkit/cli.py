@@ -1,9 +1,10 @@
-"""The command line. Exit codes: 0 nothing wrong, 1 findings, 2 bad usage or input, 130 interrupted."""
+"""The command line. Exit codes: 0 nothing wrong, 1 findings, 2 bad usage or input, or inconclusive, 130 interrupted."""
 
 from __future__ import annotations
 
 import gc
 import json
+import logging
 import sys
 import traceback
 from collections.abc import Mapping
@@ -329,8 +330,10 @@ def _print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Pa
     skipped = [check.code for check in report.checks if check.status == "skipped"]
     if strict and skipped:
         click.echo(f"--strict: skipped {', '.join(skipped)}", err=True)
-    if report.status == "failed" or (strict and skipped):
+    if report.status == "failed" or (strict and skipped and report.status == "passed"):
         raise SystemExit(1)
+    if report.status == "inconclusive":
+        raise SystemExit(2)
 
 
 @cli.command()
@@ -347,6 +350,9 @@ def main() -> None:
     debug = "--debug" in sys.argv
     # Headers of large models are a million objects that live to the end: looking through all of them again and again takes half of the time.
     gc.set_threshold(200_000, 10, 10)
+    if debug:
+        logging.basicConfig()
+        logging.getLogger("verify").setLevel(logging.DEBUG)
     set_up_memory()
     try:
         result = cli.main(standalone_mode=False)
@@ -363,6 +369,10 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort) as error:
         click.echo("; ".join(["interrupted", *getattr(error.__cause__ or error, "__notes__", ["nothing was left behind"])]), err=True)
         sys.exit(130)
+    except Exception as error:  # noqa: BLE001 - Python's own exit code for an exception is 1, which here means findings
+        said = f"{type(error).__name__}: {error}"
+        _fail(error if debug else CkptkitError(f"an error inside ckptkit: {said}", "please report it, with the output of `ckptkit --debug ...`"), debug)
+        sys.exit(2)
     finally:
         # As the interpreter ends it would look through everything once more, for a second where model classes were imported.
         gc.freeze()

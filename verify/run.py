@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import TRACKER, is_legacy, locate, refuse_url, tracked
 from quant.readers import readers_of
-from verify.checks import Check, Skip, all_checks, run_checks
+from verify.checks import WITNESSES, Check, Skip, all_checks, run_checks
 from verify.expected import usable_config
 from verify.heat import Heat, heat_map, of_rounding, of_values
 from verify.megatron_run import sizes_of
@@ -20,9 +20,6 @@ from verify.subject import Subject
 
 # Checks of a launch, which only preflight knows.
 LAUNCH = ("CK709", "CK71")
-
-# Witnesses run only when they are asked for.
-_WITNESS = {"CK4": "megatron", "CK5": "sglang"}
 
 
 def verify(
@@ -62,16 +59,17 @@ def verify(
     if "megatron" in against:
         _check_sizes_early(subject)
     chosen, left_out = choose(subject, [one for one in all_checks() if not one.code.startswith(LAUNCH)])
-    results, findings, facts = run_checks(subject, chosen)
+    outcome = run_checks(subject, chosen)
     return Report(
         version=version("ckptkit"),
         command=tuple(command),
         checkpoint=str(path),
         source=str(source) if source else None,
-        checks=results,
-        findings=findings,
-        facts=facts | ({"not applicable": left_out} if left_out else {}),
-        heat=_heat(subject, findings),
+        checks=outcome.checks,
+        findings=outcome.findings,
+        facts=outcome.facts | ({"not applicable": left_out} if left_out else {}),
+        heat=_heat(subject, outcome.findings),
+        reasons=outcome.reasons,
     )
 
 
@@ -125,7 +123,7 @@ def choose(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], list
     chosen: list[Check] = []
     reasons: dict[str, list[str]] = {}
     for one in checks:
-        witness = _WITNESS.get(one.code[:3])
+        witness = WITNESSES.get(one.code[:3])
         reason = f"--against-{witness} was not given" if witness and witness not in subject.against else one.unless(subject)
         if reason is None:
             chosen.append(one)
