@@ -15,6 +15,7 @@ from converters.planner import dims_of
 from verify.arguments import compared, mismatches
 from verify.check_values import needs_source
 from verify.checks import Skip, Tally, check
+from verify.config_keys import keys_behind
 from verify.expected import config_of
 from verify.folding import chunk_ranges
 from verify.megatron_layout import ParallelSizes, with_remainder
@@ -84,7 +85,10 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """
     here, there = _config(subject), _source_config(subject)
     hint, where = "take config.json from the source", str(subject.path / "config.json" if subject.kind == "hf" else subject.path)
-    for name, expected, actual in _differing(_args(here), _args(there), tally):
+    keys = keys_behind(here, there, _args)
+    # One finding a key, however many arguments follow from it.
+    named = {keys.get(one[0], one)[0]: keys.get(one[0], one) for one in _differing(_args(here), _args(there), tally)}
+    for name, expected, actual in named.values():
         yield Finding("CK702", f"{name} = {expected}", f"{name} = {actual}", hint, file=where)
     for name, expected, actual in _differing(_scaling(here), _scaling(there), tally):
         yield Finding("CK702", f"rotary {name} = {expected}", f"rotary {name} = {actual}", hint, file=where)
