@@ -12,7 +12,7 @@ from ckptkit.errors import CkptkitError
 from ckptkit.specs import TensorSpec
 from converters.planner import expected_hf
 from verify.check_quant import not_quantized, packed_weights
-from verify.checks import Skip, Tally, check
+from verify.checks import Skip, Tally, Unable, check
 from verify.expected import PACKED, usable_config
 from verify.folding import by_pattern
 from verify.packed import format_of, packed_names
@@ -130,6 +130,8 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
         tree = class_tree(config)
     except CkptkitError as error:
         raise Skip(f"no decision for this model: {error.message}") from error
+    if subject.arguments and subject.arguments.dp_attention and any(spec.name.removesuffix(".weight") not in tree.experts for spec in chosen):
+        raise Unable("--sglang-enable-dp-attention cuts attention over fewer ranks than the rest, which is not worked out here")
     try:
         check_tiles(chosen, tree, config, form.group, _engine_tp(subject), (subject.arguments and subject.arguments.engine_ep) or 1)
     except CkptkitError as error:

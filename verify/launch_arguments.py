@@ -28,8 +28,14 @@ _NUMBERS = {
     "--sglang-ep": "engine_ep",
 }
 _RANKS = frozenset({"tp", "pp", "ep", "etp", "engine", "engine_pp", "engine_ep"})
-_SWITCHES = {"--account-for-embedding-in-pipeline-split": "embedding", "--account-for-loss-in-pipeline-split": "loss"}
+_SWITCHES = {
+    "--account-for-embedding-in-pipeline-split": "embedding",
+    "--account-for-loss-in-pipeline-split": "loss",
+    "--sglang-enable-dp-attention": "dp_attention",
+}
 _LAYOUT = "--pipeline-model-parallel-layout"
+# Every option that is read.
+READ = frozenset({*_NUMBERS, *_SWITCHES, _LAYOUT})
 # Variables of slime's and miles' trainers, which a launch gives as NAME=value or inside the JSON of --runtime-env-json.
 QAT_FLAG, QAT_GROUP = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
 _VARIABLE = re.compile(rf"({QAT_FLAG}|{QAT_GROUP})\\*[\"']?\s*[:=]\s*\\*[\"']?(\w+)")
@@ -39,8 +45,8 @@ _VARIABLE = re.compile(rf"({QAT_FLAG}|{QAT_GROUP})\\*[\"']?\s*[:=]\s*\\*[\"']?(\
 class LaunchArguments:
     """What these options say; None where one is not given. `chunk`: layers of a virtual pipeline stage; the others as in `Pipeline`.
 
-    `engine`: GPUs of a rollout engine, in `engine_pp` pipeline stages; over `engine_ep` ranks its experts are spread. `qat`:
-    whether training rounds weights to INT4, `qat_group` in groups of how many.
+    `engine`: GPUs of a rollout engine, in `engine_pp` pipeline stages; over `engine_ep` ranks its experts are spread.
+    `dp_attention`: attention is cut over fewer ranks than the rest. `qat`: whether training rounds weights to INT4, `qat_group` in groups of how many.
     """
 
     tp: int | None = None
@@ -58,6 +64,7 @@ class LaunchArguments:
     engine: int | None = None
     engine_pp: int | None = None
     engine_ep: int | None = None
+    dp_attention: bool = False
     qat: bool | None = None
     qat_group: int | None = None
 
@@ -69,7 +76,7 @@ class LaunchArguments:
         CkptkitError for a value that is missing or no number.
         """
         found: dict[str, int | bool | str] = dict(_qat(words, environment or {}))
-        for name, value in _pairs(words):
+        for name, value in pairs(words):
             if name in _SWITCHES:
                 found[_SWITCHES[name]] = True
             elif name == _LAYOUT or name in _NUMBERS:
@@ -125,7 +132,7 @@ def _qat(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple
         yield "qat_group", int(said[QAT_GROUP])
 
 
-def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+def pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Every option with the word that is its value, None where the next word is an option too or there is none."""
     for word, after in zip_longest(words, words[1:]):
         name, equals, value = word.partition("=")
