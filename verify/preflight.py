@@ -15,6 +15,7 @@ from ckptkit.collector import uncollected
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import refuse_url
 from verify.check_config import STAGES
+from verify.check_qat import updates
 from verify.checks import NOTES, Check, Skip, Tally, all_checks, check, run_checks
 from verify.launch import Launch, Side, Trouble, sides_of
 from verify.launch_arguments import LaunchArguments
@@ -22,7 +23,7 @@ from verify.report import CheckResult, Finding, Report
 from verify.run import LAUNCH, choose
 from verify.subject import Subject
 
-_HEADERS_ONLY = ("CK1", "CK307", "CK70")
+_HEADERS_ONLY = ("CK1", "CK301", "CK302", "CK303", "CK307", "CK70")
 
 
 def _no_launch(subject: Subject) -> str | None:
@@ -119,6 +120,7 @@ def preflight(
     outcome = run_checks(launched, choose(launched, [one for one in checks if one.code.startswith(LAUNCH)])[0])
     for subject in _subjects(sides, hf, tp, pp, ep):
         subject.arguments = options
+        subject.updated = updates(launch, options)
         wanted = [one for one in checks if one.code.startswith(_HEADERS_ONLY) and not one.code.startswith(LAUNCH)]
         outcome.add(run_checks(subject, choose(subject, wanted)[0]))
     return Report(
