@@ -12,7 +12,7 @@ import torch
 from ckptkit.errors import CkptkitError
 from converters.planner import dims_of
 from verify import sglang_run
-from verify.checks import all_checks, run_checks
+from verify.checks import Unable, all_checks, run_checks
 from verify.sglang_bits import WriteRecord, difference, place, poison, poisoned
 from verify.sglang_run import last_words, start
 from verify.sglang_slots import Slot, fuses_shared, is_draft, left_empty, promised_names, slot_of
@@ -145,3 +145,20 @@ def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GLM | {"model_type": "llama"}))
     with pytest.raises(CkptkitError, match="llama"):
         sglang_run.run_sglang(Subject(tmp_path, against=frozenset({"sglang"})))
+
+
+@pytest.mark.parametrize(
+    "architectures",
+    [["EvilForCausalLM"], ["TransformersForCausalLM"], ["Glm4MoeForCausalLM", "EvilForCausalLM"], ["Qwen2ForCausalLM"], "Glm4MoeForCausalLM", [], None],
+)
+def test_config_that_names_another_class_never_reaches_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architectures: object) -> None:
+    """SGLang runs the files of `auto_map` to find a class that it does not have, whatever `trust_remote_code` says."""
+    release = tmp_path / "release"
+    models.save("glm4_moe", release)
+    config = json.loads((release / "config.json").read_text())
+    (release / "config.json").write_text(json.dumps(config | {"architectures": architectures, "auto_map": {"AutoModel": "evil.Evil"}}))
+    (release / "evil.py").write_text("raise SystemExit('run')\n")
+    monkeypatch.setattr(sglang_run, "find_spec", lambda name: name)
+    monkeypatch.setattr(sglang_run, "start", lambda *_: pytest.fail("a process was started"))
+    with pytest.raises((Unable, CkptkitError), match=r"(not \['Glm4MoeForCausalLM'\]: SGLang would run another class|is another model)"):
+        sglang_run.run_sglang(Subject(release, against=frozenset({"sglang"})))
