@@ -14,7 +14,7 @@ from ckptkit.specs import TensorSpec
 from converters.planner import tied_head
 from converters.registry import UnsupportedArchitectureError
 from verify.checks import Skip, Tally, Unable, check
-from verify.expected import PACKED, Expected, config_of, expected_of, usable_config
+from verify.expected import PACKED, Expected, config_of, expected_of, remarks_of, usable_config
 from verify.folding import by_pattern
 from verify.hf_files import HfFiles
 from verify.layer_counts import layer_table, uneven
@@ -107,6 +107,8 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Finding]:
     if subject.kind == "hf":
         yield from _duplicates_and_orphans(subject)
     yield from _three_way(subject, specs, expected)
+    for text in remarks_of(subject) if config else ():
+        tally.note(text)
     if subject.kind == "hf" and config and (tied := tied_head(config)) and tied[0] in specs:
         tally.note(f"{tied[0]} is stored although tie_word_embeddings is true; that it repeats {tied[1]} can be told from values only (CK211)")
     tally.facts["tensors per layer"] = layer_table(subject.kinds, dict(config) if config else None)

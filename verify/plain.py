@@ -8,6 +8,7 @@ from ckptkit.plan import View
 from ckptkit.safetensors_io import HfCheckpoint
 from ckptkit.sidefiles import is_quantized
 from converters.planner import copies_of
+from converters.stored import as_stored
 
 
 def plain(path: Path) -> HfCheckpoint | View:
@@ -17,4 +18,4 @@ def plain(path: Path) -> HfCheckpoint | View:
         return source
     from quant.dequantize import dequantized
 
-    return dequantized(source, str(path), copies_of(source.config))
+    return dequantized(source, str(path), copies_of(as_stored(source.config, source.specs)))
