@@ -93,10 +93,9 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Finding]:
         yield Finding("CK202", "only tensors of the source", "the source has none of this name", "check --source", text, len(names), str(subject.path))
     wrong = {name: difference for name, difference in values.differences.items() if difference.unequal}
     whose = {name: _whose(subject, name) for name in wrong}
-    for text, names in moved_layers(whose):
-        hint = "the layers of a pipeline stage were numbered from another one: save or convert again with global layer IDs"
-        yield Finding("CK202", "each layer's own values", text, hint, summarize(names), len(names), str(subject.path))
-        wrong = {name: difference for name, difference in wrong.items() if name not in set(names)}
+    for moved in moved_layers(whose):
+        yield Finding("CK202", "each layer's own values", moved.text, moved.hint, summarize(moved.names), len(moved.names), str(subject.path))
+        wrong = {name: difference for name, difference in wrong.items() if name not in set(moved.names)}
     for group in _grouped(wrong, whose):
         for text, names in by_pattern(group):
             worst = max(names, key=lambda name: wrong[name].largest)
