@@ -228,7 +228,7 @@ def _no_index_needed(subject: Subject) -> str | None:
 @check(
     "CK106",
     "total_size is the sum of all tensors in bytes",
-    rationale="A total_size that is not the sum of the tensors shows an index that was not written with these shards, or counts rows instead of bytes.",
+    rationale="Loaders do not read total_size, so it is only a warning. One that is not the sum shows an index that was not written with these shards.",
     fix="Set metadata.total_size in model.safetensors.index.json to the number given, after the other CK1xx checks pass.",
     unless=_no_index_needed,
 )
@@ -244,7 +244,8 @@ def total_size_true(subject: Subject, tally: Tally) -> Iterator[Finding]:
         raise Skip("not run because index and shards name different tensors (CK104)")
     actual = sum(spec.nbytes for spec in files.specs.values()) if files.twice else sum(shard.nbytes for shard in files.shards.values())
     if files.total_size != actual:
-        hint, absent = "set metadata.total_size to the sum", files.total_size is None
+        hint = "set metadata.total_size to the sum; loaders do not read it"
         rows = sum(spec.shape[0] for spec in files.specs.values() if spec.shape)
-        said = "no total_size" if absent else f"total_size {files.total_size}" + (", which is the number of rows" if files.total_size == rows else "")
-        yield Finding("CK106", f"total_size {actual}", said, hint, file=str(subject.path / INDEX), severity="warning" if absent else "error")
+        said = f"total_size {files.total_size}" + (", which is the number of rows" if files.total_size == rows else "")
+        said = "no total_size" if files.total_size is None else said
+        yield Finding("CK106", f"total_size {actual}", said, hint, file=str(subject.path / INDEX), severity="warning")
