@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptkitError
+from ckptkit.errors import CkptkitError, UnsupportedError
 from ckptkit.safetensors_io import INDEX
 from ckptkit.specs import TensorSpec
 from converters.planner import tied_head
-from converters.registry import UnsupportedArchitectureError
-from verify.checks import Skip, Tally, Unable, check
+from verify.checks import Skip, Tally, check
 from verify.expected import PACKED, Expected, config_of, expected_of, remarks_of, usable_config
 from verify.folding import by_pattern
 from verify.hf_files import HfFiles
@@ -52,8 +51,8 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Finding]:
     try:
         config_of(subject)
         tally.compared(0)
-    except UnsupportedArchitectureError as error:
-        raise Unable(error.message) from error
+    except UnsupportedError:
+        raise
     except CkptkitError as error:
         path = subject.path if subject.kind == "hf" else subject.megatron_files.opened.hf_path
         hint = error.hint or "compare it with the release"

@@ -15,6 +15,7 @@ from ckptkit.sidefiles import is_quantized as is_quantized
 from ckptkit.sidefiles import quantization_of
 from ckptkit.specs import TensorSpec
 from converters.experts import fuse, is_fused
+from converters.foreign import refuse_foreign
 from converters.planner import dialect_of, dims_of, rules_of, tied_head
 from converters.registry import family_of
 from converters.stored import as_stored, remarks
@@ -78,6 +79,7 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
             raise Unable("no HF config.json is stored beside this Megatron checkpoint; name the HF directory with --hf")
         config = config_in(path, subject.megatron_files.weights)
     try:
+        refuse_foreign(_names(subject) if subject.kind == "hf" else (), subject.path)
         dims_of(config)
     except (TypeError, ValueError) as error:
         raise CkptkitError(f"config.json: a size is not a number: {error}", "compare it with the release") from error
