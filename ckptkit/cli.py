@@ -247,6 +247,13 @@ def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | No
 @common.parallel
 @click.option("--etp", type=click.IntRange(1), help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]")
 @click.option("--vpp", default=1, show_default=True, type=click.IntRange(1), help="Virtual pipeline stages a rank.")
+@click.option(
+    "--reader",
+    "readers",
+    multiple=True,
+    type=click.Choice(ALL_READERS),
+    help="Whose reading of an INT4 checkpoint's `ignore` list counts. Repeatable. [default: sglang, slime and miles]",
+)
 @common.ray
 @common.reports
 @click.option("--strict", is_flag=True, help="Exit 1 when a check was skipped.")
@@ -263,6 +270,7 @@ def verify(
     ep: int,
     etp: int | None,
     vpp: int,
+    readers: tuple[str, ...],
     ray: str | None,
     reports: tuple[Path, ...],
     strict: bool,
@@ -273,7 +281,8 @@ def verify(
     with _reading(checkpoint, source) if ray is None else nullcontext():
         from verify.run import verify as run
 
-        report = run(checkpoint, source=source, hf=hf, tp=tp, pp=pp, ep=ep, etp=etp, vpp=vpp, against=against, command=sys.argv, manifest=manifest, ray=ray)
+        sizes: dict[str, Any] = {"tp": tp, "pp": pp, "ep": ep, "etp": etp, "vpp": vpp}
+        report = run(checkpoint, source, hf, **sizes, against=against, command=sys.argv, manifest=manifest, readers=readers or None, ray=ray)
     _print_report(report, as_json, strict, reports)
 
 

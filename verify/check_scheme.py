@@ -129,7 +129,7 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
     try:
         tree = class_tree(config)
     except CkptkitError as error:
-        raise Skip(f"no decision for this model: {error.message}") from error
+        raise Unable(f"no decision for this model: {error.message}") from error
     if subject.arguments and subject.arguments.dp_attention and any(spec.name.removesuffix(".weight") not in tree.experts for spec in chosen):
         raise Unable("--sglang-enable-dp-attention cuts attention over fewer ranks than the rest, which is not worked out here")
     try:

@@ -15,6 +15,7 @@ from ckptkit.collector import uncollected
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import refuse_url
 from verify.check_config import STAGES
+from verify.check_qat import updates
 from verify.checks import NOTES, Check, Skip, Tally, Unable, all_checks, check, run_checks
 from verify.launch import Launch, Side, Trouble, sides_of
 from verify.launch_arguments import LaunchArguments
@@ -25,7 +26,7 @@ from verify.subject import Subject
 
 # The fact that lists the words of a launch that matter and are not read.
 NOT_READ = "not read"
-_HEADERS_ONLY = ("CK1", "CK307", "CK70")
+_HEADERS_ONLY = ("CK1", "CK301", "CK302", "CK303", "CK307", "CK70")
 
 
 def _no_launch(subject: Subject) -> str | None:
@@ -97,7 +98,7 @@ def _no_words(subject: Subject) -> str | None:
 
 
 @check(
-    "CK715",
+    "CK717",
     "every path and size among the launch arguments is read",
     rationale="A size that only a configuration file or an override says is not the one that was looked at: the job may stop after the GPUs were booked.",
     fix="Give paths and sizes as options of preflight, or as the options of Megatron-LM, slime and SGLang; the reasons say which words were not read.",
@@ -149,6 +150,7 @@ def preflight(
     outcome = run_checks(launched, choose(launched, [one for one in checks if one.code.startswith(LAUNCH)])[0])
     for subject in _subjects(sides, hf, tp, pp, ep):
         subject.arguments, subject.etp = options, etp
+        subject.updated = updates(launch, options)
         wanted = [one for one in checks if one.code.startswith(_HEADERS_ONLY) and not one.code.startswith(LAUNCH)]
         outcome.add(run_checks(subject, choose(subject, wanted)[0]))
     return Report(
