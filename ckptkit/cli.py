@@ -217,7 +217,7 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, as_json: bool) -> None
     from quant.lint import lint as run
     from quant.lint_text import lines
 
-    report = run(path, readers=readers or ALL_READERS, fix=fix)
+    report = run(path, readers=readers or None, fix=fix)
     click.echo(json.dumps(report.to_json(), indent=2) if as_json else "\n".join(lines(report)))
     if report.failed and not report.fixed:
         raise SystemExit(1)

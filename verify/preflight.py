@@ -148,8 +148,7 @@ def preflight(
     launched = Subject(hf or actor or reference or Path(), launch=launch, arguments=options)
     outcome = run_checks(launched, choose(launched, [one for one in checks if one.code.startswith(LAUNCH)])[0])
     for subject in _subjects(sides, hf, tp, pp, ep):
-        subject.arguments, subject.etp = options, etp
-        subject.updated = updates(launch, options)
+        subject.arguments, subject.etp, subject.updated = options, etp, updates(launch, options)
         wanted = [one for one in checks if one.code.startswith(_HEADERS_ONLY) and not one.code.startswith(LAUNCH)]
         outcome.add(run_checks(subject, choose(subject, wanted)[0]))
     return Report(

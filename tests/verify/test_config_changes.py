@@ -122,7 +122,7 @@ def test_the_other_spelling_and_storage_are_no_change(releases: Make, copy_of: C
         torch_dtype="bfloat16",
         transformers_version="4.54.0",
         use_cache=False,
-        architectures=["Other"],
+        architectures=["Glm4MoeForCausalLM", "Other"],
         _name_or_path="/somewhere",
     )
     assert verify(path, source=releases("glm4_moe")).findings == []
