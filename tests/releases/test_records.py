@@ -56,7 +56,7 @@ def test_written_release_is_what_safetensors_reads(model: str, tmp_path: Path) -
     read = {}
     for file in path.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
-            read |= {name: (opened.get_slice(name).get_dtype(), tuple(opened.get_slice(name).get_shape())) for name in opened}
+            read |= {name: (opened.get_slice(name).get_dtype(), tuple(opened.get_slice(name).get_shape())) for name in list(opened.keys())}
     assert read == {tensor.name: (tensor.dtype, tensor.shape) for tensor in release.tensors_in_order}
     assert sum(file.stat().st_size for file in path.glob("*.safetensors")) > release.nbytes
     assert sum(file.stat().st_blocks * 512 for file in path.iterdir()) < 1_000_000
