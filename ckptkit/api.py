@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,7 +90,7 @@ def convert(
     how = How(place(dst), workers, memory, ray, overwrite, resume)
     with _opened(asked, how) as job:
         location = locate(job.here(job.src))
-        _check_destination(job, how, [location.path, location.root / "hf", job.here(job.hf) if job.hf else None])
+        _check_destination(job, how, location)
         if dtype not in DTYPES:
             raise CkptkitError(f"unknown dtype {dtype!r}", f"choose one of {', '.join(DTYPES)}")
         if location.kind == "hf":
@@ -139,7 +139,7 @@ def quantize(
     how = How(place(dst), workers, memory, ray, overwrite, resume)
     with _opened(asked, how) as job:
         location = locate(job.here(job.src))
-        _check_destination(job, how, [location.path])
+        _check_destination(job, how, location)
         if location.kind != "hf":
             raise CkptkitError(f"{src} is a Megatron checkpoint", "`ckptkit convert SRC DST --quantize w4a16` exports and quantizes in one pass")
         return _done(job, how, dry_run)
@@ -163,9 +163,11 @@ def _opened(job: Job, how: How) -> Iterator[Job]:
         yield replace(job, opened={url: stack.enter_context(opened(url)) for url in urls})
 
 
-def _check_destination(job: Job, how: How, sources: Iterable[Path | None]) -> None:
-    """Raises CkptkitError where nothing may be written; `sources` are the directories of this machine that are read."""
+def _check_destination(job: Job, how: How, location: Location) -> None:
+    """Raises CkptkitError where nothing may be written, since what is read there would be lost among other reasons."""
     if isinstance(how.path, Path):
+        beside = [location.root / "hf", location.root / FOLDER] if location.kind == "megatron" else []
+        sources = [location.path, *beside, *(job.here(path) for path in (job.hf, job.like) if path)]
         check_destination(how.path, sources, overwrite=how.overwrite, resume=how.resume)
     else:
         check_upload(how.path, how.overwrite, job.sources)
