@@ -27,6 +27,7 @@ from ckptkit.sidefiles import MANIFEST, is_quantized
 from ckptkit.specs import fold
 from ckptkit.store import absolute, is_url, place
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from ckptkit.unused import refuse_hf, refuse_int4_options
 from ckptkit.upload import check_upload
 from converters.arguments import megatron_args
 from converters.carried import FOLDER
@@ -93,11 +94,20 @@ def convert(
         _check_destination(job, how, location)
         if dtype not in DTYPES:
             raise CkptkitError(f"unknown dtype {dtype!r}", f"choose one of {', '.join(DTYPES)}")
+        if job.scheme is None:
+            refuse_int4_options(_int4_options(job))
         if location.kind == "hf":
             _check_to_megatron(job, how)
         elif dialect:
             raise CkptkitError("--dialect is for the way to Megatron", "leave it out: on the way back the names tell it")
         return _done(job, how, dry_run)
+
+
+def _int4_options(job: Job) -> list[str]:
+    """What a job says of INT4 beside its scheme."""
+    plain = Job(job.verb, job.src)
+    said = {"--like": job.like != plain.like, "--tp": job.tp != plain.tp, "--reader": job.readers != plain.readers, "--device": job.device != plain.device}
+    return [option for option, given in said.items() if given]
 
 
 def _check_to_megatron(job: Job, how: How) -> None:
@@ -218,6 +228,8 @@ def make_manifest(path: str | Path, output: str | Path | None = None, *, hf: str
     if hf:
         refuse_url(hf)
     location = locate(path)
+    if location.kind == "hf":
+        refuse_hf(hf, path)
     target = Path(output) if output else location.root / MANIFEST
     before = read_json(target) if target.exists() else {}
     if "tensors" in before or (output and target.exists()):
@@ -231,7 +243,10 @@ def make_manifest(path: str | Path, output: str | Path | None = None, *, hf: str
 def inspect(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
     """What lies at `path`: format, sizes, dtypes, the model's dimensions, Megatron's stored arguments, and folded tensor names."""
     with _read(path, hf) as (here, its_hf):
-        return _facts(locate(here), open_checkpoint(here, hf=its_hf))
+        location = locate(here)
+        if location.kind == "hf":
+            refuse_hf(hf, path)
+        return _facts(location, open_checkpoint(here, hf=its_hf))
 
 
 @contextmanager
@@ -274,6 +289,7 @@ def model_arguments(path: str | Path, hf: str | Path | None = None) -> dict[str,
     Raises CkptkitError for a model that is not supported, or that Megatron has no arguments for.
     """
     if (config := config_at(place(path))) is not None:
+        refuse_hf(hf, path)
         return megatron_args(dims_of(config))
     with _read(path, hf) as (here, its_hf):
         return megatron_args(dims_of(open_checkpoint(here, hf=its_hf).config))

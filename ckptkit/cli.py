@@ -21,6 +21,7 @@ from ckptkit.collector import uncollected
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import locate
 from ckptkit.readahead import reading_ahead
+from ckptkit.unused import refuse_int4_options
 from quant.readers import ALL_READERS
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ def convert(
 
     A quantized release (FP8, MXFP4, INT4) is dequantized on the way to Megatron.
     """
+    if not quantization:
+        refuse_int4_options(common.given(common.INT4))
     _import_less()
     with _only_planning(dry_run):
         from ckptkit.api import convert as run

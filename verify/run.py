@@ -58,6 +58,8 @@ def verify(
     subject.hf_path = Path(os.path.abspath(hf)) if hf is not None else _config_home(subject)
     if subject.source_path:
         locate(subject.source_path)
+    if hf is not None and "megatron" not in (subject.kind, subject.source_path and subject.source_kind):
+        refuse_hf(hf, path)
     _refuse_legacy(subject.path)
     if "megatron" in against:
         _check_sizes_early(subject)
