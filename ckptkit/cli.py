@@ -1,9 +1,10 @@
-"""The command line. Exit codes: 0 nothing wrong, 1 findings, 2 bad usage or input, 130 interrupted."""
+"""The command line. Exit codes: 0 nothing wrong, 1 findings, 2 bad usage or input, or inconclusive, 130 interrupted."""
 
 from __future__ import annotations
 
 import gc
 import json
+import logging
 import sys
 import traceback
 from collections.abc import Mapping
@@ -249,6 +250,13 @@ def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | No
 @common.parallel
 @click.option("--etp", type=click.IntRange(1), help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]")
 @click.option("--vpp", default=1, show_default=True, type=click.IntRange(1), help="Virtual pipeline stages a rank.")
+@click.option(
+    "--reader",
+    "readers",
+    multiple=True,
+    type=click.Choice(ALL_READERS),
+    help="Whose reading of an INT4 checkpoint's `ignore` list counts. Repeatable. [default: sglang, slime and miles]",
+)
 @common.ray
 @common.reports
 @click.option("--strict", is_flag=True, help="Exit 1 when a check was skipped.")
@@ -265,6 +273,7 @@ def verify(
     ep: int,
     etp: int | None,
     vpp: int,
+    readers: tuple[str, ...],
     ray: str | None,
     reports: tuple[Path, ...],
     strict: bool,
@@ -275,7 +284,8 @@ def verify(
     with _reading(checkpoint, source) if ray is None else nullcontext():
         from verify.run import verify as run
 
-        report = run(checkpoint, source=source, hf=hf, tp=tp, pp=pp, ep=ep, etp=etp, vpp=vpp, against=against, command=sys.argv, manifest=manifest, ray=ray)
+        sizes: dict[str, Any] = {"tp": tp, "pp": pp, "ep": ep, "etp": etp, "vpp": vpp}
+        report = run(checkpoint, source, hf, **sizes, against=against, command=sys.argv, manifest=manifest, readers=readers or None, ray=ray)
     _print_report(report, as_json, strict, reports)
 
 
@@ -332,8 +342,10 @@ def _print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Pa
     skipped = [check.code for check in report.checks if check.status == "skipped"]
     if strict and skipped:
         click.echo(f"--strict: skipped {', '.join(skipped)}", err=True)
-    if report.status == "failed" or (strict and skipped):
+    if report.status == "failed" or (strict and skipped and report.status == "passed"):
         raise SystemExit(1)
+    if report.status == "inconclusive":
+        raise SystemExit(2)
 
 
 @cli.command()
@@ -350,6 +362,9 @@ def main() -> None:
     debug = "--debug" in sys.argv
     # Headers of large models are a million objects that live to the end: looking through all of them again and again takes half of the time.
     gc.set_threshold(200_000, 10, 10)
+    if debug:
+        logging.basicConfig()
+        logging.getLogger("verify").setLevel(logging.DEBUG)
     set_up_memory()
     try:
         result = cli.main(standalone_mode=False)
@@ -366,6 +381,10 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort) as error:
         click.echo("; ".join(["interrupted", *getattr(error.__cause__ or error, "__notes__", ["nothing was left behind"])]), err=True)
         sys.exit(130)
+    except Exception as error:  # noqa: BLE001 - Python's own exit code for an exception is 1, which here means findings
+        said = f"{type(error).__name__}: {error}"
+        _fail(error if debug else CkptkitError(f"an error inside ckptkit: {said}", "please report it, with the output of `ckptkit --debug ...`"), debug)
+        sys.exit(2)
     finally:
         # As the interpreter ends it would look through everything once more, for a second where model classes were imported.
         gc.freeze()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
+from typing import Literal
 
 from ckptkit.errors import CkptkitError
 
@@ -80,9 +81,25 @@ READERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "vllm": ("vLLM",),
         "transformers": ("compressed-tensors", "transformers"),
         "slime": ("slime",),
+        "miles": ("slime",),  # the same rule; only its bridge goes by the names of the checkpoint
     }
 )
 ALL_READERS = tuple(READERS)
+# Who decides where no reader is named: the engine that reinforcement learning serves with, and the trainers that quantize for it.
+RL_READERS = ("sglang", "slime", "miles")
+
+
+def severity_of(reader: str, asked: Iterable[str] | None, *, published: bool = False, updated: bool = False) -> Literal["error", "warning"]:
+    """What it is when `reader` (of `RULES`) would take an `ignore` list otherwise than the weights are packed.
+
+    `asked`: names of `--reader`, whose readings then are the ones that count; None: `RL_READERS`. `published`: the list is one that
+    releases have, which are made for engines; what only a trainer would take otherwise is then a warning, unless `updated`: a launch
+    quantizes by this list. Raises CkptkitError as `readers_of`.
+    """
+    if asked is not None:
+        return "error" if reader in readers_of(asked) else "warning"
+    spared = published and not updated and not reader.startswith("SGLang")
+    return "error" if reader in readers_of(RL_READERS) and not spared else "warning"
 
 
 def readers_of(names: Iterable[str]) -> tuple[str, ...]:

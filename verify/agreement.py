@@ -13,10 +13,12 @@ from ckptkit.specs import TensorSpec
 from quant.class_tree import ClassTree, class_tree
 from quant.matrices import Matrix, matrices_named, matrices_of
 from quant.portable import Divergence, Question, advice, said
-from quant.readers import RULES, readers_of
+from quant.published import is_published
+from quant.readers import RULES, severity_of
 from quant.scheme import read_scheme
 from verify.packed import packed_names
 from verify.quantization import Fault
+from verify.report import Severity
 
 # slime packs by names alone, so it says nothing of what the model's classes make of the list.
 _BY_CLASS = frozenset(RULES) - {"slime"}
@@ -38,11 +40,10 @@ class Agreement:
     faults: Sequence[Fault]
 
 
-def agreement(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], asked: Sequence[str]) -> Agreement:
+def agreement(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], asked: Sequence[str] | None, updated: bool = False) -> Agreement:
     """What the packed modules among `specs` are to the readers of `ignore`.
 
-    A reader that would load garbage is an error where `asked` (as `--reader`) has it: the list is then wrong for those who serve the
-    checkpoint. For others it is a warning, since releases are spelled for the engine that they were made for. Raises CkptkitError as
+    Which reader's disagreement is an error is for `severity_of`; `asked` and `updated` are as there. Raises CkptkitError as
     `read_scheme` and `class_tree` do.
     """
     ignore, tree, stored = read_scheme(config).ignore, class_tree(config), set(packed_names(specs))
@@ -56,7 +57,9 @@ def agreement(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], asked:
     others = [one for one in found if one.tensor not in said_already]
     missing = [matrix.module for matrix, packs in zip(matrices, packed, strict=True) if matrix.tensor in everybody and not packs]
     unwanted = [module for module in stored if f"{module}.weight" in everybody and module not in forbidden]
-    return Agreement(len(stored) + len(missing), forbidden, sorted(unwanted), sorted(missing), list(_faults(others, question, ignore, readers_of(asked))))
+    published = is_published(str(config.get("model_type")), ignore, tree)
+    severities = {reader: severity_of(reader, asked, published=published, updated=updated) for reader in RULES}
+    return Agreement(len(stored) + len(missing), forbidden, sorted(unwanted), sorted(missing), list(_faults(others, question, ignore, severities)))
 
 
 def _absent(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
@@ -73,8 +76,8 @@ def _for_everybody(found: Collection[Divergence]) -> set[str]:
     return {tensor for tensor, who in readers.items() if who >= _BY_CLASS}
 
 
-def _faults(found: Sequence[Divergence], question: Question, ignore: Sequence[str], asked: Collection[str]) -> Iterator[Fault]:
+def _faults(found: Sequence[Divergence], question: Question, ignore: Sequence[str], severities: Mapping[str, Severity]) -> Iterator[Fault]:
     hint = advice(found, question, ignore) if found else ""
     for reader in dict.fromkeys(one.reader for one in found):
         actual = "; ".join(said(one for one in found if one.reader == reader))
-        yield Fault("an ignore list that every reader takes alike", actual, hint, "error" if reader in asked else "warning")
+        yield Fault("an ignore list that every reader takes alike", actual, hint, severities[reader])

@@ -1,4 +1,4 @@
-"""CK709: what training rounds weights to, held against what the rollout engine's checkpoint says of its INT4 weights."""
+"""CK709 and CK715: what training rounds weights to and sends, held against the rollout engine's INT4 checkpoint."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from contextlib import suppress
 from typing import Any
 
 from ckptkit.errors import CkptkitError
+from ckptkit.safetensors_io import read_json
+from ckptkit.sidefiles import quantization_of
 from verify.checks import Skip, Tally, check
 from verify.expected import is_quantized, weights_of
+from verify.launch import Launch
 from verify.launch_arguments import QAT_FLAG, QAT_GROUP, LaunchArguments
 from verify.report import Finding
 from verify.side_files import SideFiles
@@ -16,6 +19,14 @@ from verify.subject import Subject
 
 # What slime's fake quantization does, whatever the config says. Source: `fake_int4_quant_cuda.cu` and slime's Megatron patch.
 _TRAINED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+
+
+def updates(launch: Launch, options: LaunchArguments) -> bool:
+    """Whether a trainer sends weights to the engine, which slime and miles then quantize by `ignore` of an INT4 --hf-checkpoint.
+
+    Source: slime `megatron_to_hf/processors/__init__.py`: quantization_config of --hf-checkpoint alone decides, no option.
+    """
+    return bool(options.qat or launch.load or launch.ref_load)
 
 
 def _not_said(subject: Subject) -> str | None:
@@ -58,3 +69,44 @@ def _differing(weights: Mapping[str, Any], options: LaunchArguments, tally: Tall
         tally.compared(0)
         if weights.get(key) != expected:
             yield key, expected, weights.get(key)
+
+
+def _no_updates(subject: Subject) -> str | None:
+    launch, options = subject.launch, subject.arguments
+    if launch is None or launch.hf_checkpoint is None or options is None:
+        return "only preflight of a launch with --hf-checkpoint looks at it"
+    if not updates(launch, options):
+        return "no trainer of this launch updates the engine"
+    with suppress(CkptkitError):
+        if _is_int4(SideFiles(launch.hf_checkpoint).config):
+            return None
+    return "--hf-checkpoint holds no INT4 weights of compressed-tensors"
+
+
+def _is_int4(config: Mapping[str, Any] | None) -> bool:
+    return config is not None and is_quantized(config) and quantization_of(config).get("quant_method") == "compressed-tensors"
+
+
+@check(
+    "CK715",
+    "the engine takes online updates of its INT4 weights",
+    rationale="SGLang can load some INT4 layers only once. An update of them is lost, or lands in memory that nothing reads.",
+    fix="Quantize the checkpoint that the engine serves again, routed experts only, symmetric: `ckptkit quantize`.",
+    unless=_no_updates,
+)
+def updates_taken(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """What `OnlineQuantizer` refuses for --hf-checkpoint: INT4 Linear layers, zero points, layers packed in part, several groups."""
+    launch = subject.launch
+    if launch is None or launch.hf_checkpoint is None:
+        raise Skip("only preflight of a launch with --hf-checkpoint looks at it")
+    # Imported here because it brings torch's kernels with it, which no other check needs.
+    from quant.online import OnlineQuantizer
+
+    tally.compared(0)
+    try:
+        found = OnlineQuantizer(read_json(launch.hf_checkpoint / "config.json"), launch.hf_checkpoint)
+    except CkptkitError as error:
+        expected = "INT4 weights that SGLang can take again at every update"
+        yield Finding("CK715", expected, error.message, error.hint or "quantize it again", file=str(launch.hf_checkpoint))
+        return
+    tally.compared(0, len(found.served.packed))

@@ -11,7 +11,7 @@ from ckptkit.sidefiles import quantization_of
 from ckptkit.specs import TensorSpec
 from converters.planner import expected_hf, rules_of
 from quant.spelling import spell
-from verify.checks import Skip, Tally, check
+from verify.checks import Skip, Tally, Unable, check
 from verify.expected import PACKED, is_quantized, packed_parts, usable_config
 from verify.folding import by_pattern
 from verify.packed import Format, bound_in_steps, format_of, grid_of, is_searched, packed_names, scale_off, worst_steps
@@ -104,8 +104,8 @@ def _targeted(module: str, config: Mapping[str, Any]) -> bool:
 def expected_packed(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """The packed set on disk against what each reader of `ignore` looks for; what CK301 names is not said twice.
 
-    What SGLang, or whoever `readers` names, would load wrongly is an error. Where the files are as these read the list, and only others
-    take it otherwise, that is a warning with the portable spelling.
+    What the readers that count would load or send wrongly is an error (`quant.readers.severity_of`). Where the files are as these read
+    the list, and only others take it otherwise, that is a warning with the portable spelling.
     """
     if (reason := not_quantized(subject)) is not None:
         raise Skip(reason)
@@ -122,9 +122,9 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Finding]:
     from verify.agreement import agreement
 
     try:
-        found = agreement(specs, config, subject.readers)
+        found = agreement(specs, config, subject.readers, subject.updated)
     except CkptkitError as error:
-        raise Skip(f"no decision for this quantization_config: {error.message}") from error
+        raise Unable(f"no decision for this quantization_config: {error.message}") from error
     for _ in range(found.looked_at - len(packed)):
         tally.compared(0)
     for fault in found.faults:

@@ -12,7 +12,7 @@ from ckptkit.errors import CkptkitError
 from ckptkit.specs import TensorSpec
 from converters.planner import expected_hf
 from verify.check_quant import not_quantized, packed_weights
-from verify.checks import Skip, Tally, check
+from verify.checks import Skip, Tally, Unable, check
 from verify.expected import PACKED, usable_config
 from verify.folding import by_pattern
 from verify.packed import format_of, packed_names
@@ -129,7 +129,7 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
     try:
         tree = class_tree(config)
     except CkptkitError as error:
-        raise Skip(f"no decision for this model: {error.message}") from error
+        raise Unable(f"no decision for this model: {error.message}") from error
     try:
         check_tiles(chosen, tree, config, form.group, _engine_tp(subject))
     except CkptkitError as error:

@@ -1,4 +1,4 @@
-"""CK501 to CK506: what real SGLang made of the checkpoint. One run of the witness serves them all."""
+"""CK501 to CK507: what real SGLang made of the checkpoint. One run of the witness serves them all."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
+
 from converters.planner import dims_of
-from verify.checks import Skip, Tally, check
-from verify.expected import usable_config
+from verify.checks import Skip, Tally, Unable, check
+from verify.expected import is_quantized, usable_config
 from verify.folding import by_pattern
 from verify.report import Finding, Severity
 from verify.sglang_job import SglangReport, Trouble
@@ -30,6 +32,19 @@ def _report(subject: Subject) -> SglangReport:
     if report is None:
         raise Skip("not run because SGLang did not load the checkpoint (CK501)")
     return report
+
+
+def _one_rank(subject: Subject) -> str | None:
+    return None if max(subject.tp, subject.pp, subject.ep, subject.etp or 1) > 1 else "no parallel sizes were asked for"
+
+
+def _nothing_to_repack(subject: Subject) -> str | None:
+    """Weights that are not quantized stay as they are without a GPU; with one, whatever SGLang makes of them is looked at."""
+    if torch.cuda.is_available():
+        return None
+    config = usable_config(subject)
+    plain = subject.kind == "megatron" or (config is not None and not is_quantized(config))
+    return "no weight is quantized, so SGLang repacks none without a GPU" if plain else None
 
 
 def _count(tally: Tally, tensors: int, nbytes: int = 0) -> None:
@@ -159,12 +174,30 @@ def routers_alive(subject: Subject, tally: Tally) -> Iterator[Finding]:
     "SGLang repacks the weights whole",
     rationale="After loading, SGLang rewrites packed weights for its kernels; whatever is lost there shows in no file and in no log.",
     fix="Check the sizes against the kernel's limits (out features % 64, in features % 128), or report it to SGLang.",
+    unless=_nothing_to_repack,
 )
 def repacked(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """Marlin's layout computed here against what the quantization methods made, and all other parameters as before."""
     report = _report(subject)
     if report.repacked is None:
-        raise Skip("needs CUDA: SGLang's repacking kernels run on a GPU only")
+        raise Unable("needs CUDA: SGLang's repacking kernels run on a GPU only")
     _count(tally, report.repacked_seen)
     hint = "the sizes may be outside the kernel's limits; try another group size, or load with an unquantized checkpoint to compare"
     yield from _findings("CK506", report.repacked, "the loaded values in the kernel's order", lambda name: hint)
+
+
+@check(
+    "CK507",
+    "SGLang has the parallel sizes asked for",
+    rationale="A rank of a tensor-parallel engine holds slices, and its own loader cuts them: what one rank holds says little of them.",
+    fix="Verify with Megatron at these sizes and with SGLang at 1: one command for each.",
+    unless=_one_rank,
+)
+def parallel_sizes(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """SGLang is loaded on one rank only."""
+    asked = {"--tp": subject.tp, "--pp": subject.pp, "--ep": subject.ep, "--etp": subject.etp or 1}
+    said = " ".join(f"{name} {size}" for name, size in asked.items() if size > 1)
+    if said:
+        raise Unable(f"SGLang was loaded on one rank, and {said} asks for more: give it with --against-megatron alone")
+    tally.compared(0)
+    yield from ()

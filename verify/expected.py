@@ -17,7 +17,7 @@ from ckptkit.specs import TensorSpec
 from converters.experts import fuse, is_fused
 from converters.planner import dialect_of, dims_of, rules_of
 from converters.registry import family_of
-from verify.checks import Skip
+from verify.checks import Skip, Unable
 from verify.subject import Subject
 
 Shape = tuple[int, ...]
@@ -43,14 +43,14 @@ class Expected:
 def config_of(subject: Subject) -> Mapping[str, Any]:
     """The HF config of the checkpoint, known to be of a supported family.
 
-    Raises Skip where a Megatron checkpoint has none beside it, CkptkitError where it is broken or unsupported.
+    Raises Unable where a Megatron checkpoint has none beside it, CkptkitError where it is broken or unsupported.
     """
     if subject.kind == "hf":
         config = subject.hf_files.config
     else:
         path = subject.hf_path or subject.megatron_files.weights.parent / "hf"
         if not (path / "config.json").exists():
-            raise Skip("no HF config.json is stored beside this Megatron checkpoint; name the HF directory with --hf")
+            raise Unable("no HF config.json is stored beside this Megatron checkpoint; name the HF directory with --hf")
         config = config_in(path, subject.megatron_files.weights)
     try:
         dims_of(config)

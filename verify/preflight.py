@@ -15,14 +15,15 @@ from ckptkit.collector import uncollected
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import refuse_url
 from verify.check_config import STAGES
-from verify.checks import Check, Skip, Tally, all_checks, check, run_checks
+from verify.check_qat import updates
+from verify.checks import NOTES, Check, Skip, Tally, all_checks, check, run_checks
 from verify.launch import Launch, Side, Trouble, sides_of
 from verify.launch_arguments import LaunchArguments
 from verify.report import CheckResult, Finding, Report
 from verify.run import LAUNCH, choose
 from verify.subject import Subject
 
-_HEADERS_ONLY = ("CK1", "CK307", "CK70")
+_HEADERS_ONLY = ("CK1", "CK301", "CK302", "CK303", "CK307", "CK70")
 
 
 def _no_launch(subject: Subject) -> str | None:
@@ -116,19 +117,21 @@ def preflight(
     checks = all_checks()
     sides = sides_of(launch)
     launched = Subject(hf or actor or reference or Path(), launch=launch, arguments=options)
-    runs = [run_checks(launched, choose(launched, [one for one in checks if one.code.startswith(LAUNCH)])[0])]
+    outcome = run_checks(launched, choose(launched, [one for one in checks if one.code.startswith(LAUNCH)])[0])
     for subject in _subjects(sides, hf, tp, pp, ep):
         subject.arguments = options
+        subject.updated = updates(launch, options)
         wanted = [one for one in checks if one.code.startswith(_HEADERS_ONLY) and not one.code.startswith(LAUNCH)]
-        runs.append(run_checks(subject, choose(subject, wanted)[0]))
+        outcome.add(run_checks(subject, choose(subject, wanted)[0]))
     return Report(
         version=version("ckptkit"),
         command=("ckptkit", "preflight"),
         checkpoint=", ".join(dict.fromkeys(str(side.path) for side in sides if side.path)),
         source=None,
-        checks=_merged(checks, [result for run in runs for result in run[0]]),
-        findings=list(dict.fromkeys(finding for run in runs for finding in run[1])),
-        facts={"what would be loaded": [str(side) for side in sides]} | {key: lines for run in runs for key, lines in run[2].items() if key == STAGES},
+        checks=_merged(checks, outcome.checks),
+        findings=list(dict.fromkeys(outcome.findings)),
+        facts={"what would be loaded": [str(side) for side in sides]} | {key: lines for key, lines in outcome.facts.items() if key in (STAGES, NOTES)},
+        reasons=outcome.reasons,
     )
 
 

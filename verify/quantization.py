@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptkit.errors import CkptkitError
 from ckptkit.sidefiles import quantization_of
-from verify.checks import Skip
+from verify.checks import Unable
 from verify.packed import format_of
 from verify.report import Severity
 
@@ -29,7 +29,7 @@ class Fault:
 def config_fault(config: Mapping[str, Any]) -> Fault | None:
     """Why engines cannot read the packed weights by this `quantization_config`; None when they can.
 
-    Raises Skip for a scheme that is valid compressed-tensors and is not judged here, such as an asymmetric one.
+    Raises Unable for a scheme that is valid compressed-tensors and is not judged here, such as an asymmetric one.
     """
     # Imported here because it brings transformers with it, which takes seconds that checks of plain checkpoints do not need.
     from quant.scheme import read_scheme
@@ -43,7 +43,7 @@ def config_fault(config: Mapping[str, Any]) -> Fault | None:
         read_scheme(config)
     except CkptkitError as error:
         if format_of(config) is not None and _valid_elsewhere(config):
-            raise Skip(f"no decision for this quantization_config: {error.message}") from error
+            raise Unable(f"no decision for this quantization_config: {error.message}") from error
         return Fault(expected, error.message, hint)
     return None if format_of(config) is not None else Fault(expected, "its first group spells out no weights", hint)
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from verify.report import Finding, Report
 from verify.reports.text import groups, printable, rest, totals
 
-_COLOR = {"passed": "green", "failed": "red", "skipped": "yellow", "error": "red", "warning": "yellow"}
+_COLOR = {"passed": "green", "failed": "red", "inconclusive": "yellow", "skipped": "yellow", "error": "red", "warning": "yellow"}
 _SHOWN = 20  # findings of one code
 
 
@@ -19,7 +19,9 @@ def render(report: Report, console: Console | None = None) -> None:
     """Prints status, checks, findings and facts; to standard output unless a console is given. Of many findings of one code, the first."""
     console = console or Console(highlight=False)
     source = f" against {report.source}" if report.source else ""
-    console.print(Text.assemble((report.status.upper(), f"bold {_COLOR[report.status]}"), printable(f"  {report.checkpoint}{source}")), soft_wrap=True)
+    console.print(Text.assemble((report.verdict, f"bold {_COLOR[report.status]}"), printable(f"  {report.checkpoint}{source}")), soft_wrap=True)
+    for reason in report.reasons:
+        console.print(Padding(Text(printable(f"not looked at: {reason}")), (0, 0, 0, 2), expand=False))
     console.print(f"{totals(report)}\n")
     console.print(_table(report))
     for group in groups(report, _SHOWN):

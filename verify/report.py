@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-SCHEMA = "ckptkit-report/1"
+SCHEMA = "ckptkit-report/2"
 
 Severity = Literal["error", "warning"]
 Status = Literal["passed", "failed", "skipped"]
@@ -45,6 +45,7 @@ class CheckResult:
 class Report:
     """Everything one command found. `facts` holds what is printed but not judged, such as the layers of each pipeline stage.
 
+    `reasons` says what was asked for and could not be looked at.
     `heat` is as `verify.heat.heat_map` returns it: layer -> kind of tensor -> what was compared there.
     """
 
@@ -56,15 +57,29 @@ class Report:
     findings: Sequence[Finding]
     facts: Mapping[str, Sequence[str]]
     heat: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    reasons: Sequence[str] = ()
 
     @property
-    def status(self) -> Literal["passed", "failed"]:
-        """`failed` when any finding is an error or any check failed."""
+    def status(self) -> Literal["passed", "failed", "inconclusive"]:
+        """`failed` when any finding is an error or any check failed, else `inconclusive` when something asked for was not looked at."""
         errors = any(finding.severity == "error" for finding in self.findings)
-        return "failed" if errors or any(check.status == "failed" for check in self.checks) else "passed"
+        if errors or any(check.status == "failed" for check in self.checks):
+            return "failed"
+        return "inconclusive" if self.reasons else "passed"
+
+    @property
+    def warnings(self) -> int:
+        """How many findings are warnings."""
+        return sum(finding.severity == "warning" for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """The status as the first word of a report for people, with the number of warnings behind it."""
+        said = f" with {self.warnings} warning{'s' * (self.warnings != 1)}" if self.warnings else ""
+        return f"{self.status.upper()}{said}"
 
     def to_json(self) -> dict[str, Any]:
-        """The report in the `ckptkit-report/1` format, which other programs depend on."""
+        """The report in the `ckptkit-report/2` format, which other programs depend on."""
         by_status = {status: sum(check.status == status for check in self.checks) for status in ("passed", "failed", "skipped")}
         checks = [{key: value for key, value in asdict(check).items() if key != "bytes_compared"} for check in self.checks]
         return {
@@ -74,6 +89,7 @@ class Report:
             "checkpoint": self.checkpoint,
             "source": self.source,
             "status": self.status,
+            "reasons": list(self.reasons),
             "counts": {
                 "checks": len(self.checks),
                 **by_status,

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import TRACKER, is_legacy, locate, refuse_url, tracked
 from quant.readers import readers_of
-from verify.checks import Check, Skip, all_checks, run_checks
+from verify.checks import WITNESSES, Check, Skip, all_checks, run_checks
 from verify.expected import usable_config
 from verify.heat import Heat, heat_map, of_rounding, of_values
 from verify.megatron_run import sizes_of
@@ -20,9 +20,6 @@ from verify.subject import Subject
 
 # Checks of a launch, which only preflight knows.
 LAUNCH = ("CK709", "CK71")
-
-# Witnesses run only when they are asked for.
-_WITNESS = {"CK4": "megatron", "CK5": "sglang"}
 
 
 def verify(
@@ -37,23 +34,27 @@ def verify(
     against: frozenset[str] = frozenset(),
     command: Sequence[str] = (),
     manifest: str | Path | None = None,
-    readers: Sequence[str] = ("sglang",),
+    readers: Sequence[str] | None = None,
     ray: str | None = None,
 ) -> Report:
     """Verifies the checkpoint at `path`, HF or Megatron, and returns the report; nothing is written.
 
     `source` is what it was made from; then every value is compared. `hf` gives the config of a Megatron checkpoint that has
     none beside it. `manifest` is a file with a digest of every tensor to compare with. `against` holds "megatron" and "sglang".
-    `readers` (as `lint --reader` has them) are those that are to load INT4 weights: an `ignore` list that one of them takes
-    otherwise than the weights are is an error, for others a warning. `ray`: the address of a Ray cluster that reads all the bytes
+    `readers` (as `--reader` has them; None: SGLang, slime and miles) are those that are to load or send INT4 weights: an `ignore` list
+    that contradicts the packed weights for one of them is an error, for others a warning. Where none is named and the list is a
+    published one, what only trainers take otherwise is a warning too. `ray`: the address of a Ray cluster that reads all the bytes
     (`ckptkit.cluster.connected`); the report is the same.
     A broken checkpoint gives findings; CkptkitError means that there is no checkpoint at `path` or `source` at all, that something
     this needs is missing, that there is no such reader, or that the model cannot be cut into these parallel sizes.
     """
     if hf is not None:
         _check_hf(hf)
-    readers_of(readers)  # raises for a name that is none
-    subject = Subject(Path(path), Path(source) if source else None, None, tp, pp, ep, against, etp=etp, vpp=vpp, readers=tuple(readers), ray=ray)
+    if readers is not None:
+        readers_of(readers)  # raises for a name that is none
+    subject = Subject(
+        Path(path), Path(source) if source else None, None, tp, pp, ep, against, etp=etp, vpp=vpp, readers=None if readers is None else tuple(readers), ray=ray
+    )
     subject.manifest = Path(manifest) if manifest else None
     subject.hf_path = Path(os.path.abspath(hf)) if hf is not None else _config_home(subject)
     if subject.source_path:
@@ -64,16 +65,17 @@ def verify(
     if "megatron" in against:
         _check_sizes_early(subject)
     chosen, left_out = choose(subject, [one for one in all_checks() if not one.code.startswith(LAUNCH)])
-    results, findings, facts = run_checks(subject, chosen)
+    outcome = run_checks(subject, chosen)
     return Report(
         version=version("ckptkit"),
         command=tuple(command),
         checkpoint=str(path),
         source=str(source) if source else None,
-        checks=results,
-        findings=findings,
-        facts=facts | ({"not applicable": left_out} if left_out else {}),
-        heat=_heat(subject, findings),
+        checks=outcome.checks,
+        findings=outcome.findings,
+        facts=outcome.facts | ({"not applicable": left_out} if left_out else {}),
+        heat=_heat(subject, outcome.findings),
+        reasons=outcome.reasons,
     )
 
 
@@ -127,7 +129,7 @@ def choose(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], list
     chosen: list[Check] = []
     reasons: dict[str, list[str]] = {}
     for one in checks:
-        witness = _WITNESS.get(one.code[:3])
+        witness = WITNESSES.get(one.code[:3])
         reason = f"--against-{witness} was not given" if witness and witness not in subject.against else one.unless(subject)
         if reason is None:
             chosen.append(one)

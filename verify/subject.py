@@ -38,7 +38,8 @@ class Subject:
     `launch` says how a training job would find this checkpoint, `arguments` what its launch script says of parallel sizes;
     only preflight gives them. `manifest` is a file with digests to compare with. `rounding` is what CK305 found of each packed
     weight: how many quantization steps it is off its source, and how many it may be; `promised` what `expected_of` found.
-    `readers` (as `lint --reader` has them) are those that are to load an INT4 checkpoint. `ray`: the address of the Ray cluster
+    `readers` (as `--reader` has them) are those that are to load an INT4 checkpoint; None: `quant.readers.RL_READERS`. `updated`: a
+    launch quantizes weights by its `ignore` list. `ray`: the address of the Ray cluster
     (`ckptkit.cluster.connected`) that reads all the bytes; None: threads of this process.
     """
 
@@ -56,7 +57,8 @@ class Subject:
     rounding: dict[str, tuple[float, float]] = field(default_factory=dict)
     manifest: Path | None = None
     promised: Expected | None = field(default=None, repr=False)
-    readers: tuple[str, ...] = ("sglang",)
+    readers: tuple[str, ...] | None = None
+    updated: bool = False
     ray: str | None = None
 
     def __post_init__(self) -> None:

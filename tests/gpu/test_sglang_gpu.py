@@ -91,7 +91,8 @@ def findings(case: Case, run: SglangRun) -> tuple[dict[str, str], set[tuple[str,
     """Status of each check, and (code, tensor) of each finding."""
     subject = Subject(case.checkpoint, case.source, against=frozenset({"sglang"}))
     subject.sglang_run = run
-    results, found, facts = run_checks(subject, choose(subject, [one for one in all_checks() if one.code.startswith("CK5")])[0])
+    outcome = run_checks(subject, choose(subject, [one for one in all_checks() if one.code.startswith("CK5")])[0])
+    results, found, facts = outcome.checks, outcome.findings, outcome.facts
     for line in (*found, *facts.get("SGLang", ())):
         print(line)
     return {result.code: result.status for result in results}, {(finding.code, finding.tensor) for finding in found}

@@ -50,7 +50,8 @@ def alone() -> Callable[..., tuple[CheckResult | None, list[Finding]]]:
     def run(code: str, path: Path, **how: Any) -> tuple[CheckResult | None, list[Finding]]:
         subject = Subject(path, **how)
         chosen, _ = choose(subject, [one for one in all_checks() if one.code == code])
-        results, findings, _ = run_checks(subject, chosen)
+        outcome = run_checks(subject, chosen)
+        results, findings = outcome.checks, outcome.findings
         return (results[0] if results else None), findings
 
     return run

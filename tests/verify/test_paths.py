@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,3 +70,13 @@ def test_what_training_saves_beside_weights_is_not_missed(converted: Make) -> No
     beside = ["chained_0.optimizer.state.exp_avg.decoder.x", "optimizer.state.fp32_param.x", "rng_state/shard_0_2", "decoder.layers.0.x._extra_state/shard_0_1"]
     report = RankReport(0, "0", 1, 1, 1, ((0,),), 1, (*beside, "decoder.layers.12.mlp.linear_fc2.weight"), (), (), ())
     assert [finding.tensor for finding in _never_asked_for([report], set())] == ["decoder.layers.12.mlp.linear_fc2.weight"]
+
+
+def test_verify_of_megatron_without_an_hf_config_is_inconclusive(converted: Make, copy_of: Copy) -> None:
+    """Nothing says what the model should be, so no name and no shape was held against anything."""
+    path = copy_of(converted("qwen2-tied"))
+    shutil.rmtree(path / "hf")
+    report = verify(path)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert all(reason.endswith("name the HF directory with --hf") for reason in report.reasons)
+    assert verify(path, hf=converted("qwen2-tied") / "hf").status == "passed"

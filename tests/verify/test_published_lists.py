@@ -12,6 +12,7 @@ import torch
 from families import CASES, case
 
 from ckptkit.errors import CkptkitError
+from verify.preflight import preflight
 from verify.report import Finding
 from verify.run import verify
 
@@ -68,12 +69,22 @@ def test_kimi_k25_is_spelled_for_engines(judged: Callable[..., tuple[str, list[F
 
 
 def test_with_the_portable_spelling_only_slime_is_left(judged: Callable[..., tuple[str, list[Finding]]]) -> None:
-    """What it packs by name, embedding and routers, no entry of either list names."""
-    for ignore in (K26_LIST, [*K25_LIST, "language_model.lm_head"]):
+    """What it packs by name, embedding and routers, no entry of either list names. Only the first of them is a published list."""
+    for ignore, severity in ((K26_LIST, "warning"), ([*K25_LIST, "language_model.lm_head"], "error")):
         status, (finding,) = judged(ignore)
-        assert status == "passed"
-        assert by_reader([finding]) == {"slime": "warning"}
+        assert status == {"warning": "passed", "error": "failed"}[severity]
+        assert by_reader([finding]) == {"slime": severity}
         assert "language_model.model.embed_tokens.weight" in finding.actual
+
+
+def test_published_list_fails_a_launch_that_quantizes_by_it(judged: Callable[..., tuple[str, list[Finding]]], release: Path) -> None:
+    """slime packs what no entry names, routers among it; an engine alone finds everything as it looks for it."""
+    judged(K26_LIST)
+    alone = preflight(hf_checkpoint=release)
+    assert by_reader([finding for finding in alone.findings if finding.code == "CK302"]) == {"slime": "warning"}
+    trained = preflight(hf_checkpoint=release, arguments=["OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1"])
+    assert by_reader([finding for finding in trained.findings if finding.code == "CK302"]) == {"slime": "error"}
+    assert trained.status == "failed"
 
 
 def test_a_reader_that_is_asked_for_must_find_what_it_looks_for(judged: Callable[..., tuple[str, list[Finding]]]) -> None:
@@ -87,7 +98,7 @@ def test_what_sglang_would_load_wrongly_is_an_error(judged: Callable[..., tuple[
     status, found = judged([*K26_LIST, "model.layers.1"])
     assert status == "failed"
     assert by_reader(found)["SGLang 0.5.16"] == "error"
-    (wrong,) = [finding for finding in found if finding.severity == "error"]
+    (wrong,) = [finding for finding in found if finding.actual.startswith("SGLang")]
     assert "leave unpacked" in wrong.actual
     assert "'model.layers.1'" in wrong.hint
 
@@ -95,7 +106,7 @@ def test_what_sglang_would_load_wrongly_is_an_error(judged: Callable[..., tuple[
 def test_what_no_reader_looks_for_as_it_is_names_the_tensors(judged: Callable[..., tuple[str, list[Finding]]]) -> None:
     status, found = judged([entry for entry in K26_LIST if "shared_experts" not in entry])
     assert status == "failed"
-    wrong = [finding for finding in found if finding.severity == "error"]
+    wrong = [finding for finding in found if finding.tensor]
     assert {finding.tensor for finding in wrong} == {
         f"language_model.model.layers.{{1..11}}.mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")
     }

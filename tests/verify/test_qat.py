@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from ckptkit.api import quantize
+from ckptkit.cli import cli
 from ckptkit.errors import CkptkitError
 from quant.scheme import QuantScheme
 from verify.launch_arguments import LaunchArguments
 from verify.preflight import preflight
 from verify.report import Finding, Report
+from verify.run import verify
 
 Make = Callable[..., Path]
 Copy = Callable[[Path], Path]
@@ -28,6 +31,76 @@ def int4(releases: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("int4") / "qwen2"
     quantize(releases("qwen2-untied"), path, QuantScheme(32, "qmax7"))
     return path
+
+
+@pytest.fixture(scope="module")
+def experts(releases: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """qwen3_moe with its routed experts in INT4, as an engine that is updated online must have them. Read only."""
+    path = tmp_path_factory.mktemp("int4") / "qwen3_moe"
+    quantize(releases("qwen3_moe"), path, QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*",)))
+    return path
+
+
+@pytest.fixture
+def without_router(experts: Path, copy_of: Copy) -> Path:
+    """The same weights beside a list that names the router as a module, so that a trainer that packs by parameter names packs it."""
+    path = copy_of(experts)
+    config = json.loads((path / "config.json").read_text())
+    kept = [entry for entry in config["quantization_config"]["ignore"] if "gate(" not in entry]
+    config["quantization_config"]["ignore"] = [*kept, "re:.*mlp.gate$"]
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def routers(report: Report) -> set[tuple[str, str]]:
+    """Reader and severity of the findings of CK302, all of which must be about routers alone."""
+    findings = found(report, "CK302")
+    assert all("mlp.gate.weight" in finding.actual and "embed_tokens" not in finding.actual for finding in findings)
+    return {(finding.actual.partition(" would ")[0], finding.severity) for finding in findings}
+
+
+def test_launch_that_quantizes_by_a_list_without_the_router_fails(without_router: Path) -> None:
+    report = preflight(hf_checkpoint=without_router, arguments=[f"{FLAG}=1", f"{GROUP}=32"])
+    assert report.status == "failed"
+    assert routers(report) == {("slime", "error")}
+    (finding,) = found(report, "CK302")
+    assert "because of how it reads 're:.*mlp.gate$'" in finding.actual
+    assert finding.hint == r"instead of 're:.*mlp.gate$' pass 're:.*mlp.gate(\.weight)?$'"
+
+
+def test_verify_of_a_list_without_the_router_fails(without_router: Path) -> None:
+    report = verify(without_router)
+    assert report.status == "failed"
+    assert routers(report) == {("slime", "error")}
+
+
+def test_verify_for_an_engine_alone_warns_of_what_trainers_read(without_router: Path) -> None:
+    report = verify(without_router, readers=("sglang",))
+    assert report.status == "passed"
+    assert routers(report) == {("slime", "warning")}
+
+
+def test_miles_reads_as_slime_does(without_router: Path) -> None:
+    assert verify(without_router, readers=("miles",)).status == "failed"
+
+
+def test_verify_reader_on_the_command_line_decides(without_router: Path) -> None:
+    assert CliRunner().invoke(cli, ["verify", str(without_router)]).exit_code == 1
+    chosen = CliRunner().invoke(cli, ["verify", str(without_router), "--reader", "sglang", "--json"])
+    assert (chosen.exit_code, json.loads(chosen.stdout)["status"]) == (0, "passed")
+
+
+def test_launch_whose_engine_cannot_take_updates_fails(int4: Path) -> None:
+    """SGLang repacks INT4 Linear layers once, for good."""
+    report = preflight(hf_checkpoint=int4, arguments=[f"{FLAG}=1", f"{GROUP}=32"])
+    (finding,) = found(report, "CK715")
+    assert report.status == "failed"
+    assert finding.actual.startswith("SGLang cannot take INT4 Linear layers a second time")
+    assert "--ignore" in finding.hint
+
+
+def test_launch_without_a_trainer_updates_nothing(int4: Path) -> None:
+    assert "CK715" not in [check.code for check in preflight(hf_checkpoint=int4).checks]
 
 
 def found(report: Report, code: str) -> list[Finding]:
@@ -57,11 +130,11 @@ def test_a_group_size_that_is_no_number() -> None:
         LaunchArguments.read([f"{GROUP}=many"])
 
 
-def test_a_launch_that_fits(int4: Path) -> None:
-    report = preflight(hf_checkpoint=int4, arguments=[f"{FLAG}=1", f"{GROUP}=32"])
-    result = next(check for check in report.checks if check.code == "CK709")
-    assert (result.status, result.tensors_compared) == ("passed", 5)
-    assert report.findings == []
+def test_a_launch_that_fits(experts: Path) -> None:
+    report = preflight(hf_checkpoint=experts, arguments=[f"{FLAG}=1", f"{GROUP}=32"])
+    compared = {check.code: check.tensors_compared for check in report.checks}
+    assert (compared["CK709"], compared["CK715"] > 12 * 3) == (5, True)
+    assert (report.status, report.findings) == ("passed", [])
 
 
 @pytest.mark.parametrize("arguments", [[], [f"{FLAG}=0", f"{GROUP}=128"]])

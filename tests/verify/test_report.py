@@ -8,13 +8,15 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
-from verify.checks import Check, Skip, Tally, run_checks
+from verify.checks import Check, Run, Skip, Tally, Unable, run_checks
 from verify.render import render
 from verify.report import CheckResult, Finding, Report
+from verify.reports import text_of as text_in
 from verify.run import verify
 from verify.subject import Subject
 
@@ -41,12 +43,13 @@ REPORT = Report(
 
 def test_json_is_the_contract() -> None:
     content = json.loads(json.dumps(REPORT.to_json()))
-    assert content["schema"] == "ckptkit-report/1"
+    assert content["schema"] == "ckptkit-report/2"
     assert content["version"] == "0.1.0"
     assert content["command"] == ["ckptkit", "verify", "/data/a"]
     assert content["checkpoint"] == "/data/a"
     assert content["source"] == "/data/b"
     assert content["status"] == "failed"
+    assert content["reasons"] == []
     assert content["counts"] == {"checks": 3, "passed": 1, "failed": 1, "skipped": 1, "tensors_compared": 13, "bytes_compared": 480}
     assert content["checks"] == [
         {"code": "CK101", "title": "config", "status": "passed", "reason": None, "tensors_compared": 3, "seconds": 0.125},
@@ -78,7 +81,7 @@ def test_json_is_the_contract() -> None:
         },
     ]
     assert content["facts"] == {"pipeline stages": ["stage 0: layers {0..5}", "stage 1: layers {6..11}"]}
-    assert set(content) == {"schema", "version", "command", "checkpoint", "source", "status", "counts", "checks", "findings", "facts", "heat"}
+    assert set(content) == {"schema", "version", "command", "checkpoint", "source", "status", "reasons", "counts", "checks", "findings", "facts", "heat"}
 
 
 def test_a_real_report_keeps_the_contract(releases: Make, converted: Make) -> None:
@@ -113,20 +116,105 @@ def failing(subject: Subject, tally: Tally) -> Iterator[Finding]:
 
 
 def test_a_check_that_compared_nothing_fails() -> None:
-    results, findings, _ = run_checks(Subject(Path("x")), [Check("CK999", "t", "r", "f", nothing)])
+    outcome = run_checks(Subject(Path("x")), [Check("CK999", "t", "r", "f", nothing)])
+    results, findings = outcome.checks, outcome.findings
     assert [result.status for result in results] == ["failed"]
     assert [finding.code for finding in findings] == ["CK999"]
 
 
 def test_a_skip_keeps_its_reason_and_headers_that_fail_skip_the_rest() -> None:
     checks = [Check(code, "t", "r", "f", run) for code, run in [("CK101", skipping), ("CK102", failing), ("CK201", failing), ("CK701", failing)]]
-    results, _, _ = run_checks(Subject(Path("x")), checks)
+    outcome = run_checks(Subject(Path("x")), checks)
+    results = outcome.checks
     assert [(result.status, result.reason) for result in results] == [
         ("skipped", "no GPU"),
         ("failed", None),
         ("skipped", "not run because CK102 failed"),
         ("failed", None),
     ]
+
+
+def passing(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    tally.compared(1)
+    yield from ()
+
+
+def unable(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    raise Unable("no GPU")
+    yield
+
+
+def breaking(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    tally.compared(1)
+    raise KeyError("a name of ours")
+    yield
+
+
+def warning(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    tally.compared(1)
+    yield replace(FINDING, severity="warning")
+
+
+def report_of(*runs: Run) -> Report:
+    """The report of checks that run these functions."""
+    outcome = run_checks(Subject(Path("x")), [Check(f"CK7{index:02}", "t", "r", "f", run) for index, run in enumerate(runs)])
+    return replace(REPORT, checks=outcome.checks, findings=outcome.findings, facts=outcome.facts, reasons=outcome.reasons)
+
+
+def test_report_with_a_check_that_could_not_look_is_inconclusive() -> None:
+    report = report_of(passing, unable, unable)
+    assert report.status == report.to_json()["status"] == "inconclusive"
+    assert report.to_json()["reasons"] == ["CK701, CK702: no GPU"]
+    assert text_of(report).splitlines()[:2] == ["INCONCLUSIVE  /data/a against /data/b", "  not looked at: CK701, CK702: no GPU"]
+
+
+def test_report_with_an_error_of_our_own_is_inconclusive_and_says_where() -> None:
+    report = report_of(passing, breaking)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    (reason,) = report.reasons
+    assert reason.startswith("CK701: an error inside this check, which says nothing of the checkpoint: KeyError: 'a name of ours' (test_report.py:")
+
+
+def test_report_with_findings_stays_failed_where_something_was_not_looked_at() -> None:
+    report = report_of(failing, unable)
+    assert report.status == "failed"
+    assert "not looked at: CK701: no GPU" in text_of(report)
+
+
+def test_report_that_only_skips_what_nobody_asked_for_passes() -> None:
+    assert report_of(passing, skipping).status == "passed"
+
+
+def test_verdict_counts_warnings() -> None:
+    assert text_of(report_of(warning, warning)).startswith("PASSED with 2 warnings  /data/a")
+
+
+def test_inconclusive_report_is_an_error_in_junit_and_an_unsuccessful_run_in_sarif() -> None:
+    report = report_of(passing, unable)
+    suite = ElementTree.fromstring(text_in(report, ".xml"))[0]  # noqa: S314 - our own text
+    assert (suite.get("tests"), suite.get("errors"), suite.get("failures")) == ("3", "1", "0")
+    (error,) = suite.iter("error")
+    assert error.get("message") == "no GPU"
+    (invocation,) = json.loads(text_in(report, ".sarif"))["runs"][0]["invocations"]
+    assert invocation["executionSuccessful"] is False
+    assert invocation["toolExecutionNotifications"][0] == {"level": "error", "message": {"text": "not looked at: CK701: no GPU"}}
+
+
+def test_inconclusive_report_says_why_at_the_top_of_every_page() -> None:
+    report = report_of(passing, unable)
+    for ending in (".md", ".html"):
+        text = text_in(report, ending)
+        assert 0 < text.index("INCONCLUSIVE") < text.index("CK701: no GPU") < text.index("CK700")
+
+
+def test_note_is_a_fact_and_no_finding() -> None:
+    def noting(subject: Subject, tally: Tally) -> Iterator[Finding]:
+        tally.compared(1)
+        tally.note("the head is the embedding")
+        yield from ()
+
+    report = report_of(noting, noting)
+    assert (report.status, report.facts) == ("passed", {"notes": ["the head is the embedding"]})
 
 
 def text_of(report: Report, width: int | None = 80) -> str:
@@ -138,7 +226,7 @@ def text_of(report: Report, width: int | None = 80) -> str:
 def test_text_says_status_first_and_everything_else_below() -> None:
     text = text_of(REPORT)
     lines = text.splitlines()
-    assert lines[0] == "FAILED  /data/a against /data/b"
+    assert lines[0] == "FAILED with 1 warning  /data/a against /data/b"
     assert lines[1] == "3 checks: 1 passed, 1 failed, 1 skipped; 13 comparisons, 480 bytes"
     order = ["CK101", "CK203", "CK501", "CK203 error: dtypes", "CK107 warning:", "pipeline stages", "stage 1: layers {6..11}"]
     places = [text.index(part, 40) for part in order]
@@ -164,7 +252,7 @@ def test_text_fits_eighty_columns_and_loses_nothing(releases: Make, copy_of: Cop
 def test_text_is_plain_when_piped(capsys: pytest.CaptureFixture[str]) -> None:
     render(REPORT)
     out = capsys.readouterr().out
-    assert out.startswith("FAILED  /data/a")
+    assert out.startswith("FAILED with 1 warning  /data/a")
     assert "\x1b" not in out
 
 

@@ -33,7 +33,13 @@ REPORT = Report(
 
 def test_markdown() -> None:
     lines = text_of(REPORT, ".md").splitlines()
-    assert lines[:5] == ["# ckptkit: FAILED", "", "`/data/a b` against `/data/b`", "", "3 checks: 1 passed, 1 failed, 1 skipped; 13 comparisons, 480 bytes."]
+    assert lines[:5] == [
+        "# ckptkit: FAILED with 1 warning",
+        "",
+        "`/data/a b` against `/data/b`",
+        "",
+        "3 checks: 1 passed, 1 failed, 1 skipped; 13 comparisons, 480 bytes.",
+    ]
     assert "| CK203 | dtypes \\| are kept | failed | 10 | 1.5 |" in lines
     assert "| CK501 | SGLang loads the checkpoint (sglang is not installed) | skipped | 0 | 0.0 |" in lines
     start = lines.index("## CK203 error: dtypes \\| are kept")

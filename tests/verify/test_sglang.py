@@ -119,7 +119,8 @@ def checked(case: Case, run: SglangRun) -> tuple[dict[str, CheckResult], list[Fi
     subject = Subject(case.checkpoint, case.source, against=frozenset({"sglang"}))
     subject.sglang_run = run
     chosen, _ = choose(subject, [one for one in all_checks() if one.code.startswith("CK5")])
-    results, findings, facts = run_checks(subject, chosen)
+    outcome = run_checks(subject, chosen)
+    results, findings, facts = outcome.checks, outcome.findings, outcome.facts
     return {result.code: result for result in results}, findings, facts
 
 
@@ -248,7 +249,8 @@ def test_a_model_that_sglang_cannot_load_is_a_finding(releases: Callable[[str], 
     release = releases("qwen2-tied")
     path = written(tmp_path, "wide", release, models.tensors(release), vocab_size=640)
     subject = Subject(path, against=frozenset({"sglang"}))
-    results, findings, _ = run_checks(subject, [one for one in all_checks() if one.code.startswith("CK5")])
+    outcome = run_checks(subject, [one for one in all_checks() if one.code.startswith("CK5")])
+    results, findings = outcome.checks, outcome.findings
     assert [(finding.code, "exit code 1" in finding.actual) for finding in findings] == [("CK501", True)]
     assert "AssertionError" in findings[0].actual or "RuntimeError" in findings[0].actual
     assert {result.status for result in results[1:]} == {"skipped"}

@@ -30,9 +30,10 @@ def html(report: Report) -> str:
         script_hash=_hash(script),
         title=escaped(f"{report.status}: {report.checkpoint}"),
         status=report.status,
-        status_word=report.status.upper(),
+        status_word=report.verdict,
         checkpoint=escaped(report.checkpoint),
         about=_about(report),
+        reasons=_reasons(report),
         totals=escaped(totals(report)),
         heat=heat_table(report, targets),
         findings=_findings(shown, {check.code: check for check in all_checks()}),
@@ -60,6 +61,11 @@ def _targets(shown: list[Group]) -> dict[str, str]:
 def _about(report: Report) -> str:
     rows = {"source": report.source, "command": " ".join(report.command), "version": f"ckptkit {report.version}"}
     return "".join(f"<dt>{name}</dt><dd><code>{escaped(value)}</code></dd>" for name, value in rows.items() if value)
+
+
+def _reasons(report: Report) -> str:
+    items = "".join(f"<li>not looked at: {escaped(reason)}</li>" for reason in report.reasons)
+    return f"<ul>{items}</ul>" if items else ""
 
 
 def _findings(shown: list[Group], rules: Mapping[str, Check]) -> str:

@@ -13,7 +13,7 @@ _SHOWN = 20  # findings of one code
 def markdown(report: Report) -> str:
     """Status first, then a table of checks, the findings by code, and the facts."""
     source = f" against {_code(report.source)}" if report.source else ""
-    lines = [f"# ckptkit: {report.status.upper()}", "", f"{_code(report.checkpoint)}{source}", "", f"{totals(report)}.", ""]
+    lines = [f"# ckptkit: {report.verdict}", "", f"{_code(report.checkpoint)}{source}", "", *_reasons(report), f"{totals(report)}.", ""]
     lines += ["| code | check | status | compared | seconds |", "| --- | --- | --- | ---: | ---: |"]
     lines += [_row(check) for check in report.checks]
     for group in groups(report, _SHOWN):
@@ -22,6 +22,10 @@ def markdown(report: Report) -> str:
         lines += ["", f"## {_plain(name)}", "", *(f"- {_plain(fact)}" for fact in facts)]
     lines += ["", f"Made by ckptkit {_plain(report.version)} with {_code(' '.join(report.command))}."]
     return "\n".join(lines) + "\n"
+
+
+def _reasons(report: Report) -> list[str]:
+    return [*(f"- not looked at: {_plain(reason)}" for reason in report.reasons), ""] if report.reasons else []
 
 
 def _row(check: CheckResult) -> str:

@@ -37,11 +37,12 @@ def _rule(result: CheckResult, check: Check | None) -> dict[str, Any]:
 
 
 def _invocation(report: Report) -> dict[str, Any]:
-    """That the tool ran to its end, and which checks could not run."""
-    invocation: dict[str, Any] = {"executionSuccessful": True}
+    """Whether all that was asked for was looked at, and which checks could not run."""
+    invocation: dict[str, Any] = {"executionSuccessful": not report.reasons}
     if report.command:
         invocation["arguments"] = [printable(word) for word in report.command[1:]]
-    notes = [_skipped(check) for check in report.checks if check.status == "skipped"]
+    notes: list[dict[str, Any]] = [{"level": "error", "message": {"text": printable(f"not looked at: {reason}")}} for reason in report.reasons]
+    notes += [_skipped(check) for check in report.checks if check.status == "skipped"]
     return invocation | ({"toolExecutionNotifications": notes} if notes else {})
 
 
