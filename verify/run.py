@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import TRACKER, is_legacy, locate, refuse_url, tracked
+from ckptkit.unused import refuse_hf
 from quant.readers import readers_of
 from verify.checks import WITNESSES, Check, Skip, all_checks, run_checks
 from verify.expected import usable_config

@@ -112,4 +112,4 @@ def test_dtype_and_file_bytes_have_an_effect_beside_quantize(converted: Paths, t
     dtypes = [set(api.inspect(tmp_path / name)["dtypes"]) for name in ("plain", "other")]
     assert dtypes == [{"bfloat16", "int32", "int64"}, {"float16", "int32", "int64"}]
     files = [len(list((tmp_path / name).glob("*.safetensors"))) for name in ("plain", "other")]
-    assert files[0] < files[1]
+    assert files[0] != files[1]
