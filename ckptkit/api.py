@@ -19,10 +19,10 @@ from ckptkit.execute import How, execute
 from ckptkit.forecast import Forecast, forecast
 from ckptkit.formats import Location, locate, refuse_url
 from ckptkit.jobs import DTYPES, Job, planned
-from ckptkit.manifest import described_files, digests_of, write_manifest
+from ckptkit.manifest import described_files, digests_of, replaceable_manifest, write_manifest
 from ckptkit.remote import config_at, opened
 from ckptkit.remote_file import spoken
-from ckptkit.safetensors_io import HfCheckpoint, read_json
+from ckptkit.safetensors_io import HfCheckpoint
 from ckptkit.sidefiles import MANIFEST, is_quantized
 from ckptkit.specs import fold
 from ckptkit.store import absolute, is_url, place
@@ -231,9 +231,7 @@ def make_manifest(path: str | Path, output: str | Path | None = None, *, hf: str
     if location.kind == "hf":
         refuse_hf(hf, path)
     target = Path(output) if output else location.root / MANIFEST
-    before = read_json(target) if target.exists() else {}
-    if "tensors" in before or (output and target.exists()):
-        raise CkptkitError(f"{target} exists already", f"compare with it: `ckptkit verify {path} --manifest {target}`; or choose another --output")
+    before = replaceable_manifest(target, output is not None, path)
     known: dict[str, Any] = {key: before[key] for key in ("source", "lineage", "hf_layout") if key in before}
     tensors = digests_of(open_checkpoint(path, hf=hf), workers)
     write_manifest(target, before.get("command", ["ckptkit", "manifest", str(path)]), tensors, described_files(location, [location.root / FOLDER]), known)
