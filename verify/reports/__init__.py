@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ckptkit.errors import CkptkitError
+from ckptkit.printable import json_text
 from ckptkit.whole import write_whole
 from verify.report import Report
 from verify.reports.destination import FORMATS, fault_of
@@ -30,7 +30,7 @@ def write_report(report: Report, path: Path) -> None:
 
 
 def _json(report: Report) -> str:
-    return json.dumps(report.to_json(), indent=2) + "\n"
+    return json_text(report.to_json()) + "\n"
 
 
 def _writers() -> Mapping[str, Callable[[Report], str]]:
