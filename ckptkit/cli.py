@@ -220,7 +220,7 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, as_json: bool) -> None
     from quant.lint import lint as run
     from quant.lint_text import lines
 
-    report = run(path, readers=readers or ALL_READERS, fix=fix)
+    report = run(path, readers=readers or None, fix=fix)
     if as_json:
         _echo_json(report.to_json())
     else:
@@ -317,13 +317,14 @@ def preflight(
 ) -> None:
     """Before a training job: which weights each side would really load, and whether they belong together. Reads no weights.
 
-    Of the launch script's own arguments, given behind --, those about parallel sizes and pipeline stages are looked at.
+    Of the launch script's own arguments, given behind --, those about parallel sizes and pipeline stages are looked at. Where others
+    name a path or a size, as overrides of a configuration do, the report is inconclusive.
     """
     from verify.preflight import preflight as run
 
     if hf_checkpoint is None and load is None and ref_load is None:
         raise click.UsageError("give at least one of --hf-checkpoint, --load and --ref-load")
-    if arguments and not arguments[0].startswith("-"):
+    if arguments and not arguments[0].startswith(("-", "+", "~")) and "=" not in arguments[0]:
         raise click.UsageError(f"unexpected argument {arguments[0]!r}; launch arguments come behind --")
     report = run(hf_checkpoint=hf_checkpoint, load=load, ref_load=ref_load, ckpt_step=ckpt_step, tp=tp, pp=pp, ep=ep, arguments=arguments)
     _print_report(report, as_json, strict, reports)

@@ -81,6 +81,12 @@ def copies_of(config: Mapping[str, Any]) -> dict[str, str]:
     return {copy: next(iter(mapping.hf)) for mapping in mappings_of(config) for copy in mapping.copies}
 
 
+def tied_head(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The HF names of output layer and embedding where the config ties them, so that a release may store one or both; else None."""
+    dims = dims_of(config)
+    return (dims.head, copies_of(config)[dims.head]) if dims.tied else None
+
+
 def to_megatron(source: Checkpoint, where: str, dtype: torch.dtype | None = None, dialect: str = MCORE) -> View:
     """An HF checkpoint, with fused or per-expert experts, seen as Megatron's global tensors, without what is only carried.
 
@@ -165,6 +171,8 @@ def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: torch.dtype 
     narrow = _target(inputs[0], rule, dtype)
     target = _WIDER[narrow] if rule.mapping.wide else narrow
     copies = [name for name in rule.mapping.copies if name in specs]
+    for name in copies:
+        _check_shape(specs[name], rule.hf[inputs[0].name])
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         _check_copies(tensors[0], dict(zip(copies, tensors[len(inputs) :], strict=True)), inputs[0].name)
@@ -195,10 +203,10 @@ def _check_exact(rule: Rule, parts: Sequence[Tensor], merged: Tensor) -> None:
 def _check_copies(tensor: Tensor, copies: Mapping[str, Tensor], name: str) -> None:
     for copy, content in copies.items():
         if content.dtype != tensor.dtype or not torch.equal(content, tensor):
-            raise CkptkitError(
-                f"{copy} is not the same as {name}, but Megatron holds one tensor for both",
-                f"one of them would be lost; if {copy} is not meant, remove it from the source (and its index) first",
-            )
+            hint = f"one of them would be lost; if {copy} is not meant, remove it from the source (and its index) first"
+            if copy.endswith("lm_head.weight"):
+                hint = "compare both with the release: either tie_word_embeddings must be false in config.json, or one of the two is stale"
+            raise CkptkitError(f"{copy} is not the same as {name}, but Megatron holds one tensor for both", hint)
 
 
 def _split_step(rule: Rule, spec: TensorSpec, dtype: torch.dtype | None, main: torch.dtype, release: Collection[str]) -> Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,9 +58,38 @@ _MODULES = (
 FAMILIES: dict[str, ModelFamily] = {model_type: module.FAMILY for module in _MODULES for model_type in module.FAMILY.model_types}
 
 
+class UnsupportedArchitectureError(CkptkitError):
+    """Raised for a config whose `model_type` is known and whose `architectures` name a model that is none of the family's."""
+
+
+# What such a model is, by its class name, where many are published; the first that fits.
+_OTHERS = (
+    (r"(?i).*(eagle|nextn|mtp|medusa|speculator|draft).*", "a draft model for speculative decoding", "convert the model that it drafts for"),
+    (
+        r"(?i).*(classification|reward).*",
+        "a classifier or reward model",
+        "Megatron's language model has an output layer over the vocabulary in place of its head",
+    ),
+    (r".*Model", "a model without an output layer", "convert the language model that it was made from"),
+)
+
+
 def family_of(config: Mapping[str, Any]) -> ModelFamily:
-    """The family of a config. Raises CkptkitError for an unknown `model_type`, naming the known ones."""
+    """The family of a config. Raises CkptkitError for an unknown `model_type`, naming the known ones, and UnsupportedArchitectureError."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CkptkitError(f"config.json: model_type {model_type!r} is not supported", f"supported: {', '.join(sorted(FAMILIES))}")
+    _check_architectures(config.get("architectures"), FAMILIES[model_type], model_type)
     return FAMILIES[model_type]
+
+
+def _check_architectures(stated: Any, family: ModelFamily, model_type: str) -> None:
+    """Passes an absent key, and a list with a class of the family in it."""
+    names = [stated] if isinstance(stated, str) else stated or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CkptkitError(f"config.json: architectures is {stated!r:.80}, not a list of class names", "restore it from the release")
+    if not names or set(names) & set(family.architectures):
+        return
+    what, hint = next((words for pattern, *words in _OTHERS if re.fullmatch(pattern, names[0])), ("another model", "compare config.json with the release"))
+    known = ", ".join(family.architectures)
+    raise UnsupportedArchitectureError(f"config.json: {names[0]} of model_type {model_type!r} is {what}, which is not supported", f"{hint}; supported: {known}")

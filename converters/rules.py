@@ -85,6 +85,8 @@ class FusedExperts:
 class ModelFamily:
     """What one kind of model is: its exact `model_type`s, how its config is read, and its rules.
 
+    `architectures`: the classes that its language models are published under, as config.json spells them.
+
     `mappings` names Megatron tensors as megatron-core's own modules do; `dialects` holds the rules of stacks that train with
     modules of their own, by the stack's name. `carried`: prefixes of HF names (a vision tower) that no Megatron language
     model holds; they are kept beside the Megatron weights and come back byte for byte. `carried_ends`: the same for endings of
@@ -93,6 +95,7 @@ class ModelFamily:
     """
 
     model_types: tuple[str, ...]
+    architectures: tuple[str, ...]
     read_dims: Callable[[Mapping[str, Any]], ModelDims]
     mappings: Callable[[ModelDims], tuple[ParamMapping, ...]]
     dialects: Mapping[str, Callable[[ModelDims], tuple[ParamMapping, ...]]] = field(default_factory=dict)

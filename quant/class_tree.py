@@ -10,11 +10,9 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from ckptkit.errors import CkptkitError
+from quant.meta_model import text_model, whole_model
 from quant.released import Draft, Released, released
 from quant.sglang_classes import CLASSES, Dense
 
@@ -27,7 +25,9 @@ class ClassTree:
     the routed experts: they choose or weigh experts, and no INT4 reader packs either. `experts`: the projections of routed
     experts, with the module that holds them all (`….experts`). `others`: modules of another class whose `weight` has two or more
     axes, with that class. `drafts`: multi-token prediction layers, for which transformers has no classes. `outside`: beginnings
-    of modules that are no part of the language model. `dense`: what SGLang's class cannot hold as INT4.
+    of modules that are no part of the language model. `dense`: what SGLang's class cannot hold as INT4. `spelled`: every nn.Linear of
+    the whole model, by all names that transformers has for it, in which lists may be written. `whole`: whether that is all that the
+    checkpoint has, but for draft layers; where it is False, there are modules outside the language model whose names are not known.
     """
 
     linears: frozenset[str]
@@ -38,6 +38,8 @@ class ClassTree:
     drafts: tuple[Draft, ...] = ()
     outside: tuple[str, ...] = ()
     dense: tuple[Dense, ...] = ()
+    spelled: frozenset[str] = frozenset()
+    whole: bool = True
 
     @cached_property
     def packable(self) -> frozenset[str]:
@@ -48,6 +50,13 @@ class ClassTree:
     def tails(self) -> frozenset[str]:
         """Names of Linear layers inside a decoder layer, with expert numbers left out."""
         return frozenset(tail(name) for name in self.linears - self.gates)
+
+    @cached_property
+    def last_tails(self) -> frozenset[str]:
+        """As `tails`, and modules of other classes, of the last decoder layer alone."""
+        layers = {name: int(match[1]) for name in [*self.linears, *self.others] if (match := _IN_LAYER.match(name))}
+        last = max(layers.values(), default=0)
+        return frozenset(tail(name) for name, layer in layers.items() if layer == last)
 
     def reason_to_keep(self, module: str) -> str | None:
         """Why this module is never INT4; None when it may be."""
@@ -75,7 +84,7 @@ class ClassTree:
         return next((draft for draft in self.drafts if module.startswith(draft.prefix)), None)
 
 
-_IN_LAYER = re.compile(r".*?\blayers\.\d+\.")
+_IN_LAYER = re.compile(r".*?\blayers\.(\d+)\.")
 _EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)\d+")
 
 
@@ -96,7 +105,9 @@ def class_tree(config: Mapping[str, Any]) -> ClassTree:
 def _class_tree(text: str) -> ClassTree:
     config: Mapping[str, Any] = json.loads(text)
     names = released(config)
-    modules = dict(_meta_model(names, config).named_modules())
+    whole = whole_model(names, config)
+    model = text_model(names, config) if whole is None else whole.get_submodule("language_model")
+    modules = dict(model.named_modules())
     experts = {names.name(name): module for name, module in modules.items() if _is_fused_experts(module)}
     blocks = {name.rpartition(".")[0] for name in experts}
     linears = {names.name(name) for name, module in modules.items() if isinstance(module, nn.Linear)}
@@ -109,23 +120,16 @@ def _class_tree(text: str) -> ClassTree:
     routed = {name: prefix for prefix, module in experts.items() for name in _expert_linears(prefix, module, names.experts)}
     dense = CLASSES[str(config["model_type"])].dense
     everything = frozenset(linears | routed.keys() | {names.head})
-    return ClassTree(everything, names.head, gates, routed, others, names.draft_layers(config), names.outside, dense)
+    spelled = frozenset({"lm_head"} | {f"{names.own_root}{name}" for name, module in modules.items() if isinstance(module, nn.Linear)})
+    beside = _linears_outside(names, whole) if whole is not None else set()
+    known = whole is not None or not names.outside
+    return ClassTree(everything, names.head, gates, routed, others, names.draft_layers(config), names.outside, dense, spelled | beside, known)
 
 
-def _meta_model(names: Released, config: Mapping[str, Any]) -> PreTrainedModel:
-    # Without these keys transformers would ask for remote code, or for a quantizer.
-    absent = ("model_type", "auto_map", "quantization_config", "compression_config")
-    fields = {key: value for key, value in names.config(config).items() if key not in absent}
-    try:
-        parsed = AutoConfig.for_model(names.model_type, **fields)
-        with torch.device("meta"):
-            return AutoModel.from_config(parsed)
-    except (ValueError, TypeError, LookupError, ArithmeticError, StrictDataclassError) as error:
-        reason = str(error).partition("\n")[0][:300]
-        raise CkptkitError(
-            f"transformers cannot build model_type {config.get('model_type')!r} from config.json: {reason}",
-            "which tensors are Linear layers is read from the model's classes; update transformers, or repair config.json",
-        ) from error
+def _linears_outside(names: Released, whole: nn.Module) -> set[str]:
+    """Linear layers beside the language model, as transformers and, in some versions, the release spell them."""
+    own = {name for name, module in whole.named_modules() if isinstance(module, nn.Linear) and not name.startswith("language_model.")}
+    return {spelling for name in own for spelling in names.spellings_outside(name)}
 
 
 def _is_fused_experts(module: nn.Module) -> bool:

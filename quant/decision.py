@@ -82,7 +82,7 @@ def _packed_like(matrices: Sequence[Matrix], like: Collection[str]) -> list[bool
             f"--like has {summarize(matrix.module + _PACKED for matrix in wrong)}, which can not be INT4: {wrong[0].kept}",
             "give the INT4 release that your engine serves",
         )
-    if missing := [matrix.tensor for matrix, packs in zip(matrices, packed, strict=True) if not packs and matrix.tensor not in like]:
+    if missing := [matrix.tensor for matrix, packs in zip(matrices, packed, strict=True) if not packs and matrix.kept is None and matrix.tensor not in like]:
         raise CkptkitError(
             f"--like has neither {summarize(missing)} nor its packed form", "it must be a checkpoint of the same model, with one tensor an expert"
         )

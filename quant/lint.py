@@ -16,9 +16,9 @@ from ckptkit.formats import refuse_url
 from ckptkit.safetensors_io import read_json
 from ckptkit.sidefiles import quantization_of
 from ckptkit.specs import fold
-from quant.lint_rules import LintFinding, examine
+from quant.lint_rules import LintFinding, examine, idle
 from quant.lint_subject import Subject, open_subject
-from quant.readers import ALL_READERS, RULES
+from quant.readers import RULES
 from quant.spelling import entries_for
 
 
@@ -53,18 +53,28 @@ class LintReport:
 def portable_list(subject: Subject) -> tuple[str, ...] | None:
     """The list with what is read differently replaced, and what is exposed added; None when no list makes all readers agree on what is packed.
 
-    Entries that every reader takes alike stay as they are, in their order.
+    Entries that every reader takes alike stay as they are, in their order, and so do those that cannot be judged. Of Linear layers that
+    only transformers names, such as a vision tower's, none is left uncovered that was covered.
     """
     everybody = replace(subject, readers=tuple(RULES))
     suspects = {pattern for one in everybody.divergences(subject.readings) for pattern in one.patterns}
     spares = {pattern for pattern in subject.ignore if _spares_packed(subject, pattern)}
-    unused = {pattern for pattern in subject.ignore if not any(reading.covers[pattern] for reading in subject.readings.values())} - {subject.tree.head}
+    unused = set(idle(subject)) if subject.whole else set()
     stays = [pattern for pattern in subject.ignore if pattern not in suspects | spares | unused]
     exposed = {one.tensor for one in everybody.divergences(everybody.read(stays))}
     pairs = list(zip(subject.matrices, subject.packed, strict=True))
     missing = {matrix.module: matrix.entry for matrix, packs in pairs if not packs and matrix.tensor in exposed}
     found = tuple(dict.fromkeys([*stays, *entries_for(missing, {matrix.module for matrix, packs in pairs if packs})]))
+    found += tuple(_uncovered(subject, found))
     return None if everybody.divergences(everybody.read(found)) else found
+
+
+def _uncovered(subject: Subject, found: Sequence[str]) -> list[str]:
+    """Linear layers, by transformers' names, that the list covers, `found` does not, and that are not packed under the release's name."""
+    before = {name for pattern in subject.ignore for name in subject.spelled(pattern)}
+    after = {name for pattern in found for name in subject.spelled(pattern)}
+    packed = {matrix.module for matrix, packs in zip(subject.matrices, subject.packed, strict=True) if packs}
+    return sorted(before - after - packed)
 
 
 def _spares_packed(subject: Subject, pattern: str) -> bool:
@@ -81,14 +91,18 @@ def pattern_table(subject: Subject) -> dict[str, dict[str, tuple[str, ...]]]:
             if indices not in folded:
                 folded[indices] = tuple(fold(subject.matrices[index].tensor for index in indices))
             table.setdefault(pattern, {})[reader] = folded[indices]
+        if not any(table[pattern].values()):
+            spelled = tuple(fold(f"{name}.weight" for name in subject.spelled(pattern)))
+            table[pattern] |= dict.fromkeys(("compressed-tensors", "transformers"), spelled)
     return table
 
 
-def lint(path: str | Path, *, readers: Sequence[str] = ALL_READERS, fix: bool = False) -> LintReport:
+def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = False) -> LintReport:
     """Looks at the `ignore` list of the checkpoint at `path`; a lone config.json, or one with an index and no weights, is enough.
 
-    `readers` (as `--reader`) are those whose agreement is wanted. `fix` writes the portable list into config.json, and keeps the
-    original beside it as config.json.orig. Raises CkptkitError as `open_subject` does, for a URL, and when there is no list to write.
+    `readers` (as `--reader`) are those whose agreement is wanted; None: all, and `quant.readers.severity_of` says whose counts. `fix`
+    writes the portable list into config.json, and keeps the original beside it as config.json.orig. Raises CkptkitError as
+    `open_subject` does, for a URL, and when there is no list to write.
     """
     refuse_url(path)
     root = Path(path)

@@ -50,16 +50,15 @@ _SLIME = {"packs": "would pack it", "keeps": "would leave it unpacked"}
 def _differences(subject: Subject) -> Iterator[LintFinding]:
     """Readers that do not take a tensor for what it is: `exposed` where it must never be INT4, else `disagreement`."""
     by_name = {matrix.tensor: (matrix, packs) for matrix, packs in zip(subject.matrices, subject.packed, strict=True)}
-    readers: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    readers: dict[tuple[str, str, tuple[str, ...], Severity], list[str]] = {}
     for one in subject.divergences(subject.readings):
-        readers.setdefault((one.tensor, one.answer, one.patterns), []).append(one.reader)
+        readers.setdefault((one.tensor, one.answer, one.patterns, subject.severities[one.reader]), []).append(one.reader)
     groups: dict[tuple[Any, ...], list[str]] = {}
-    for (tensor, answer, patterns), who in readers.items():
+    for (tensor, answer, patterns, severity), who in readers.items():
         matrix, packs = by_name[tensor]
         reason = matrix.kept if matrix.kept and not packs and answer == "packs" else None
-        groups.setdefault((answer, patterns, tuple(who), reason, matrix.entry if not packs else None), []).append(tensor)
-    for (answer, patterns, who, reason, entry), tensors in groups.items():
-        severity: Severity = "warning" if who == ("slime",) else "error"
+        groups.setdefault((answer, patterns, tuple(who), severity, reason, matrix.entry if not packs else None), []).append(tensor)
+    for (answer, patterns, who, severity, reason, entry), tensors in groups.items():
         why = f"because of how it reads {', '.join(map(repr, patterns))}" if patterns else "because no entry covers it"
         message = f"{' and '.join(who)} {(_SLIME if who == ('slime',) else _WORDS)[answer]}, {why}" + (f"; it must not be: {reason}" if reason else "")
         hint = f"use '{entry}'" if entry else f"replace {', '.join(map(repr, patterns))} by entries that spare it" if patterns else "quantize again"
@@ -128,12 +127,23 @@ def _goes_beyond(pattern: str, module: str, routers: frozenset[str]) -> bool:
 
 
 def _unused(subject: Subject) -> Iterator[LintFinding]:
-    """Entries that cover nothing for any reader; one for an output layer that is tied, and so not stored, is none."""
-    for pattern in subject.ignore:
-        if any(reading.covers[pattern] for reading in subject.readings.values()) or pattern == subject.tree.head:
-            continue
-        hint = "remove it, or correct it: whole module names, or `re:` and a regex that matches from the start"
-        yield _finding("unused", "warning", f"'{pattern}' covers nothing for any reader", hint, [], RULES, pattern)
+    """Entries that cover nothing for any reader; one for an output layer that is tied, and so not stored, is none.
+
+    Where config.json alone does not tell all modules, such an entry may still be about one of the others: that is a note.
+    """
+    for pattern in idle(subject):
+        if subject.whole:
+            hint = "remove it, or correct it: whole module names, or `re:` and a regex that matches from the start"
+            yield _finding("unused", "warning", f"'{pattern}' covers nothing for any reader", hint, [], RULES, pattern)
+        else:
+            hint = "put the release's model.safetensors.index.json beside config.json, which names all of them"
+            yield _finding("not judged", "note", f"'{pattern}' covers no module that config.json alone tells of, which is not all", hint, [], (), pattern)
+
+
+def idle(subject: Subject) -> list[str]:
+    """Entries that cover nothing, by no name of a reader and by none that transformers has for a Linear layer of the whole model."""
+    unread = (pattern for pattern in subject.ignore if not any(reading.covers[pattern] for reading in subject.readings.values()))
+    return [pattern for pattern in unread if pattern != subject.tree.head and not subject.spelled(pattern)]
 
 
 def _groups(subject: Subject) -> Iterator[LintFinding]:

@@ -6,23 +6,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ckptkit.errors import CkptkitError
 from ckptkit.safetensors_io import SINGLE, read_json, read_shard, shard_names
 from ckptkit.sidefiles import quantization_of
 from quant.class_tree import ClassTree, class_tree
 from quant.matrices import Matrix, matrices_named
-from quant.portable import Divergence, Reading, divergences, read_all
-from quant.readers import ALL_READERS, RULES, readers_of
+from quant.portable import Divergence, Reading, covered, divergences, read_all
+from quant.published import is_published
+from quant.readers import ALL_READERS, RULES, readers_of, severity_of
 from quant.scheme import QuantScheme
 
 PACKED = ".weight_packed"
+_FROM_CLASSES = "the model's classes, since there are no weights"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """An `ignore` list beside the names of a model, read by every reader. `packed[i]`: whether matrix i is INT4."""
+    """An `ignore` list beside the names of a model, read by every reader. `packed[i]`: whether matrix i is INT4.
+
+    `readers`: whose reading is looked at, `asked`: the names of `--reader` for them, None: nobody was named. `indexed`: whether the
+    names are those of the files, and not only what classes tell.
+    """
 
     config: Mapping[str, Any]
     ignore: tuple[str, ...]
@@ -31,6 +37,8 @@ class Subject:
     matrices: Sequence[Matrix]
     stored: frozenset[str] | None
     readers: tuple[str, ...]
+    asked: tuple[str, ...] | None = None
+    indexed: bool = False
 
     @cached_property
     def readings(self) -> dict[str, Reading]:
@@ -49,17 +57,32 @@ class Subject:
         base = self.readings["compressed-tensors"]
         return tuple(matrix.kept is None and answer == "packs" for matrix, answer in zip(self.matrices, base.answers, strict=True))
 
+    @cached_property
+    def severities(self) -> dict[str, Literal["error", "warning"]]:
+        """What it is when a reader takes the list otherwise than the model is packed, as `verify` has it."""
+        published = is_published(str(self.config.get("model_type")), self.ignore, self.tree)
+        return {reader: severity_of(reader, self.asked, published=published) for reader in RULES}
+
+    @property
+    def whole(self) -> bool:
+        """Whether the names of all modules are known, so that an entry without any is of no use."""
+        return self.indexed or (self.tree.whole and not self.tree.drafts)
+
+    def spelled(self, pattern: str) -> list[str]:
+        """The Linear layers that an entry covers by a name which transformers has for them."""
+        return sorted(covered("transformers", pattern, sorted(self.tree.spelled)))
+
     def divergences(self, readings: Mapping[str, Reading]) -> list[Divergence]:
         """Where the wanted readers take a list otherwise than what is packed."""
         return list(divergences(self.matrices, self.packed, (readings[reader] for reader in self.readers), readings["compressed-tensors"]))
 
 
-def open_subject(path: Path, readers: Sequence[str] = ALL_READERS) -> tuple[Subject, str]:
+def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subject, str]:
     """The subject at `path`, a directory with config.json, and in words where its names come from.
 
     Raises CkptkitError when there is no compressed-tensors INT4 config, or the model is not known.
     """
-    wanted = readers_of(readers)
+    wanted = readers_of(ALL_READERS if readers is None else readers)
     config = read_json(path / "config.json")
     content = quantization_of(config)
     if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":
@@ -72,7 +95,9 @@ def open_subject(path: Path, readers: Sequence[str] = ALL_READERS) -> tuple[Subj
     names, source = _names(path, tree)
     matrices = matrices_named(names, tree, config)
     stored = frozenset(name.removesuffix(PACKED) for name in names if name.endswith(PACKED))
-    return Subject(config, tuple(dict.fromkeys(ignore)), _targets(content, path), tree, matrices, stored or None, wanted), source
+    asked = None if readers is None else tuple(readers)
+    indexed = source is not _FROM_CLASSES
+    return Subject(config, tuple(dict.fromkeys(ignore)), _targets(content, path), tree, matrices, stored or None, wanted, asked, indexed), source
 
 
 def _targets(content: Mapping[str, Any], path: Path) -> tuple[str, ...]:
@@ -88,10 +113,11 @@ def _names(path: Path, tree: ClassTree) -> tuple[list[str], str]:
     if (path / SINGLE).exists():
         return list(read_shard(path / SINGLE).specs), f"the header of {SINGLE}"
     modules = [*tree.others, *sorted(tree.linears), *_draft_modules(tree)]
-    return [f"{module}.weight" for module in modules], "the model's classes, since there are no weights"
+    return [f"{module}.weight" for module in modules], _FROM_CLASSES
 
 
 def _draft_modules(tree: ClassTree) -> Iterator[str]:
+    """Modules of the draft layers: that which joins their inputs, and those of the model's last layer, which they are built as."""
     for draft in tree.drafts:
-        layer = "layers.0." if draft.prefix == "mtp." else ""
-        yield from (draft.prefix + layer + tail.replace("#", "0") for tail in sorted(tree.tails) if "." in tail and tail != tree.head)
+        yield draft.joint
+        yield from (draft.layer + tail.replace("#", "0") for tail in sorted(tree.last_tails))

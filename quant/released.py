@@ -20,11 +20,14 @@ class Draft:
     """A multi-token prediction layer, for which transformers has no classes: the beginning of its names in the release and in SGLang,
 
     and the entry of `ignore` that leaves it out for every reader. `sglang` is None where SGLang's names cannot be told from the model's.
+    `layer`: the beginning of its decoder layer's names. `joint`: its module that joins the embedding and the hidden state.
     """
 
     prefix: str
     sglang: str | None
     entry: str
+    layer: str
+    joint: str
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Released:
 
     `root` stands before that class's names and `head` is the output embedding. `moe`: the block with the experts, whose
     projections are named `experts` (gate, up, down). `outside`: beginnings of modules that are no part of the language model.
-    `drafts`: how draft layers are spelled, if there are any.
+    `drafts`: how draft layers are spelled, if there are any. `whole`: whether transformers has a class for all of it, with what is outside.
     """
 
     model_type: str
@@ -44,6 +47,7 @@ class Released:
     experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     outside: tuple[str, ...] = ()
     drafts: str = "appended"
+    whole: bool = False
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The config of the language model. Raises CkptkitError when it is not where it should be."""
@@ -56,6 +60,19 @@ class Released:
         """The name in the release of a module of transformers' class."""
         return self.root + module.replace(".mlp.", f".{self.moe}.")
 
+    @property
+    def own_root(self) -> str:
+        """What stands before the names of the language model's class inside transformers' whole model."""
+        return "model.language_model." if self.nested else "model."
+
+    def spellings_outside(self, module: str) -> set[str]:
+        """Names under which lists know a module outside the language model, of its name in transformers' whole model without the head.
+
+        transformers writes `model.` before it. Up to 4.57 it had the layers of Gemma's tower under `vision_model`, as the release has them.
+        """
+        released = re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", module)
+        return {f"model.{module}", f"model.{released}"} | {name for name in (module, released) if name.startswith(self.outside)}
+
     def draft_layers(self, config: Mapping[str, Any]) -> tuple[Draft, ...]:
         """The draft layers that this config promises."""
         text = self.config(config)
@@ -65,18 +82,18 @@ class Released:
         if self.drafts == "mtp_layers":
             # SGLang's class gives the modules of the layer no prefix at all.
             entry = r"re:(model\.mtp_layers|self_attn|mlp)\..*"
-            return tuple(Draft(f"model.mtp_layers.{depth}.", "", entry) for depth in range(_count(text, "num_nextn_predict_layers", 0)))
-        if self.drafts == "mtp":
-            draft, count = Draft("mtp.", "mtp.", r"re:mtp\..*"), _count(text, "mtp_num_hidden_layers", 0)
-        else:
-            # Qwen3-Next: no release has the key. SGLang builds the layer under the names of the model's own first layer.
-            draft, count = Draft("mtp.", None, r"re:mtp\..*"), _count(text, "mtp_num_hidden_layers", 1)
-        return (draft,) if count else ()
+            roots = [f"model.mtp_layers.{depth}." for depth in range(_count(text, "num_nextn_predict_layers", 0))]
+            return tuple(Draft(root, "", entry, root, f"{root}input_proj") for root in roots)
+        # Qwen3-Next: no release has the key. SGLang builds the layer under the names of the model's own first layer.
+        sglang, default = ("mtp.", 0) if self.drafts == "mtp" else (None, 1)
+        draft = Draft("mtp.", sglang, r"re:mtp\..*", "mtp.layers.0.", "mtp.fc")
+        return (draft,) if _count(text, "mtp_num_hidden_layers", default) else ()
 
     def _appended(self, layer: int) -> Draft:
         root = re.escape(self.root)
         names = rf"model\.(layers\.{layer}|decoder)" if self.root == "model." else rf"({root}layers\.{layer}|model\.decoder)"
-        return Draft(f"{self.root}layers.{layer}.", "model.decoder.", rf"re:{names}\..*")
+        own = f"{self.root}layers.{layer}."
+        return Draft(own, "model.decoder.", rf"re:{names}\..*", own, f"{own}eh_proj")
 
 
 def _count(text: Mapping[str, Any], key: str, default: int) -> int:
@@ -85,8 +102,9 @@ def _count(text: Mapping[str, Any], key: str, default: int) -> int:
 
 
 _MIXTRAL = {"moe": "block_sparse_moe", "experts": ("w1", "w3", "w2")}
-_VISUAL = {"root": "model.language_model.", "nested": True, "outside": ("model.visual.",)}
-_GEMMA = {"root": "language_model.model.", "head": "language_model.lm_head", "nested": True, "outside": ("vision_tower.", "multi_modal_projector.")}
+_VISUAL = {"root": "model.language_model.", "nested": True, "whole": True, "outside": ("model.visual.",)}
+_OF_GEMMA = ("vision_tower.", "multi_modal_projector.")
+_GEMMA = {"root": "language_model.model.", "head": "language_model.lm_head", "nested": True, "whole": True, "outside": _OF_GEMMA}
 _KIMI = {"root": "language_model.model.", "head": "language_model.lm_head", "nested": True, "outside": ("vision_tower.", "mm_projector.")}
 
 RELEASED: Mapping[str, Released] = MappingProxyType(

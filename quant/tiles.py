@@ -23,12 +23,15 @@ _WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
 _SIZES = (64, 32, 16, 8, 4, 2, 1)
 
 
-def check_tiles(chosen: Sequence[TensorSpec], tree: ClassTree, config: Mapping[str, Any], group_size: int | None, tp: int) -> None:
-    """Raises CkptkitError naming the tensors of `chosen` that SGLang's kernels cannot load at tensor parallel size `tp`."""
-    faults = _faults(chosen, tree, config, group_size, tp)
+def check_tiles(chosen: Sequence[TensorSpec], tree: ClassTree, config: Mapping[str, Any], group_size: int | None, tp: int, ep: int = 1) -> None:
+    """Raises CkptkitError naming the tensors of `chosen` that SGLang's kernels cannot load at tensor parallel size `tp`.
+
+    Each expert is cut over tp / ep ranks (SGLang `initialize_model_parallel`, `moe_tp_size`).
+    """
+    faults = _faults(chosen, tree, config, group_size, tp, ep)
     if not faults:
         return
-    fitting = next((size for size in _SIZES if size < tp and not _faults(chosen, tree, config, group_size, size)), None)
+    fitting = next((size for size in _SIZES if size < tp and not _faults(chosen, tree, config, group_size, size, ep)), None)
     entries = dict.fromkeys(spell(name.removesuffix(".weight")) for name in faults)
     kinds: dict[str, list[str]] = {}
     for name, fault in faults.items():
@@ -40,7 +43,7 @@ def check_tiles(chosen: Sequence[TensorSpec], tree: ClassTree, config: Mapping[s
     )
 
 
-def _faults(chosen: Sequence[TensorSpec], tree: ClassTree, config: Mapping[str, Any], group_size: int | None, tp: int) -> dict[str, str]:
+def _faults(chosen: Sequence[TensorSpec], tree: ClassTree, config: Mapping[str, Any], group_size: int | None, tp: int, ep: int) -> dict[str, str]:
     """What is wrong with each tensor that does not fit, by name. Shards of a fused layer are looked at together."""
     heads = _key_value_heads(released(config).config(config))
     layers: dict[str, list[TensorSpec]] = {}
@@ -49,7 +52,7 @@ def _faults(chosen: Sequence[TensorSpec], tree: ClassTree, config: Mapping[str, 
     found = {}
     for specs in layers.values():
         expert = specs[0].name.removesuffix(".weight") in tree.experts
-        fault = _expert_fault(specs, group_size, tp) if expert else _layer_fault(specs, group_size, tp, heads)
+        fault = _expert_fault(specs, group_size, max(tp // ep, 1)) if expert else _layer_fault(specs, group_size, tp, heads)
         if fault:
             found.update(dict.fromkeys((spec.name for spec in specs), fault))
     return found

@@ -19,6 +19,7 @@ def load_checks() -> None:
         check_sglang,
         check_shards,
         check_spellings,
+        check_tied,
         check_tokenizer,
         check_torch_dist,
         check_values,

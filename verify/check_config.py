@@ -15,11 +15,12 @@ from converters.planner import dims_of
 from verify.arguments import compared, mismatches
 from verify.check_values import needs_source
 from verify.checks import Skip, Tally, check
+from verify.config_keys import keys_behind
 from verify.expected import config_of
 from verify.folding import chunk_ranges
 from verify.megatron_layout import ParallelSizes, with_remainder
 from verify.parallel import indivisible
-from verify.report import Finding
+from verify.report import Finding, Severity
 from verify.subject import Subject
 
 # Keys that say how a checkpoint is stored or run, and the rotary settings, which have two spellings.
@@ -84,7 +85,10 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """
     here, there = _config(subject), _source_config(subject)
     hint, where = "take config.json from the source", str(subject.path / "config.json" if subject.kind == "hf" else subject.path)
-    for name, expected, actual in _differing(_args(here), _args(there), tally):
+    keys = keys_behind(here, there, _args)
+    # One finding a key, however many arguments follow from it.
+    named = {keys.get(one[0], one)[0]: keys.get(one[0], one) for one in _differing(_args(here), _args(there), tally)}
+    for name, expected, actual in named.values():
         yield Finding("CK702", f"{name} = {expected}", f"{name} = {actual}", hint, file=where)
     for name, expected, actual in _differing(_scaling(here), _scaling(there), tally):
         yield Finding("CK702", f"rotary {name} = {expected}", f"rotary {name} = {actual}", hint, file=where)
@@ -133,16 +137,20 @@ def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, An
     "the model divides over the parallel sizes",
     rationale="Megatron stops with an assertion minutes after the GPUs were booked, or pads silently.",
     fix="Choose sizes that divide the model, or the uneven pipeline arguments.",
-    unless=lambda subject: None if max(subject.tp, subject.pp, subject.ep) > 1 else "no --tp, --pp or --ep above 1 was given",
+    unless=lambda subject: None if max(subject.tp, subject.pp, subject.ep, subject.etp or 1) > 1 else "no --tp, --pp, --ep or --etp above 1 was given",
 )
 def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Heads, key-value heads, MLP sizes and experts against tp and ep; layers against pp and the pipeline options of a launch."""
+    """Heads, key-value heads, MLP sizes and experts against tp, etp and ep; layers against pp and the pipeline options of a launch.
+
+    Where nobody said etp, Megatron's default is looked at, and what does not divide by it is only a warning.
+    """
     dims = dims_of(_config(subject))
     tally.compared(0)
     yield from _stages(dims, subject, tally)
-    for wrong in indivisible(dims, subject.tp, subject.ep):
+    for wrong in indivisible(dims, subject.tp, subject.ep, subject.etp):
         expected = f"{wrong.what} that divides by {wrong.parallel} = {wrong.ranks}"
-        yield Finding("CK703", expected, f"{wrong.what} = {wrong.size}", wrong.hint, file=str(subject.path))
+        severity: Severity = "warning" if wrong.parallel == "etp" and subject.etp is None else "error"
+        yield Finding("CK703", expected, f"{wrong.what} = {wrong.size}", wrong.hint, file=str(subject.path), severity=severity)
 
 
 def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Finding]:

@@ -11,7 +11,9 @@ from typing import Any
 from ckptkit.errors import CkptkitError
 from ckptkit.safetensors_io import INDEX
 from ckptkit.specs import TensorSpec
-from verify.checks import Skip, Tally, check
+from converters.planner import tied_head
+from converters.registry import UnsupportedArchitectureError
+from verify.checks import Skip, Tally, Unable, check
 from verify.expected import PACKED, Expected, config_of, expected_of, usable_config
 from verify.folding import by_pattern
 from verify.hf_files import HfFiles
@@ -50,6 +52,8 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Finding]:
     try:
         config_of(subject)
         tally.compared(0)
+    except UnsupportedArchitectureError as error:
+        raise Unable(error.message) from error
     except CkptkitError as error:
         path = subject.path if subject.kind == "hf" else subject.megatron_files.opened.hf_path
         hint = error.hint or "compare it with the release"
@@ -103,6 +107,8 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Finding]:
     if subject.kind == "hf":
         yield from _duplicates_and_orphans(subject)
     yield from _three_way(subject, specs, expected)
+    if subject.kind == "hf" and config and (tied := tied_head(config)) and tied[0] in specs:
+        tally.note(f"{tied[0]} is stored although tie_word_embeddings is true; that it repeats {tied[1]} can be told from values only (CK211)")
     tally.facts["tensors per layer"] = layer_table(subject.kinds, dict(config) if config else None)
     if expected is None:
         yield from uneven(specs, str(subject.path))
@@ -169,8 +175,6 @@ def _verdict(subject: Subject, name: str, stored: bool, listed: bool, promised: 
     if not promised:
         if PACKED in name or name.endswith((".weight_scale", ".weight_shape")):
             return "no packed tensor, by config.json", "stored", "config.json has no quantization_config, or this weight is not packed as a whole"
-        if name == "lm_head.weight":
-            return "no output layer: tie_word_embeddings is true", "stored", "set tie_word_embeddings to false, or remove the tensor"
         place = "stored" if stored else "in the index, but in no shard"
         return "only tensors that config.json promises", place, "check num_hidden_layers, num_nextn_predict_layers, experts and model_type in config.json"
     if not stored:

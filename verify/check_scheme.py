@@ -94,7 +94,7 @@ def _together(module: str, scheme: Scheme) -> Iterator[tuple[tuple[str, str], Sc
 
 def _engine_tp(subject: Subject) -> int:
     """The tensor parallel size of the engine: of a launch its own option, otherwise --tp."""
-    return (subject.arguments.engine or 1) if subject.arguments else subject.tp
+    return subject.arguments.engine_tp if subject.arguments else subject.tp
 
 
 def _no_tp(subject: Subject) -> str | None:
@@ -130,8 +130,10 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
         tree = class_tree(config)
     except CkptkitError as error:
         raise Unable(f"no decision for this model: {error.message}") from error
+    if subject.arguments and subject.arguments.dp_attention and any(spec.name.removesuffix(".weight") not in tree.experts for spec in chosen):
+        raise Unable("--sglang-enable-dp-attention cuts attention over fewer ranks than the rest, which is not worked out here")
     try:
-        check_tiles(chosen, tree, config, form.group, _engine_tp(subject))
+        check_tiles(chosen, tree, config, form.group, _engine_tp(subject), (subject.arguments and subject.arguments.engine_ep) or 1)
     except CkptkitError as error:
         yield Finding("CK307", f"INT4 weights that {_engine_tp(subject)} ranks can share", error.message, error.hint or "", file=str(subject.path))
 

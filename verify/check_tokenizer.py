@@ -138,15 +138,34 @@ def _stated(side: SideFiles, kind: str) -> Iterator[tuple[str, set[int]]]:
 
 
 def _disagreements(kind: str, by_file: Mapping[str, set[int]], root: Path, hint: str) -> Iterator[Finding]:
-    """Files whose ids have nothing in common with those that come before them. An engine ends at any id of config and generation_config."""
-    before: set[int] = set()
+    """Files whose ids have nothing in common with those of the others: the one that is outvoted, or all where none is.
+
+    An engine ends at any id of config and generation_config. Some releases have a tokenizer that ends texts and a
+    generation_config that ends turns, so a tokenizer of another opinion is only a warning.
+    """
+    groups = _agreeing(by_file)
+    if len(groups) < 2:
+        return
+    servers = {"config.json", GENERATION}
+    apart = servers <= by_file.keys() and not any(servers <= set(group) for group in groups)
+    severity: Severity = "error" if kind == "eos" and apart else "warning"
+    (odd, *more), most = groups[0], groups[-1]
+    if len(most) > 1 and not more:
+        expected = f"{kind}_token_id {_text(set().union(*(by_file[file] for file in most)))}, as in {' and '.join(most)}"
+        yield Finding("CK707", expected, _text(by_file[odd]), hint, file=str(root / odd), severity=severity)
+        return
+    actual = ", ".join(f"{_text(numbers)} in {file}" for file, numbers in by_file.items())
+    yield Finding("CK707", f"one {kind}_token_id in all files", actual, hint, file=str(root), severity=severity)
+
+
+def _agreeing(by_file: Mapping[str, set[int]]) -> list[list[str]]:
+    """The files in groups, each file with an id of another one of its group; the smallest group first."""
+    groups: list[tuple[list[str], set[int]]] = []
     for file, numbers in by_file.items():
-        if before and not before & numbers:
-            # Some releases have a tokenizer that ends texts and a generation_config that ends turns, so that is only a warning.
-            severity: Severity = "error" if kind == "eos" and file == GENERATION else "warning"
-            expected, actual = f"{kind}_token_id {_text(before)}, as in {' and '.join(one for one in by_file if one != file)}", _text(numbers)
-            yield Finding("CK707", expected, actual, hint, file=str(root / file), severity=severity)
-        before |= numbers
+        joined = [group for group in groups if group[1] & numbers]
+        merged = ([*(name for names, _ in joined for name in names), file], numbers.union(*(ids for _, ids in joined)))
+        groups = [*(group for group in groups if group not in joined), merged]
+    return sorted((names for names, _ in groups), key=len)
 
 
 def _text(numbers: set[int]) -> str:

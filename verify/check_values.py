@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping, Sized
 import torch
 
 from ckptkit.specs import summarize
-from converters.planner import dims_of, rules_of
+from converters.planner import dims_of, rules_of, tied_head
 from converters.registry import family_of
 from verify.checks import Skip, Tally, check
 from verify.expected import PACKED, is_quantized, usable_config
-from verify.extremes import Extremes
+from verify.extremes import Extremes, same_bytes
 from verify.folding import by_pattern
 from verify.layers import layers_of, moved_layers, repeated_layers
 from verify.packed import format_of, packed_names
@@ -84,7 +84,8 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Finding]:
         tally.compared(nbytes)
     quantized = _judged_by_steps(subject)
     extra = [name for name in values.only_here if not (name.endswith((PACKED, *PARTS)) and f"{name.rpartition('.')[0]}.weight" in quantized)]
-    dropped = _dropped(subject)
+    dropped = _dropped(subject) | _repeated_head(subject)
+    extra = [name for name in extra if name not in dropped]
     lost = [name for name in values.only_source if name not in quantized and name not in dropped]
     for text, names in by_pattern(lost):
         yield Finding("CK202", "the tensor of the source", "it is not here", "convert again from the source", text, len(names), str(subject.path))
@@ -92,10 +93,9 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Finding]:
         yield Finding("CK202", "only tensors of the source", "the source has none of this name", "check --source", text, len(names), str(subject.path))
     wrong = {name: difference for name, difference in values.differences.items() if difference.unequal}
     whose = {name: _whose(subject, name) for name in wrong}
-    for text, names in moved_layers(whose):
-        hint = "the layers of a pipeline stage were numbered from another one: save or convert again with global layer IDs"
-        yield Finding("CK202", "each layer's own values", text, hint, summarize(names), len(names), str(subject.path))
-        wrong = {name: difference for name, difference in wrong.items() if name not in set(names)}
+    for moved in moved_layers(whose):
+        yield Finding("CK202", "each layer's own values", moved.text, moved.hint, summarize(moved.names), len(moved.names), str(subject.path))
+        wrong = {name: difference for name, difference in wrong.items() if name not in set(moved.names)}
     for group in _grouped(wrong, whose):
         for text, names in by_pattern(group):
             worst = max(names, key=lambda name: wrong[name].largest)
@@ -115,6 +115,20 @@ def _dropped(subject: Subject) -> frozenset[str]:
     """HF names that a family leaves behind on purpose on the way to Megatron."""
     config = usable_config(subject)
     return family_of(config).dropped(dims_of(config)) if config else frozenset()
+
+
+def _repeated_head(subject: Subject) -> frozenset[str]:
+    """The output layer of tied embeddings where only one side stores it: here, for CK211 to judge, or in the source, where it repeats the embedding."""
+    config = usable_config(subject)
+    tied = tied_head(config) if config else None
+    values, source = subject.values, subject.source
+    if tied is None or source is None or tied[0] not in (*values.only_here, *values.only_source):
+        return frozenset()
+    if tied[0] in values.only_source:
+        found = source.read(tied)
+        if not same_bytes(found[tied[0]], found[tied[1]]):
+            return frozenset()
+    return frozenset(tied[:1])
 
 
 def _whose(subject: Subject, name: str) -> str | None:

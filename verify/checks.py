@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ckptkit.errors import CkptkitError
+from converters.registry import UnsupportedArchitectureError
 from verify.report import CheckResult, Finding, Status
 from verify.subject import Subject
 
@@ -154,6 +155,8 @@ def _run(one: Check, subject: Subject, broken: str | None) -> Outcome:
     except Skip as skip:
         # A witness runs only where it was asked for, so whatever it leaves out was asked for.
         reason, unable = str(skip), isinstance(skip, Unable) or one.code.startswith(tuple(WITNESSES))
+    except UnsupportedArchitectureError as error:
+        reason, unable = error.message, True
     except CkptkitError as error:
         if broken is None:
             raise

@@ -15,7 +15,7 @@ from ckptkit.sidefiles import is_quantized as is_quantized
 from ckptkit.sidefiles import quantization_of
 from ckptkit.specs import TensorSpec
 from converters.experts import fuse, is_fused
-from converters.planner import dialect_of, dims_of, rules_of
+from converters.planner import dialect_of, dims_of, rules_of, tied_head
 from converters.registry import family_of
 from verify.checks import Skip, Unable
 from verify.subject import Subject
@@ -81,12 +81,13 @@ def _expected(subject: Subject, config: Mapping[str, Any], names: Collection[str
     if is_fused(kind[0] for kind in subject.kinds):
         specs = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in plain.items()}
         shapes = {name: spec.shape for name, spec in _outputs(fuse(specs, config, "config.json", names)).items()}
+    if (tied := tied_head(config)) and tied[0] in names:
+        shapes[tied[0]] = plain[tied[1]]
     copies = dict.fromkeys(name for rule in rules for name in rule.mapping.copies)
     if is_quantized(config):
         shapes, copies = _packed(shapes, names, config), _packed(copies, names, config)
-    # A release may repeat tensors under these names, and this one does. An output layer beside a config that ties it stays a
-    # finding: headers cannot tell whether it repeats the embedding or is a model of its own under the wrong flag.
-    repeated = frozenset(name for name in copies if name in names and name != dims_of(config).head)
+    # A release may repeat tensors under these names, and this one does.
+    repeated = frozenset(name for name in copies if name in names)
     return Expected(shapes, frozenset(), fp32, family_of(config).dropped(dims_of(config)) | repeated | _carried(subject, config))
 
 

@@ -24,12 +24,19 @@ _ROLLOUT = "rollout engine"
 
 @dataclass(frozen=True)
 class Launch:
-    """The paths of a launch, as given."""
+    """The paths of a launch, as given, and the words of its command line."""
 
     hf_checkpoint: Path | None = None
     load: Path | None = None
     ref_load: Path | None = None
     ckpt_step: int | None = None
+    words: tuple[str, ...] = ()
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The options that name what is loaded."""
+        named = {"--hf-checkpoint": self.hf_checkpoint, "--load": self.load, "--ref-load": self.ref_load, "--ckpt-step": self.ckpt_step}
+        return frozenset(option for option, value in named.items() if value is not None)
 
 
 @dataclass(frozen=True)

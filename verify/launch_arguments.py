@@ -14,15 +14,28 @@ _NUMBERS = {
     "--tensor-model-parallel-size": "tp",
     "--pipeline-model-parallel-size": "pp",
     "--expert-model-parallel-size": "ep",
+    "--expert-tensor-parallel-size": "etp",
     "--decoder-first-pipeline-num-layers": "first",
     "--decoder-last-pipeline-num-layers": "last",
     "--num-virtual-stages-per-pipeline-rank": "vpp",
     "--num-layers-per-virtual-pipeline-stage": "chunk",
     "--mtp-num-layers": "mtp",
     "--rollout-num-gpus-per-engine": "engine",
+    "--sglang-pp-size": "engine_pp",
+    "--sglang-pipeline-parallel-size": "engine_pp",
+    "--sglang-ep-size": "engine_ep",
+    "--sglang-expert-parallel-size": "engine_ep",
+    "--sglang-ep": "engine_ep",
 }
-_SWITCHES = {"--account-for-embedding-in-pipeline-split": "embedding", "--account-for-loss-in-pipeline-split": "loss"}
+_RANKS = frozenset({"tp", "pp", "ep", "etp", "engine", "engine_pp", "engine_ep"})
+_SWITCHES = {
+    "--account-for-embedding-in-pipeline-split": "embedding",
+    "--account-for-loss-in-pipeline-split": "loss",
+    "--sglang-enable-dp-attention": "dp_attention",
+}
 _LAYOUT = "--pipeline-model-parallel-layout"
+# Every option that is read.
+READ = frozenset({*_NUMBERS, *_SWITCHES, _LAYOUT})
 # Variables of slime's and miles' trainers, which a launch gives as NAME=value or inside the JSON of --runtime-env-json.
 QAT_FLAG, QAT_GROUP = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
 _VARIABLE = re.compile(rf"({QAT_FLAG}|{QAT_GROUP})\\*[\"']?\s*[:=]\s*\\*[\"']?(\w+)")
@@ -32,12 +45,14 @@ _VARIABLE = re.compile(rf"({QAT_FLAG}|{QAT_GROUP})\\*[\"']?\s*[:=]\s*\\*[\"']?(\
 class LaunchArguments:
     """What these options say; None where one is not given. `chunk`: layers of a virtual pipeline stage; the others as in `Pipeline`.
 
-    `engine`: GPUs of a rollout engine. `qat`: whether training rounds weights to INT4, `qat_group` in groups of how many.
+    `engine`: GPUs of a rollout engine, in `engine_pp` pipeline stages; over `engine_ep` ranks its experts are spread.
+    `dp_attention`: attention is cut over fewer ranks than the rest. `qat`: whether training rounds weights to INT4, `qat_group` in groups of how many.
     """
 
     tp: int | None = None
     pp: int | None = None
     ep: int | None = None
+    etp: int | None = None
     first: int | None = None
     last: int | None = None
     vpp: int | None = None
@@ -47,6 +62,9 @@ class LaunchArguments:
     loss: bool = False
     layout: str | None = None
     engine: int | None = None
+    engine_pp: int | None = None
+    engine_ep: int | None = None
+    dp_attention: bool = False
     qat: bool | None = None
     qat_group: int | None = None
 
@@ -58,7 +76,7 @@ class LaunchArguments:
         CkptkitError for a value that is missing or no number.
         """
         found: dict[str, int | bool | str] = dict(_qat(words, environment or {}))
-        for name, value in _pairs(words):
+        for name, value in pairs(words):
             if name in _SWITCHES:
                 found[_SWITCHES[name]] = True
             elif name == _LAYOUT or name in _NUMBERS:
@@ -66,8 +84,15 @@ class LaunchArguments:
                     raise CkptkitError(f"{name} among the launch arguments has no value", "copy the arguments as the launch script has them")
                 if name in _NUMBERS and not (value.isdecimal() and len(value) < 10):
                     raise CkptkitError(f"{name} {value} among the launch arguments is no number", "copy the arguments with their variables filled in")
+                if _NUMBERS.get(name) in _RANKS and not int(value):
+                    raise CkptkitError(f"{name} {value} among the launch arguments is no number of ranks", "give 1 or more, or leave it out")
                 found[_NUMBERS.get(name, "layout")] = value if name == _LAYOUT else int(value)
         return LaunchArguments(**found)  # type: ignore[arg-type]
+
+    @property
+    def engine_tp(self) -> int:
+        """The tensor parallel size of a rollout engine, as slime works it out."""
+        return max((self.engine or 1) // (self.engine_pp or 1), 1)
 
     @property
     def uneven(self) -> bool:
@@ -107,7 +132,7 @@ def _qat(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple
         yield "qat_group", int(said[QAT_GROUP])
 
 
-def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+def pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Every option with the word that is its value, None where the next word is an option too or there is none."""
     for word, after in zip_longest(words, words[1:]):
         name, equals, value = word.partition("=")

@@ -16,13 +16,16 @@ from ckptkit.errors import CkptkitError
 from ckptkit.formats import refuse_url
 from verify.check_config import STAGES
 from verify.check_qat import updates
-from verify.checks import NOTES, Check, Skip, Tally, all_checks, check, run_checks
+from verify.checks import NOTES, Check, Skip, Tally, Unable, all_checks, check, run_checks
 from verify.launch import Launch, Side, Trouble, sides_of
 from verify.launch_arguments import LaunchArguments
+from verify.launch_unread import unread
 from verify.report import CheckResult, Finding, Report
 from verify.run import LAUNCH, choose
 from verify.subject import Subject
 
+# The fact that lists the words of a launch that matter and are not read.
+NOT_READ = "not read"
 _HEADERS_ONLY = ("CK1", "CK301", "CK302", "CK303", "CK307", "CK70")
 
 
@@ -90,6 +93,30 @@ def rollout_found(subject: Subject, tally: Tally) -> Iterator[Finding]:
     yield from _troubles(subject, tally, "CK714", ["--hf-checkpoint"])
 
 
+def _no_words(subject: Subject) -> str | None:
+    return _no_launch(subject) or (None if subject.launch and subject.launch.words else "no launch arguments were given")
+
+
+@check(
+    "CK715",
+    "every path and size among the launch arguments is read",
+    rationale="A size that only a configuration file or an override says is not the one that was looked at: the job may stop after the GPUs were booked.",
+    fix="Give paths and sizes as options of preflight, or as the options of Megatron-LM, slime and SGLang; the reasons say which words were not read.",
+    unless=_no_words,
+)
+def arguments_read(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """The words of a launch: options that name a checkpoint, a parallel size or a file of settings, and overrides as Hydra has them."""
+    launch = subject.launch
+    if launch is None:
+        raise Skip("only preflight looks at a launch")
+    tally.compared(0, len(launch.words))
+    if lines := unread(launch.words, launch.given):
+        tally.facts[NOT_READ] = lines
+        more = f", and {len(lines) - 1} more" if lines[1:] else ""
+        raise Unable(f"not read among the launch arguments: {lines[0]}{more}")
+    yield from ()
+
+
 @uncollected()
 def preflight(
     hf_checkpoint: str | Path | None = None,
@@ -104,23 +131,25 @@ def preflight(
     """What a launch with these arguments would load, and every trouble that headers and JSON files can tell; reads no weight.
 
     `arguments` are those of the launch script, of which the ones about parallel sizes and INT4 training are read; variables of
-    INT4 training count in the environment too. Raises CkptkitError when no path is given or one is a URL, and when a size is given twice, differently.
+    INT4 training count in the environment too. Where others name a size or a path, the report is inconclusive. Raises
+    CkptkitError when no path is given or one is a URL, and when a size is given twice, differently.
     """
     if hf_checkpoint is None and load is None and ref_load is None:
         raise CkptkitError("nothing to look at", "give at least one of --hf-checkpoint, --load and --ref-load")
     for path in (given for given in (hf_checkpoint, load, ref_load) if given):
         refuse_url(path)
     hf, actor, reference = (Path(path) if path else None for path in (hf_checkpoint, load, ref_load))
-    launch = Launch(hf, actor, reference, ckpt_step)
+    launch = Launch(hf, actor, reference, ckpt_step, tuple(arguments))
     options = LaunchArguments.read(arguments, os.environ)
     tp, pp, ep = (_agreed(name, given, said) for name, given, said in (("tp", tp, options.tp), ("pp", pp, options.pp), ("ep", ep, options.ep)))
+    # Megatron's default is that of tp; where the launch was not read as a whole, nobody knows.
+    etp = options.etp or (tp if arguments and not unread(arguments, launch.given) else None)
     checks = all_checks()
     sides = sides_of(launch)
     launched = Subject(hf or actor or reference or Path(), launch=launch, arguments=options)
     outcome = run_checks(launched, choose(launched, [one for one in checks if one.code.startswith(LAUNCH)])[0])
     for subject in _subjects(sides, hf, tp, pp, ep):
-        subject.arguments = options
-        subject.updated = updates(launch, options)
+        subject.arguments, subject.etp, subject.updated = options, etp, updates(launch, options)
         wanted = [one for one in checks if one.code.startswith(_HEADERS_ONLY) and not one.code.startswith(LAUNCH)]
         outcome.add(run_checks(subject, choose(subject, wanted)[0]))
     return Report(
@@ -130,7 +159,8 @@ def preflight(
         source=None,
         checks=_merged(checks, outcome.checks),
         findings=list(dict.fromkeys(outcome.findings)),
-        facts={"what would be loaded": [str(side) for side in sides]} | {key: lines for key, lines in outcome.facts.items() if key in (STAGES, NOTES)},
+        facts={"what would be loaded": [str(side) for side in sides]}
+        | {key: lines for key, lines in outcome.facts.items() if key in (STAGES, NOTES, NOT_READ)},
         reasons=outcome.reasons,
     )
 

@@ -41,4 +41,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return tuple(rules)
 
 
-FAMILY = ModelFamily(("deepseek_v3", "kimi_k2"), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES)
+FAMILY = ModelFamily(("deepseek_v3", "kimi_k2"), ("DeepseekV3ForCausalLM",), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES)

@@ -69,4 +69,6 @@ def _with_indexer(dims: ModelDims, rules: Callable[..., tuple[ParamMapping, ...]
     return (*deepseek_v3.mappings(dims), *(rule for at in (None, *places) for rule in rules(dims, at)))
 
 
-FAMILY = ModelFamily(("deepseek_v32",), read_dims, mappings, {"slime": slime_mappings}, carried_ends=deepseek_v3.ROTARY_FREQUENCIES)
+FAMILY = ModelFamily(
+    ("deepseek_v32",), ("DeepseekV32ForCausalLM",), read_dims, mappings, {"slime": slime_mappings}, carried_ends=deepseek_v3.ROTARY_FREQUENCIES
+)

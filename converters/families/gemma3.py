@@ -88,4 +88,6 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     )
 
 
-FAMILY = ModelFamily(("gemma3", "gemma3_text"), read_dims, mappings, carried=("vision_tower.", "multi_modal_projector."))
+FAMILY = ModelFamily(
+    ("gemma3", "gemma3_text"), ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"), read_dims, mappings, carried=("vision_tower.", "multi_modal_projector.")
+)

@@ -37,4 +37,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     )
 
 
-FAMILY = ModelFamily(("glm4",), read_dims, mappings)
+FAMILY = ModelFamily(("glm4",), ("Glm4ForCausalLM",), read_dims, mappings)

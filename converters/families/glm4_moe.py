@@ -34,4 +34,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return tuple(rules)
 
 
-FAMILY = ModelFamily(("glm4_moe",), read_dims, mappings)
+FAMILY = ModelFamily(("glm4_moe",), ("Glm4MoeForCausalLM",), read_dims, mappings)

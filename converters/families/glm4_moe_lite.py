@@ -44,4 +44,4 @@ def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     return dense
 
 
-FAMILY = ModelFamily(("glm4_moe_lite",), read_dims, deepseek_v3.mappings)
+FAMILY = ModelFamily(("glm4_moe_lite",), ("Glm4MoeLiteForCausalLM",), read_dims, deepseek_v3.mappings)

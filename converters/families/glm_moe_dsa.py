@@ -15,4 +15,4 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     return deepseek_v32.sparse_dims(config, interleaved=None, absent={"n_shared_experts": 1, "n_group": 1, "topk_group": 1})
 
 
-FAMILY = ModelFamily(("glm_moe_dsa",), read_dims, deepseek_v32.mappings, {"slime": deepseek_v32.slime_mappings})
+FAMILY = ModelFamily(("glm_moe_dsa",), ("GlmMoeDsaForCausalLM",), read_dims, deepseek_v32.mappings, {"slime": deepseek_v32.slime_mappings})

@@ -65,4 +65,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     )
 
 
-FAMILY = ModelFamily(("gpt_oss",), read_dims, mappings, fused=FusedExperts(transposed=True, interleaved=True, always=True))
+FAMILY = ModelFamily(("gpt_oss",), ("GptOssForCausalLM",), read_dims, mappings, fused=FusedExperts(transposed=True, interleaved=True, always=True))

@@ -24,4 +24,11 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     return replace(deepseek_v3.read_dims(part), root="language_model.model.", head="language_model.lm_head.weight")
 
 
-FAMILY = ModelFamily(("kimi_k25",), read_dims, deepseek_v3.mappings, carried=("vision_tower.", "mm_projector."), carried_ends=deepseek_v3.ROTARY_FREQUENCIES)
+FAMILY = ModelFamily(
+    ("kimi_k25",),
+    ("KimiK25ForConditionalGeneration",),
+    read_dims,
+    deepseek_v3.mappings,
+    carried=("vision_tower.", "mm_projector."),
+    carried_ends=deepseek_v3.ROTARY_FREQUENCIES,
+)

@@ -29,4 +29,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
 
 
-FAMILY = ModelFamily(("llama",), read_dims, mappings)
+FAMILY = ModelFamily(("llama",), ("LlamaForCausalLM", "LLaMAForCausalLM"), read_dims, mappings)

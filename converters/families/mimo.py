@@ -47,4 +47,4 @@ def _mtp_layer(dims: ModelDims, depth: int) -> tuple[ParamMapping, ...]:
     )
 
 
-FAMILY = ModelFamily(("mimo",), read_dims, mappings)
+FAMILY = ModelFamily(("mimo",), ("MiMoForCausalLM",), read_dims, mappings)

@@ -82,4 +82,4 @@ def _mappings(dims: ModelDims, *, norm: str, axis: int | None) -> tuple[ParamMap
 # of one head's width, cut with the heads; slime under another name, whole on every rank.
 mappings = partial(_mappings, norm="{}_layernorm", axis=0)
 SLIME = partial(_mappings, norm="{}_norm", axis=None)
-FAMILY = ModelFamily(("minimax_m2",), read_dims, mappings, {"slime": SLIME}, fused=FusedExperts(renamed=True))
+FAMILY = ModelFamily(("minimax_m2",), ("MiniMaxM2ForCausalLM",), read_dims, mappings, {"slime": SLIME}, fused=FusedExperts(renamed=True))

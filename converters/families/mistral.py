@@ -26,4 +26,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
 
 
-FAMILY = ModelFamily(("mistral",), read_dims, mappings)
+FAMILY = ModelFamily(("mistral",), ("MistralForCausalLM",), read_dims, mappings)

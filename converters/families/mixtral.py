@@ -34,4 +34,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *moe_mlp(dims, block="block_sparse_moe.", names=W1_W3_W2))
 
 
-FAMILY = ModelFamily(("mixtral",), read_dims, mappings, fused=FusedExperts(renamed=True))
+FAMILY = ModelFamily(("mixtral",), ("MixtralForCausalLM",), read_dims, mappings, fused=FusedExperts(renamed=True))

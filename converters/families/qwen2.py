@@ -22,4 +22,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
 
 
-FAMILY = ModelFamily(("qwen2",), read_dims, mappings)
+FAMILY = ModelFamily(("qwen2",), ("Qwen2ForCausalLM",), read_dims, mappings)

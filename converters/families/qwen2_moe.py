@@ -33,4 +33,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims), *moe_mlp(dims, "shared_expert"))
 
 
-FAMILY = ModelFamily(("qwen2_moe",), read_dims, mappings)
+FAMILY = ModelFamily(("qwen2_moe",), ("Qwen2MoeForCausalLM",), read_dims, mappings)

@@ -25,4 +25,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
 
 
-FAMILY = ModelFamily(("qwen3",), read_dims, mappings)
+FAMILY = ModelFamily(("qwen3",), ("Qwen3ForCausalLM",), read_dims, mappings)

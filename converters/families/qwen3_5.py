@@ -70,4 +70,12 @@ def _all_but_linear_attention(dims: ModelDims) -> tuple[ParamMapping, ...]:
 
 
 TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-FAMILY = ModelFamily(TYPES, read_dims, mappings, {"slime": slime_mappings}, carried=("model.visual.",))
+ARCHITECTURES = (
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5TextForCausalLM",
+    "Qwen3_5MoeTextForCausalLM",
+)
+FAMILY = ModelFamily(TYPES, ARCHITECTURES, read_dims, mappings, {"slime": slime_mappings}, carried=("model.visual.",))

@@ -34,4 +34,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims), *moe_mlp(dims))
 
 
-FAMILY = ModelFamily(("qwen3_moe",), read_dims, mappings)
+FAMILY = ModelFamily(("qwen3_moe",), ("Qwen3MoeForCausalLM",), read_dims, mappings)

@@ -54,4 +54,4 @@ def _all_but_linear_attention(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return tuple(rules)
 
 
-FAMILY = ModelFamily(("qwen3_next",), read_dims, mappings, {"slime": slime_mappings})
+FAMILY = ModelFamily(("qwen3_next",), ("Qwen3NextForCausalLM",), read_dims, mappings, {"slime": slime_mappings})

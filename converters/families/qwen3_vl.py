@@ -38,4 +38,11 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims), *(moe_mlp(dims) if dims.experts else ()))
 
 
-FAMILY = ModelFamily(("qwen3_vl", "qwen3_vl_moe"), read_dims, mappings, carried=("model.visual.",), fused=FusedExperts(transposed=True))
+FAMILY = ModelFamily(
+    ("qwen3_vl", "qwen3_vl_moe"),
+    ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+    read_dims,
+    mappings,
+    carried=("model.visual.",),
+    fused=FusedExperts(transposed=True),
+)

@@ -59,7 +59,7 @@ MUTATIONS = (
         "configuration",
         "CK702",
         settings(rms_norm_eps=1e-3),
-        {GLM: "norm_epsilon", QWEN: "norm_epsilon"},
+        {GLM: "rms_norm_eps", QWEN: "rms_norm_eps"},
         with_source=True,
     ),
     Mutation(
@@ -69,7 +69,7 @@ MUTATIONS = (
         "configuration",
         "CK702",
         rope(rope_theta=10000.0),
-        {DEEPSEEK: "rotary_base"},
+        {DEEPSEEK: "rope_theta"},
         ("MarinFold#184", "MarinFold#198"),
         with_source=True,
     ),
@@ -112,7 +112,7 @@ MUTATIONS = (
         "configuration",
         "CK702",
         settings(routed_scaling_factor=1.0),
-        dict.fromkeys((GLM, DEEPSEEK), "moe_router_topk_scaling_factor"),
+        dict.fromkeys((GLM, DEEPSEEK), "routed_scaling_factor"),
         with_source=True,
     ),
     Mutation(
@@ -122,7 +122,7 @@ MUTATIONS = (
         "configuration",
         "CK702",
         settings(num_experts_per_tok=2),
-        dict.fromkeys((QWEN3, GLM), "moe_router_topk"),
+        dict.fromkeys((QWEN3, GLM), "num_experts_per_tok"),
         with_source=True,
     ),
     Mutation(
@@ -132,7 +132,7 @@ MUTATIONS = (
         "configuration",
         "CK702",
         settings(norm_topk_prob=False),
-        {QWEN3: "moe_router_pre_softmax"},
+        {QWEN3: "norm_topk_prob"},
         with_source=True,
     ),
     Mutation(
@@ -142,7 +142,7 @@ MUTATIONS = (
         "configuration",
         "CK702",
         settings(n_group=2),
-        {DEEPSEEK: "moe_router_num_groups"},
+        {DEEPSEEK: "n_group"},
         with_source=True,
     ),
     Mutation("router scores by softmax", "a flag was left out", ("F5",), "headers", "CK101", settings(scoring_func="softmax"), {DEEPSEEK: "scoring_func"}),

@@ -213,7 +213,6 @@ MUTATIONS = (
         {GLM: "config.json"},
         ("F3",),
         "slime debug.md",
-        severity="warning",
     ),
     # What config.json says
     of(

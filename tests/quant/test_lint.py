@@ -50,13 +50,14 @@ def test_the_fixed_list_is_clean(tmp_path: Path) -> None:
 def test_glm_without_the_router_rule(tmp_path: Path) -> None:
     report = lint(write(tmp_path, GLM, GLM_LIST))
     draft = tuple(f"model.layers.4.mlp.experts.0.{name}_proj.weight" for name in ("down", "gate", "up"))
-    assert found(report)[:3] == [
+    assert found(report)[:4] == [
         ("error", "exposed", draft, ("SGLang 0.5.16", "SGLang 0.5.23", "slime")),
-        ("warning", "exposed", ("model.embed_tokens.weight",), ("slime",)),
-        ("warning", "exposed", ("model.layers.{1..3}.mlp.gate.weight",), ("slime",)),
+        ("error", "exposed", ("model.embed_tokens.weight",), ("slime",)),
+        ("error", "exposed", ("model.layers.{1..3}.mlp.gate.weight",), ("slime",)),
+        ("error", "exposed", ("model.layers.4.eh_proj.weight", "model.layers.4.mlp.gate.weight"), ("slime",)),
     ]
-    assert report.findings[0].hint == f"use '{DRAFT}'"
-    note = report.findings[3]
+    assert report.findings[0].hint == report.findings[3].hint == f"use '{DRAFT}'"
+    note = report.findings[4]
     assert (note.severity, note.hint) == ("note", "start SGLang with --disable-shared-experts-fusion")
     assert report.portable == (*GLM_LIST, "model.embed_tokens", ROUTER, DRAFT)
 
@@ -64,10 +65,13 @@ def test_glm_without_the_router_rule(tmp_path: Path) -> None:
 def test_glm_with_the_router_rule_of_parameter_names(tmp_path: Path) -> None:
     """It is slime's alone: no other reader finds a module named like that, and none would pack the router anyway."""
     report = lint(write(tmp_path, GLM, (*GLM_LIST, *GLM_RULES, DRAFT)))
-    assert report.patterns[GLM_RULES[0]]["slime"] == ("model.layers.{1..3}.mlp.gate.weight",)
+    assert report.patterns[GLM_RULES[0]]["slime"] == ("model.layers.{1..4}.mlp.gate.weight",)
     assert all(report.patterns[GLM_RULES[0]][reader] == () for reader in BY_NAME[:-1])
-    assert [(one.severity, one.kind, one.pattern) for one in report.findings] == [("warning", "unused", "re:.*eh_proj.*"), ("note", "shared expert", None)]
-    assert report.portable == (*GLM_LIST, GLM_RULES[0], GLM_RULES[2], DRAFT)
+    assert report.patterns[GLM_RULES[1]] == dict.fromkeys(BY_NAME, ()) | dict.fromkeys(
+        ("compressed-tensors", "transformers", "slime"), ("model.layers.4.eh_proj.weight",)
+    )
+    assert [(one.severity, one.kind, one.pattern) for one in report.findings] == [("note", "shared expert", None)]
+    assert report.portable == (*GLM_LIST, *GLM_RULES, DRAFT)
 
 
 def test_qwen3(tmp_path: Path) -> None:
@@ -75,8 +79,8 @@ def test_qwen3(tmp_path: Path) -> None:
     report = lint(write(tmp_path, QWEN, QWEN_LIST))
     assert report.packed == 4 * (4 + 12 * 3)
     assert found(report) == [
-        ("warning", "exposed", ("model.embed_tokens.weight",), ("slime",)),
-        ("warning", "exposed", ("model.layers.{0..3}.mlp.gate.weight",), ("slime",)),
+        ("error", "exposed", ("model.embed_tokens.weight",), ("slime",)),
+        ("error", "exposed", ("model.layers.{0..3}.mlp.gate.weight",), ("slime",)),
     ]
     assert [one.pattern for one in report.findings] == [None, "re:.*mlp.gate$"]
     assert report.patterns["re:.*mlp.gate$"]["compressed-tensors"] == ("model.layers.{0..3}.mlp.gate.weight",)
@@ -88,7 +92,7 @@ def test_minimax(tmp_path: Path) -> None:
     """Its experts are w1, w2, w3 in the release and gate_proj, up_proj, down_proj of expert 0 in engines."""
     report = lint(write(tmp_path, MINIMAX, MINIMAX_LIST))
     assert report.packed == 4 * 12 * 3
-    assert found(report) == [("warning", "exposed", ("model.layers.{0..3}.block_sparse_moe.gate.weight",), ("slime",))]
+    assert found(report) == [("error", "exposed", ("model.layers.{0..3}.block_sparse_moe.gate.weight",), ("slime",))]
     assert report.portable == ("lm_head", "model.embed_tokens", "re:.*self_attn.*", r"re:.*\.block_sparse_moe\.gate(\.weight)?$")
 
 
@@ -193,7 +197,7 @@ def test_fix_where_the_list_lies_in_text_config(tmp_path: Path) -> None:
     fixed = json.loads((tmp_path / "config.json").read_text())
     assert "quantization_config" not in fixed
     rest = ["language_model.model.embed_tokens", ROUTER, "language_model.lm_head"]
-    assert fixed["text_config"]["quantization_config"]["ignore"] == [*KIMI_LIST[1:], *rest]
+    assert fixed["text_config"]["quantization_config"]["ignore"] == [*KIMI_LIST, *rest]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +223,7 @@ def test_the_command(tmp_path: Path) -> None:
     write(tmp_path, QWEN, QWEN_LIST)
     shown = CliRunner().invoke(cli, ["lint", str(tmp_path)])
     assert shown.exit_code == 1
-    assert "warning: slime would pack it, because of how it reads 're:.*mlp.gate$'" in shown.output
+    assert "error: slime would pack it, because of how it reads 're:.*mlp.gate$'" in shown.output
     assert "model.layers.{0..3}.mlp.gate.weight (4 tensors)" in shown.output
     content = json.loads(CliRunner().invoke(cli, ["lint", str(tmp_path), "--json"]).output)
     assert content["schema"] == "ckptkit-lint/1"

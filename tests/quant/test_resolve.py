@@ -164,12 +164,20 @@ def test_experts_fit_as_sglang_says(hidden: int, inner: int, group_size: int, tp
     assert passes(QWEN, specs, group_size, tp) == check_moe_marlin_supports_layer(layer, group_size)
 
 
-def passes(config: dict[str, Any], specs: list[TensorSpec], group_size: int | None, tp: int) -> bool:
+def passes(config: dict[str, Any], specs: list[TensorSpec], group_size: int | None, tp: int, ep: int = 1) -> bool:
     try:
-        check_tiles(specs, class_tree(config), config, group_size, tp)
+        check_tiles(specs, class_tree(config), config, group_size, tp, ep)
     except CkptkitError:
         return False
     return True
+
+
+@pytest.mark.parametrize(("tp", "ep", "fits"), [(8, 1, False), (8, 2, True), (8, 8, True), (2, 8, True)])
+def test_expert_parallel_ranks_do_not_cut_experts(tp: int, ep: int, fits: bool) -> None:
+    """Qwen3-235B-A22B has experts of 1536 features: 192 on each of eight ranks, which no group of 128 divides."""
+    shapes = {"gate_proj": (1536, 4096), "up_proj": (1536, 4096), "down_proj": (4096, 1536)}
+    specs = [TensorSpec(f"model.layers.0.mlp.experts.0.{name}.weight", shape, torch.bfloat16) for name, shape in shapes.items()]
+    assert passes(QWEN, specs, 128, tp, ep) == fits
 
 
 @pytest.mark.parametrize(("tp", "fits"), [(1, True), (2, True), (4, True), (8, True), (16, False)])

@@ -270,7 +270,7 @@ def test_a_config_that_changed_on_the_way(releases: Make, converted: Make, copy_
     (path / "config.json").write_text(json.dumps(config))
     for source in (releases("glm4_moe"), converted("glm4_moe")):
         finding = only(verify(path, source=source))
-        assert (finding.code, finding.expected, finding.actual) == ("CK702", "norm_epsilon = 1e-05", "norm_epsilon = 1e-06")
+        assert (finding.code, finding.expected, finding.actual) == ("CK702", "rms_norm_eps = 1e-05", "rms_norm_eps = 1e-06")
 
 
 @pytest.mark.parametrize(

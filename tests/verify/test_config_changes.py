@@ -9,14 +9,21 @@ from typing import Any
 
 import pytest
 
+from verify.check_config import configs_match
+from verify.checks import Tally
 from verify.report import Finding, Report
 from verify.run import verify
+from verify.subject import Subject
 
 Make = Callable[..., Path]
 Copy = Callable[[Path], Path]
 Only = Callable[[Report], Finding]
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content))
 
 
 def change(path: Path, **changes: Any) -> Path:
@@ -33,18 +40,56 @@ def change(path: Path, **changes: Any) -> Path:
         ({"max_window_layers": 5}, "max_window_layers = 28", "max_window_layers = 5", "error"),
         ({"eos_token_id": [3, 5]}, "eos_token_id = 3", "eos_token_id = [3, 5]", "error"),
         ({"hidden_act": ...}, "hidden_act = silu", "hidden_act = None", "warning"),
-        ({"rms_norm_eps": 1e-5}, "norm_epsilon = 1e-06", "norm_epsilon = 1e-05", "error"),
-        ({"max_position_embeddings": 512}, None, None, "error"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-06", "rms_norm_eps = 1e-05", "error"),
+        ({"max_position_embeddings": 512}, "max_position_embeddings = 256", "max_position_embeddings = 512", "error"),
     ],
 )
-def test_a_key_that_changed(changes: dict[str, Any], expected: str | None, actual: str | None, severity: str, releases: Make, copy_of: Copy) -> None:
+def test_a_key_that_changed(changes: dict[str, Any], expected: str, actual: str, severity: str, releases: Make, copy_of: Copy) -> None:
     found = verify(change(copy_of(releases("qwen2-tied")), **changes), source=releases("qwen2-tied")).findings
     assert {(finding.code, finding.severity) for finding in found} == {("CK702", severity)}
-    if expected is None:
-        # One key, two Megatron arguments that follow from it, and no third finding for the key itself.
-        assert [finding.expected for finding in found] == ["max_position_embeddings = 256", "seq_length = 256"]
-    else:
-        assert [(finding.expected, finding.actual) for finding in found] == [(expected, actual)]
+    # One finding a key of the file, also where two Megatron arguments follow from it.
+    assert [(finding.expected, finding.actual) for finding in found] == [(expected, actual)]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected", "actual"),
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 2}, "num_experts_per_tok = 3", "num_experts_per_tok = 2"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob = True", "norm_topk_prob = False"),
+        ("glm4_moe", {"routed_scaling_factor": 1.5}, "routed_scaling_factor = 2.5", "routed_scaling_factor = 1.5"),
+        # The source says it the other way.
+        ("qwen2-tied", {"rope_parameters": ..., "rope_theta": 500000.0}, "rope_theta = 10000", "rope_theta = 500000.0"),
+        ("qwen2-tied", {"rope_parameters": ..., "rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-06", "rms_norm_eps = 1e-05"),
+    ],
+)
+def test_a_change_is_named_as_the_file_spells_it(name: str, changes: dict[str, Any], expected: str, actual: str, releases: Make, copy_of: Copy) -> None:
+    found = verify(change(copy_of(releases(name)), **changes), source=releases(name)).findings
+    assert [(finding.expected, finding.actual) for finding in found if finding.code == "CK702"] == [(expected, actual)]
+
+
+def test_a_change_inside_a_multimodal_config_is_named_there(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 6,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+            "sliding_window": 32,
+        },
+    }
+    for folder, base in (("here", 10000.0), ("source", 1000000.0)):
+        (tmp_path / folder).mkdir()
+        write_json(tmp_path / folder / "config.json", config | {"text_config": config["text_config"] | {"rope_theta": base}})  # type: ignore[operator]
+    (finding,) = configs_match(Subject(tmp_path / "here", tmp_path / "source"), Tally())
+    assert (finding.expected, finding.actual) == ("text_config.rope_theta = 1000000.0", "text_config.rope_theta = 10000.0")
 
 
 @pytest.mark.parametrize("spelling", ["v4", "v5"])
@@ -77,7 +122,7 @@ def test_the_other_spelling_and_storage_are_no_change(releases: Make, copy_of: C
         torch_dtype="bfloat16",
         transformers_version="4.54.0",
         use_cache=False,
-        architectures=["Other"],
+        architectures=["Glm4MoeForCausalLM", "Other"],
         _name_or_path="/somewhere",
     )
     assert verify(path, source=releases("glm4_moe")).findings == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ GLM45 = shlex.split(
 
 
 def test_what_is_read() -> None:
-    assert LaunchArguments.read(GLM45) == LaunchArguments(tp=8, pp=7, ep=8, last=2)
+    assert LaunchArguments.read(GLM45) == LaunchArguments(tp=8, pp=7, ep=8, etp=1, last=2)
     assert LaunchArguments.read([]) == LaunchArguments()
     assert LaunchArguments.read(["--account-for-loss-in-pipeline-split", "--pipeline-model-parallel-layout", "Et|(tt|)*2L"]) == LaunchArguments(
         loss=True, layout="Et|(tt|)*2L"
@@ -135,3 +136,49 @@ def test_on_the_command_line(releases: Make) -> None:
     done = CliRunner().invoke(cli, [*command, "stray"])
     assert done.exit_code == 2
     assert "unexpected argument 'stray'" in done.output
+
+
+def test_expert_rows_divide_by_the_expert_tensor_parallel_size(releases: Make, only: Only) -> None:
+    """`moe_intermediate_size` is 96: 5 ranks do not divide it, and --expert-tensor-parallel-size 1 does not cut it."""
+    given = ["--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "4"]
+    assert preflight(hf_checkpoint=releases("qwen3_moe"), arguments=[*given, "--expert-tensor-parallel-size", "1"]).findings == []
+    finding = only(preflight(hf_checkpoint=releases("qwen3_moe"), arguments=[*given, "--expert-tensor-parallel-size", "5"]))
+    assert (finding.code, finding.severity, finding.actual) == ("CK703", "error", "moe_intermediate_size = 96")
+    assert finding.expected == "moe_intermediate_size that divides by etp = 5"
+
+
+@pytest.mark.parametrize(
+    ("words", "severity"),
+    [
+        (["--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"], None),
+        (["--tensor-model-parallel-size", "2"], "error"),  # Megatron takes that of tp
+        ([], "warning"),  # nobody said
+    ],
+)
+def test_expert_rows_of_an_odd_size_are_judged_by_what_the_launch_says(
+    words: list[str], severity: str | None, releases: Make, tmp_path: Path, only: Only
+) -> None:
+    config = json.loads((releases("qwen3_moe") / "config.json").read_text()) | {"moe_intermediate_size": 95}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    report = preflight(hf_checkpoint=tmp_path, tp=2, ep=4, arguments=words)
+    found = [finding for finding in report.findings if finding.code == "CK703"]
+    assert [(finding.severity, finding.actual) for finding in found] == ([(severity, "moe_intermediate_size = 95")] if severity else [])
+
+
+@pytest.mark.parametrize("name", ["--tensor-model-parallel-size", "--expert-tensor-parallel-size", "--rollout-num-gpus-per-engine", "--sglang-ep-size"])
+def test_a_parallel_size_of_zero_is_no_size(name: str) -> None:
+    with pytest.raises(CkptkitError, match=f"{name} 0 among the launch arguments is no number of ranks"):
+        LaunchArguments.read([name, "0"])
+
+
+@pytest.mark.parametrize(
+    ("words", "tp", "ep"),
+    [
+        (["--rollout-num-gpus-per-engine", "8", "--sglang-ep-size", "8"], 8, 8),
+        (["--rollout-num-gpus-per-engine", "8", "--sglang-pp-size", "2", "--sglang-expert-parallel-size", "4"], 4, 4),
+        (["--sglang-ep-size", "1"], 1, 1),
+    ],
+)
+def test_parallel_sizes_of_a_rollout_engine(words: list[str], tp: int, ep: int) -> None:
+    options = LaunchArguments.read(words)
+    assert (options.engine_tp, options.engine_ep) == (tp, ep)

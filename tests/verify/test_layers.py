@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from verify.layers import moved_layers, repeated_layers
 
 
@@ -9,16 +11,55 @@ def name(layer: int, rest: str) -> str:
     return f"model.layers.{layer}.{rest}"
 
 
+def moved(origin: dict[int, int]) -> dict[str, str | None]:
+    """Two tensors a layer, and whose values they hold."""
+    return {name(layer, rest): name(other, rest) for layer, other in origin.items() for rest in ("self_attn.o_proj.weight", "mlp.experts.3.up_proj.weight")}
+
+
 def test_a_stage_that_counts_from_zero_is_one_sentence() -> None:
-    whose = {name(layer, rest): name(layer - 6, rest) for layer in range(6, 12) for rest in ("self_attn.o_proj.weight", "mlp.experts.3.up_proj.weight")}
-    ((text, names),) = moved_layers(whose)
-    assert text == "layers {6..11} hold the values of layers {0..5}"
-    assert names == list(whose)
+    whose = moved({layer: layer - 6 for layer in range(6, 12)})
+    (found,) = moved_layers(whose)
+    assert found.text == "layers {6..11} hold the values of layers {0..5}"
+    assert found.hint.startswith("the layers of a pipeline stage were numbered from another one")
+    assert found.names == list(whose)
 
 
-def test_two_exchanged_layers_are_two_sentences() -> None:
-    whose = {name(layer, rest): name(7 - layer, rest) for layer in (3, 4) for rest in ("a.weight", "b.weight")}
-    assert [text for text, _ in moved_layers(whose)] == ["layer 3 holds the values of layer 4", "layer 4 holds the values of layer 3"]
+@pytest.mark.parametrize(
+    ("origin", "text", "blamed"),
+    [
+        ({3: 4, 4: 3}, "layers 3 and 4 are exchanged", "names were exchanged"),
+        ({2: 9, 9: 2}, "layers 2 and 9 are exchanged", "names were exchanged"),
+        ({2: 9, 9: 2, 4: 11, 11: 4}, "layers {2,4} and {9,11} are exchanged", "names were exchanged"),
+        ({layer: (layer + 6) % 12 for layer in range(12)}, "layers {0..5} and {6..11} are exchanged", "pipeline stage"),
+        ({layer: (layer + 1) % 12 for layer in range(12)}, "layers {0..11} are rotated: layer 0 holds the values of layer 1", "another start"),
+        ({layer: (layer - 1) % 12 for layer in range(12)}, "layers {0..11} are rotated: layer 0 holds the values of layer 11", "another start"),
+        # 0, 1, 10, 11, 2, 3, ...: sorted as text
+        (
+            {2: 10, 3: 11} | {layer: layer - 2 for layer in range(4, 12)},
+            "layers {2..11} are rotated: layer 2 holds the values of layer 10",
+            "sorted as text",
+        ),
+        (
+            {0: 4, 4: 7, 7: 0},
+            "layers {0,4,7} stand in another order: layer 0 holds the values of layer 4, layer 4 those of layer 7, layer 7 those of layer 0",
+            "sorted as text",
+        ),
+        ({7: 3}, "layer 7 holds the values of layer 3", "again from the source"),
+        ({5: 3, 9: 7}, "layers {5,9} hold the values of layers {3,7}", "again from the source"),
+    ],
+)
+def test_moved_layers_are_blamed_on_what_moves_them_so(origin: dict[int, int], text: str, blamed: str) -> None:
+    whose = moved({layer: other for layer, other in origin.items() if layer != other})
+    (found,) = moved_layers(whose)
+    assert found.text == text
+    assert blamed in found.hint
+    assert ("pipeline stage" in found.hint) == (blamed == "pipeline stage")
+    assert sorted(found.names) == sorted(whose)
+
+
+def test_layers_moved_by_two_mistakes_are_two_sentences() -> None:
+    whose = moved({0: 1, 1: 0, 7: 3})
+    assert [found.text for found in moved_layers(whose)] == ["layers 0 and 1 are exchanged", "layer 7 holds the values of layer 3"]
 
 
 def test_what_is_no_moved_layer_is_left_to_the_other_findings() -> None:

@@ -9,12 +9,16 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from families import case
+from families.case import MOE, SIZES, Case
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from transformers import Qwen3MoeConfig
 
 from ckptkit.api import convert
 from ckptkit.errors import CkptkitError
 from verify import megatron_run
+from verify.check_config import parallel_sizes_divide
 from verify.check_megatron import all_layers, right_slices, strict_load
 from verify.checks import Skip, Tally
 from verify.report import Finding
@@ -211,6 +215,21 @@ def test_sizes_that_do_not_divide_start_no_process(converted: Paths, monkeypatch
     monkeypatch.setattr(megatron_run, "run_ranks", None)
     with pytest.raises(CkptkitError, match=message):
         list(strict_load(Subject(converted(name), **sizes), Tally()))  # type: ignore[arg-type]
+
+
+@needs_megatron
+def test_expert_rows_that_etp_divides_and_tp_does_not_megatron_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """95 rows an expert on two ranks: whole with ETP1, refused with ETP2, by Megatron and by CK703 alike."""
+    odd = Case(lambda: Qwen3MoeConfig(**SIZES | {"num_hidden_layers": 2}, **MOE | {"moe_intermediate_size": 95}, num_experts=12))
+    case.save("odd", odd, tmp_path / "hf", torch.bfloat16)
+    convert(tmp_path / "hf", tmp_path / "megatron")
+    whole, cut = (Subject(tmp_path / "megatron", tmp_path / "hf", tp=2, etp=etp) for etp in (1, 2))
+    assert list(parallel_sizes_divide(whole, Tally())) == []
+    assert judge(whole)[0] == []
+    assert [finding.expected for finding in parallel_sizes_divide(cut, Tally())] == ["moe_intermediate_size that divides by etp = 2"]
+    monkeypatch.setattr(megatron_run, "check_sizes", lambda sizes, dims: None)
+    (finding,) = strict_load(cut, Tally())
+    assert "95 is not divisible by 2" in finding.actual
 
 
 def test_what_cannot_be_witnessed_is_skipped_with_the_next_move(releases: Paths, converted: Paths, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,3 +185,9 @@ def test_engine_ranks_that_cut_through_a_tile(int4: Path) -> None:
     assert finding.expected == "INT4 weights that 2 ranks can share"
     assert "144 columns" in finding.actual
     assert "CK307" not in [check.code for check in preflight(hf_checkpoint=int4, tp=2).checks]
+
+
+def test_attention_cut_over_fewer_ranks_is_not_judged(int4: Path) -> None:
+    report = preflight(hf_checkpoint=int4, arguments=["--rollout-num-gpus-per-engine", "2", "--sglang-enable-dp-attention", "--sglang-dp-size", "2"])
+    assert (report.status, found(report, "CK307")) == ("inconclusive", [])
+    assert "CK307: --sglang-enable-dp-attention cuts attention over fewer ranks" in report.reasons[0]

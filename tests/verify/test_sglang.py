@@ -136,8 +136,9 @@ def test_sound_checkpoints_pass(name: str, cases: dict[str, Case], reports: dict
     assert findings == []
     status = {code: result.status for code, result in results.items()}
     routers = {} if "qwen2" in name else {"CK505": "passed"}
-    assert status == {"CK501": "passed", "CK502": "passed", "CK503": "passed", "CK504": "passed", **routers, "CK506": "skipped"}
-    assert (results["CK506"].reason or "").startswith("needs CUDA")
+    repacking = {"CK506": "skipped"} if "int4" in name else {}
+    assert status == {"CK501": "passed", "CK502": "passed", "CK503": "passed", "CK504": "passed", **routers, **repacking}
+    assert all((results[code].reason or "").startswith("needs CUDA") for code in repacking)
     assert facts["SGLang"][0].startswith(f"SGLang {reports[name].version}, ")
 
 
@@ -239,7 +240,7 @@ def test_verify_streams_a_megatron_checkpoint_and_keeps_stdout_clean(
     releases: Callable[[str], Path], converted: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     report = verify(converted("glm4_moe"), source=releases("glm4_moe"), against=frozenset({"sglang"}))
-    assert report.findings == []
+    assert (report.status, report.findings) == ("passed", [])
     assert [check.code for check in report.checks if check.code.startswith("CK5") and check.status == "passed"][:5] == [f"CK50{n}" for n in range(1, 6)]
     assert capfd.readouterr().out == ""
 
@@ -253,4 +254,4 @@ def test_a_model_that_sglang_cannot_load_is_a_finding(releases: Callable[[str], 
     results, findings = outcome.checks, outcome.findings
     assert [(finding.code, "exit code 1" in finding.actual) for finding in findings] == [("CK501", True)]
     assert "AssertionError" in findings[0].actual or "RuntimeError" in findings[0].actual
-    assert {result.status for result in results[1:]} == {"skipped"}
+    assert {result.status for result in results[1:] if result.code != "CK507"} == {"skipped"}

@@ -130,6 +130,9 @@ def test_the_tokenizer_beside_megatron(converted: Make, copy_of: Copy, alone: Al
         ("tokenizer_config.json", {"eos_token": "w7"}, "warning", "eos_token_id 3 or 350, as in config.json and generation_config.json", "7"),
         ("generation_config.json", {"pad_token_id": 9}, "warning", "pad_token_id 351, as in config.json and tokenizer_config.json", "9"),
         ("tokenizer_config.json", {"pad_token": "w7"}, "warning", "pad_token_id 351, as in config.json and generation_config.json", "7"),
+        # The one that is outvoted is the one at fault, whichever file it is.
+        ("config.json", {"eos_token_id": 9}, "error", "eos_token_id 3 or 350, as in generation_config.json and tokenizer_config.json", "9"),
+        ("config.json", {"pad_token_id": 9}, "warning", "pad_token_id 351, as in generation_config.json and tokenizer_config.json", "9"),
     ],
 )
 def test_files_that_disagree(file: str, changes: dict[str, Any], severity: str, expected: str, actual: str, hf: Path, alone: Alone) -> None:
@@ -137,6 +140,22 @@ def test_files_that_disagree(file: str, changes: dict[str, Any], severity: str, 
     _, (finding,) = alone("CK707", hf)
     assert (finding.severity, finding.expected, finding.actual) == (severity, expected, actual)
     assert finding.file == str(hf / file)
+
+
+@pytest.mark.parametrize(
+    ("ends", "severity", "actual"),
+    [
+        ((9, 3, "w7"), "error", "9 in config.json, 3 in generation_config.json, 7 in tokenizer_config.json"),
+        ((9, 3, None), "error", "9 in config.json, 3 in generation_config.json"),
+        ((9, None, "w7"), "warning", "9 in config.json, 7 in tokenizer_config.json"),
+    ],
+)
+def test_files_of_which_none_is_outvoted_are_all_named(ends: tuple[int, int | None, str | None], severity: str, actual: str, hf: Path, alone: Alone) -> None:
+    changes = {"config.json": {"eos_token_id": ends[0]}, "generation_config.json": {"eos_token_id": ends[1]}, "tokenizer_config.json": {"eos_token": ends[2]}}
+    for file, change in changes.items():
+        write(hf, file, json.loads((hf / file).read_text()) | change)
+    _, (finding,) = alone("CK707", hf)
+    assert (finding.severity, finding.expected, finding.actual) == (severity, "one eos_token_id in all files", actual)
 
 
 @pytest.mark.parametrize("number", [352, -7])

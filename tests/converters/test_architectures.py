@@ -1,0 +1,130 @@
+"""`architectures` is read: a draft model, a classifier or a bare encoder is no language model of its `model_type`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers.models.auto.modeling_auto as auto
+from transformers import CONFIG_MAPPING
+
+from ckptkit.api import convert
+from ckptkit.errors import CkptkitError
+from converters.registry import FAMILIES, UnsupportedArchitectureError, family_of
+from verify.preflight import preflight
+from verify.run import verify
+
+# `model_type` and `architectures` of published config.json files.
+PUBLISHED = {
+    "Llama-3.1-8B": ("llama", "LlamaForCausalLM"),
+    "the first LLaMA conversions": ("llama", "LLaMAForCausalLM"),
+    "Mistral-7B-v0.1": ("mistral", "MistralForCausalLM"),
+    "Mixtral-8x7B-v0.1": ("mixtral", "MixtralForCausalLM"),
+    "Qwen2.5-7B": ("qwen2", "Qwen2ForCausalLM"),
+    "Qwen1.5-MoE-A2.7B": ("qwen2_moe", "Qwen2MoeForCausalLM"),
+    "Qwen3-8B": ("qwen3", "Qwen3ForCausalLM"),
+    "Qwen3-Embedding-0.6B": ("qwen3", "Qwen3ForCausalLM"),
+    "Qwen3-30B-A3B": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "Qwen3-Next-80B-A3B-Instruct": ("qwen3_next", "Qwen3NextForCausalLM"),
+    "Qwen3-VL-4B-Instruct": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+    "Qwen3-VL-30B-A3B-Instruct": ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+    "Qwen3.5-9B": ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+    "Qwen3.5-35B-A3B": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+    "text of Qwen3.5-35B-A3B": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    "DeepSeek-V3, R1, Moonlight": ("deepseek_v3", "DeepseekV3ForCausalLM"),
+    "DeepSeek-V3.2": ("deepseek_v32", "DeepseekV32ForCausalLM"),
+    "Kimi-K2-Instruct, -Thinking": ("kimi_k2", "DeepseekV3ForCausalLM"),
+    "Kimi-K2.5": ("kimi_k25", "KimiK25ForConditionalGeneration"),
+    "GLM-4-32B-0414": ("glm4", "Glm4ForCausalLM"),
+    "GLM-4.5, 4.6, 4.7": ("glm4_moe", "Glm4MoeForCausalLM"),
+    "GLM-4.7-Flash": ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
+    "GLM-5": ("glm_moe_dsa", "GlmMoeDsaForCausalLM"),
+    "MiMo-7B-RL": ("mimo", "MiMoForCausalLM"),
+    "MiniMax-M2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
+    "gpt-oss-20b": ("gpt_oss", "GptOssForCausalLM"),
+    "gemma-3-1b-it": ("gemma3_text", "Gemma3ForCausalLM"),
+    "gemma-3-27b-it, medgemma": ("gemma3", "Gemma3ForConditionalGeneration"),
+}
+DRAFT, HEAD, BARE, OTHER = "a draft model for speculative decoding", "a classifier or reward model", "a model without an output layer", "another model"
+NOT_LANGUAGE_MODELS = [
+    ("llama", "LlamaForCausalLMEagle3", DRAFT),
+    ("llama", "LlamaForCausalLMEagle", DRAFT),
+    ("llama", "Eagle3LlamaForCausalLM", DRAFT),
+    ("qwen2", "Qwen2ForCausalLMEagle", DRAFT),
+    ("deepseek_v3", "DeepseekV3ForCausalLMNextN", DRAFT),
+    ("qwen3_next", "Qwen3NextForCausalLMMTP", DRAFT),
+    ("mimo", "MiMoMTP", DRAFT),
+    ("llama", "MedusaModel", DRAFT),
+    ("llama", "LlamaForSequenceClassification", HEAD),
+    ("qwen2", "Qwen2ForRewardModel", HEAD),
+    ("qwen2", "Qwen2ForProcessRewardModel", HEAD),
+    ("qwen3", "Qwen3ForSequenceClassification", HEAD),
+    ("llama", "LlamaBidirectionalModel", BARE),
+    ("mistral", "MistralModel", BARE),
+    ("llama", "LlavaLlamaForCausalLM", OTHER),
+    ("deepseek_v3", "DeepseekV32ForCausalLM", OTHER),
+]
+
+
+@pytest.mark.parametrize(("model_type", "architecture"), PUBLISHED.values(), ids=PUBLISHED)
+def test_published_architectures_are_supported(model_type: str, architecture: str) -> None:
+    assert family_of({"model_type": model_type, "architectures": [architecture]}) is FAMILIES[model_type]
+
+
+def test_every_class_that_transformers_generates_text_with_is_supported() -> None:
+    """The names that `save_pretrained` writes, for every `model_type` that transformers knows."""
+    names = [auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]
+    missing = [
+        (model_type, mapping[model_type])
+        for model_type in FAMILIES.keys() & CONFIG_MAPPING.keys()
+        for mapping in names
+        if model_type in mapping and mapping[model_type] not in FAMILIES[model_type].architectures
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize(("model_type", "architecture", "what"), NOT_LANGUAGE_MODELS, ids=[name for _, name, _ in NOT_LANGUAGE_MODELS])
+def test_what_is_no_language_model_is_refused_by_what_it_is(model_type: str, architecture: str, what: str) -> None:
+    with pytest.raises(UnsupportedArchitectureError, match=f"{architecture} of model_type '{model_type}' is {what}, which is not supported"):
+        family_of({"model_type": model_type, "architectures": [architecture]})
+
+
+@pytest.mark.parametrize("stated", [{}, {"architectures": None}, {"architectures": []}, {"architectures": "LlamaForCausalLM"}])
+def test_a_config_that_names_no_class_is_taken_by_its_model_type(stated: dict[str, Any]) -> None:
+    assert family_of({"model_type": "llama"} | stated) is FAMILIES["llama"]
+
+
+@pytest.mark.parametrize("stated", [{"LlamaForCausalLM": 1}, [7], 7])
+def test_architectures_that_are_no_list_of_names_are_refused(stated: Any) -> None:
+    with pytest.raises(CkptkitError, match="architectures is .*, not a list of class names"):
+        family_of({"model_type": "llama", "architectures": stated})
+
+
+@pytest.fixture
+def eagle(releases: Callable[[str], Path], copy_of: Callable[[Path], Path]) -> Path:
+    """Tensors that a llama-like config promises, under the class of a draft model."""
+    path = copy_of(releases("qwen2-tied"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForCausalLMEagle3"]}))
+    return path
+
+
+def test_convert_refuses_a_draft(eagle: Path, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match=f"Qwen2ForCausalLMEagle3 of model_type 'qwen2' is {DRAFT}"):
+        convert(eagle, tmp_path / "megatron")
+    assert not (tmp_path / "megatron").exists()
+
+
+@pytest.mark.parametrize("against", [frozenset[str](), frozenset({"sglang"})])
+def test_verify_of_a_draft_is_inconclusive(eagle: Path, against: frozenset[str]) -> None:
+    report = verify(eagle, against=against)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert [reason for reason in report.reasons if reason.startswith("CK101") and DRAFT in reason]
+
+
+def test_preflight_of_a_draft_is_inconclusive(eagle: Path) -> None:
+    report = preflight(hf_checkpoint=eagle)
+    assert (report.status, report.findings) == ("inconclusive", [])
