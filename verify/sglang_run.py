@@ -97,11 +97,11 @@ def start(job: Path, log: Path, limit_s: float) -> str | None:
 
 
 def last_words(log: Path) -> str:
-    """The last exception in a log with the place it came from, or the last lines where there is none."""
+    """The last exception in a log with the place it came from, or the last lines where there is none; on one line."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     if not starts:
-        return "it last printed:\n" + "\n".join(lines[-_LAST_LINES:]) if lines else "it printed nothing"
+        return f"it last printed: {' | '.join(lines[-_LAST_LINES:])}" if lines else "it printed nothing"
     frames = [line.strip() for line in lines[starts[-1] :] if line.startswith("  File ")]
     message = [line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")]
-    return "\n".join([*message[:_LAST_LINES], *(f"  at {frame}" for frame in frames[-1:])])
+    return " | ".join([*message[:_LAST_LINES], *(f"at {frame}" for frame in frames[-1:])])

@@ -115,12 +115,12 @@ def test_writes_are_recorded_under_the_name_being_loaded() -> None:
 def test_last_words_of_an_exception(tmp_path: Path) -> None:
     frames = '  File "a.py", line 1\n    f()\n  File "b.py", line 7\n    g()\n'
     (tmp_path / "log").write_text(f"noise\nTraceback (most recent call last):\n{frames}ValueError: no\nmore\n")
-    assert last_words(tmp_path / "log") == 'ValueError: no\nmore\n  at File "b.py", line 7'
+    assert last_words(tmp_path / "log") == 'ValueError: no | more | at File "b.py", line 7'
 
 
 def test_last_words_without_an_exception(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("\n".join(map(str, range(20))))
-    assert last_words(tmp_path / "log") == "it last printed:\n" + "\n".join(map(str, range(12, 20)))
+    assert last_words(tmp_path / "log") == "it last printed: " + " | ".join(map(str, range(12, 20)))
     (tmp_path / "log").write_text("")
     assert last_words(tmp_path / "log") == "it printed nothing"
 
