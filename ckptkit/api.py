@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 class Written:
     """What a conversion wrote, or with `dry_run` would write. `layout` maps HF shard files to the tensors in them.
 
-    `dequantized` says how a quantized source was quantized, in words; `forecast`, only with `dry_run`, what the job will take.
+    `dequantized` says how a quantized source was quantized, in words; `forecast`, only with `dry_run`, what the job will take. `notes`:
+    what its user should know of the source.
     """
 
     source: str
@@ -55,6 +56,7 @@ class Written:
     layout: Mapping[str, list[str]] = field(default_factory=dict)
     dequantized: str | None = None
     forecast: Forecast | None = None
+    notes: tuple[str, ...] = ()
 
 
 def convert(
@@ -179,7 +181,7 @@ def _done(job: Job, how: How, dry_run: bool) -> Written:
     nbytes = sum(spec.nbytes for spec in specs.values())
     layout = work.layout if work.kind == "hf" else {}
     names, expected = fold(specs), forecast(job, work, how) if dry_run else None
-    return Written(spoken(work.side_files), str(how.path), work.kind, len(specs), nbytes, names, layout, work.dequantized, expected)
+    return Written(spoken(work.side_files), str(how.path), work.kind, len(specs), nbytes, names, layout, work.dequantized, expected, work.notes)
 
 
 def int4_scheme(

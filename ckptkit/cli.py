@@ -149,6 +149,8 @@ def _print_written(written: Written, dry_run: bool, as_json: bool) -> None:
         return
     from ckptkit.forecast import lines
 
+    for note in written.notes:
+        click.echo(f"note: {note}", err=True)
     size = f"{written.tensors} tensors, {written.bytes / 1e9:.3f} GB" + (f", dequantized from {written.dequantized}" if written.dequantized else "")
     if dry_run:
         click.echo(f"would write {written.destination} ({written.format}): {size}")

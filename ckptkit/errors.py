@@ -18,3 +18,7 @@ class CkptkitError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n  next: {self.hint}" if self.hint else self.message
+
+
+class UnsupportedError(CkptkitError):
+    """A model or a format that is none of those that ckptkit reads. It says nothing of the checkpoint, which may be sound."""

@@ -9,6 +9,7 @@ def load_checks() -> None:
         check_config,
         check_dtypes,
         check_files,
+        check_launch_tokenizer,
         check_magnitudes,
         check_manifest,
         check_megatron,

@@ -1,4 +1,4 @@
-"""CK706 to CK708: tokenizer, special tokens and chat template, against the embedding, one another and the source."""
+"""CK706 to CK708 and CK720: tokenizer, special tokens and chat template, against the embedding, one another and the source."""
 
 from __future__ import annotations
 
@@ -212,3 +212,22 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Finding]:
         for (actual, file), names in wrong.items():
             expected = f"the {what} {names[0]!r} of the source" if len(names) == 1 else f"{len(names)} {what}s of the source, such as {names[0]!r}"
             yield Finding("CK708", expected, actual, f"copy {file} from {there.root}", count=len(names), file=str(here.root / file))
+
+
+@check(
+    "CK720",
+    "a tokenizer lies beside the weights",
+    rationale="An engine loads the tokenizer from the directory of the weights; without one it does not start.",
+    fix="Copy the tokenizer files of the release into this directory.",
+    unless=lambda subject: None if subject.kind == "hf" else "Megatron loads no tokenizer from its checkpoint",
+)
+def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Any file of a tokenizer; without one an error where the source has one, else a warning."""
+    tally.compared(0)
+    if side_of(subject).has_tokenizer:
+        return
+    there = _source_side(subject) if subject.source_path else None
+    known = there is not None and there.has_tokenizer
+    hint = f"copy the tokenizer files from {there.root}" if there and known else "copy them from the release, if an engine is to load this directory"
+    where = str(subject.path)
+    yield Finding("CK720", "files of a tokenizer, which an engine loads from here", "none", hint, file=where, severity="error" if known else "warning")

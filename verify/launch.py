@@ -1,14 +1,19 @@
-"""What each side of a training job would really load, by the rules of Megatron and slime; no weight is read.
+"""What each side of a training job would really load, by the rules of Megatron, slime and verl; no weight is read.
 
 Rules (slime `utils/arguments.py` and `backends/megatron_utils/checkpoint.py`, Megatron `training/checkpointing.py`):
 - `--load` counts as Megatron only with a tracker file in it, as HF only with a supported config.json; otherwise the
   actor silently takes `--ref-load` instead.
-- Megatron reads the tracker: `release`, or a number N for `iter_N`. `--ckpt-step N` replaces the tracker's word; 0 means none.
-- Without a tracker Megatron prints a warning and trains from random weights. An iteration directory has no tracker.
+- Megatron reads the tracker: `release`, or a number N for `iter_N`. `--ckpt-step N` replaces a number; 0 means none. Without an
+  option of its own the reference takes the same step.
+- Without a tracker slime and miles stop: with an assertion where the directory is empty or absent, else because it is no
+  HF directory. Only of a directory called `iter_NNNNNNN` they take Megatron's word, which prints a warning and trains from
+  random weights, as Megatron-LM's own scripts do of any directory.
+- verl (`dist_checkpointing_path`, `utils/megatron/dist_checkpointing.py`) loads the directory that it is given, without a tracker.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -17,9 +22,11 @@ from ckptkit.errors import CkptkitError
 from ckptkit.formats import ITERATION, TRACKER, is_legacy, tracked
 from ckptkit.safetensors_io import read_json
 from converters.registry import family_of
+from verify.launch_unread import overrides, unread
 from verify.report import Severity
 
 _ROLLOUT = "rollout engine"
+_VERL = " (verl loads it itself: say so behind --, by its use_dist_checkpointing and dist_checkpointing_path)"
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,17 @@ class Launch:
     ref_load: Path | None = None
     ckpt_step: int | None = None
     words: tuple[str, ...] = ()
+
+    @property
+    def verl(self) -> bool:
+        """Whether it is configured as verl is, by overrides."""
+        return bool(overrides(self.words))
+
+    @property
+    def unread(self) -> list[str]:
+        """A line for everything among the words that matters and is not read."""
+        loaded = frozenset(os.path.abspath(path) for path in (self.load, self.ref_load) if path)
+        return unread(self.words, self.given, loaded)
 
     @property
     def given(self) -> frozenset[str]:
@@ -53,17 +71,20 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Side:
-    """One side of the job (actor, reference, rollout engine): the weights it would load, and why these."""
+    """One side of the job (actor, reference, rollout engine): the weights it would load, and why these.
+
+    `random`: without weights it trains on, from random ones; otherwise it stops.
+    """
 
     role: str
     kind: Literal["hf", "megatron"] | None
     path: Path | None
     why: str
     troubles: tuple[Trouble, ...] = field(default=())
+    random: bool = False
 
     def __str__(self) -> str:
-        # Megatron goes on without a checkpoint; an engine does not.
-        without = "cannot start" if self.role == _ROLLOUT else "starts from RANDOM weights"
+        without = "starts from RANDOM weights" if self.random else "cannot start"
         what = f"loads {self.path} ({'HF' if self.kind == 'hf' else 'Megatron'})" if self.path else without
         return f"{self.role} {what}: {self.why}"
 
@@ -71,13 +92,34 @@ class Side:
 def sides_of(launch: Launch) -> list[Side]:
     """Every side that the launch says something about."""
     sides = []
-    if launch.load or launch.ref_load:
-        sides.append(_actor(launch))
-    if launch.ref_load:
-        sides.append(_megatron("reference", "--ref-load", launch.ref_load, None))
+    if launch.verl:
+        sides += [_direct("actor", "--load", launch.load)] if launch.load else []
+        sides += [_direct("reference", "--ref-load", launch.ref_load)] if launch.ref_load else []
+    else:
+        sides += [_actor(launch)] if launch.load or launch.ref_load else []
+        sides += [_megatron("reference", "--ref-load", launch.ref_load, launch.ckpt_step)] if launch.ref_load else []
     if launch.hf_checkpoint:
         sides.append(_rollout(launch.hf_checkpoint))
     return sides
+
+
+def _direct(role: str, option: str, path: Path) -> Side:
+    """The directory itself, as verl loads it."""
+    if (path / ".metadata").exists():
+        return Side(role, "megatron", path, f"verl loads the directory of {option} itself")
+    if _supported_hf(path) and not (path / TRACKER).exists():
+        return Side(role, "hf", path, f"{option} is an HF directory")
+    actual = "a directory of iterations" if (path / TRACKER).exists() else "no such directory" if not path.exists() else "no .metadata in it"
+    hint = f"give the iteration: {option} {_tracked_or(path)}" if (path / TRACKER).exists() else "check the path"
+    trouble = Trouble(option, path, "the torch_dist directory itself, which verl loads", actual, hint)
+    return Side(role, None, None, f"verl stops: {option} {path} is no torch_dist directory", (trouble,))
+
+
+def _tracked_or(root: Path) -> Path:
+    try:
+        return tracked(root)
+    except CkptkitError:
+        return root / "iter_NNNNNNN"
 
 
 def _actor(launch: Launch) -> Side:
@@ -87,10 +129,10 @@ def _actor(launch: Launch) -> Side:
         return Side("actor", "hf", launch.load, "--load has no tracker but a supported config.json")
     troubles = (_fall_through(launch.load, launch.ref_load),) if launch.load else ()
     if launch.ref_load is None:
-        return Side("actor", None, None, f"--load {launch.load} holds no checkpoint and --ref-load is not given", troubles)
+        return Side("actor", None, None, f"--load {launch.load} holds no checkpoint and --ref-load is not given, so slime and miles stop", troubles)
     fallen = _megatron("actor", "--ref-load", launch.ref_load, launch.ckpt_step)
     why = f"--load {launch.load} holds no checkpoint, so --ref-load is taken; {fallen.why}" if launch.load else f"--load is not given; {fallen.why}"
-    return Side("actor", fallen.kind, fallen.path, why, (*troubles, *fallen.troubles))
+    return Side("actor", fallen.kind, fallen.path, why, (*troubles, *fallen.troubles), fallen.random)
 
 
 def _supported_hf(path: Path) -> bool:
@@ -107,7 +149,7 @@ def _fall_through(load: Path, ref_load: Path | None) -> Trouble:
     expected = f"{TRACKER} or a supported config.json"
     if ITERATION.fullmatch(load.name) or ".metadata" in inside or is_legacy(load):
         step = f" --ckpt-step {int(load.name[5:])}" if ITERATION.fullmatch(load.name) else ""
-        return Trouble("--load", load, expected, "an iteration directory, which has no tracker", f"give its parent: --load {load.parent}{step}")
+        return Trouble("--load", load, expected, "an iteration directory, which has no tracker", f"give its parent: --load {load.parent}{step}{_VERL}")
     if iterations := [name for name in inside if ITERATION.fullmatch(name) or name == "release"]:
         hint = f"write `release` or the number into {load / TRACKER}, if that save is whole"
         return Trouble("--load", load, expected, f"{', '.join(iterations)} but no tracker: the last save did not finish", hint)
@@ -122,23 +164,38 @@ def _fall_through(load: Path, ref_load: Path | None) -> Trouble:
 def _megatron(role: str, option: str, root: Path, step: int | None) -> Side:
     """The iteration that Megatron would load from `root`; slime loads `root` as HF when it is one."""
     if not (root / TRACKER).exists():
-        if ITERATION.fullmatch(root.name) or (root / ".metadata").exists() or is_legacy(root):
-            hint = f"give its parent: {option} {root.parent}"
-            trouble = Trouble(option, root, f"a directory with {TRACKER}", "an iteration directory, which has no tracker", hint)
-            return Side(role, None, None, f"{option} {root} has no tracker", (trouble,))
-        if _supported_hf(root):
-            return Side(role, "hf", root, f"{option} has no tracker but a supported config.json")
-        actual = "no such directory" if not root.exists() else "no tracker in it"
-        trouble = Trouble(option, root, f"a directory with {TRACKER}", actual, "check the path")
-        return Side(role, None, None, f"{option} {root} has no tracker", (trouble,))
-    if step:
+        return _untracked(role, option, root, step)
+    # Megatron loads release/ whatever the step is.
+    if step and (root / TRACKER).read_text().strip() != "release":
         return _step(role, option, root, step)
     try:
         path = tracked(root)
     except CkptkitError as error:
         trouble = Trouble(option, root / TRACKER, "a tracker that names a directory", error.message, error.hint or "")
-        return Side(role, None, None, error.message, (trouble,))
+        return Side(role, None, None, f"Megatron stops: {error.message}", (trouble,))
     return Side(role, "megatron", path, f"the tracker of {option} says {path.name}")
+
+
+def _untracked(role: str, option: str, root: Path, step: int | None) -> Side:
+    """A directory without a tracker: HF, or nothing that a trainer loads."""
+    expected = f"a directory with {TRACKER}"
+    if ITERATION.fullmatch(root.name) or (root / ".metadata").exists() or is_legacy(root):
+        trouble = Trouble(option, root, expected, "an iteration directory, which has no tracker", f"give its parent: {option} {root.parent}{_VERL}")
+        random = bool(ITERATION.fullmatch(root.name)) and not step
+        why = "Megatron finds no tracker and only prints a warning" if random else _stops(root)
+        return Side(role, None, None, f"{option} {root} has no tracker; {why}", (trouble,), random)
+    if _supported_hf(root):
+        return Side(role, "hf", root, f"{option} has no tracker but a supported config.json")
+    actual = "no such directory" if not root.exists() else "no tracker in it"
+    return Side(role, None, None, f"{option} {root} has no tracker; {_stops(root)}", (Trouble(option, root, expected, actual, "check the path"),))
+
+
+def _stops(root: Path) -> str:
+    if not root.is_dir() or not any(root.iterdir()):
+        return "slime and miles stop, since it is empty or not there"
+    if ITERATION.fullmatch(root.name):
+        return "Megatron stops, since it holds no iterations"
+    return "slime and miles stop, since they read it as an HF directory; Megatron-LM itself would start from random weights"
 
 
 def _step(role: str, option: str, root: Path, step: int) -> Side:
@@ -148,7 +205,7 @@ def _step(role: str, option: str, root: Path, step: int) -> Side:
     there = sorted(entry.name for entry in root.iterdir() if ITERATION.fullmatch(entry.name) or entry.name == "release")
     hint = "choose an iteration that is there, or leave --ckpt-step out"
     trouble = Trouble("--ckpt-step", root, f"{path.name}/", f"only {', '.join(there) or 'nothing'}", hint)
-    return Side(role, None, None, f"{path} is not there", (trouble,))
+    return Side(role, None, None, f"Megatron stops: {path} is not there", (trouble,))
 
 
 def _rollout(path: Path) -> Side:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -28,8 +29,12 @@ def overrides(words: Sequence[str]) -> list[str]:
     return [word for word in words if _OVERRIDE.match(word)]
 
 
-def unread(words: Sequence[str], given: frozenset[str]) -> list[str]:
-    """A line for everything among the words of a launch that matters and is not read. `given`: paths that preflight has as options of its own."""
+def unread(words: Sequence[str], given: frozenset[str], loaded: frozenset[str] = frozenset()) -> list[str]:
+    """A line for everything among the words of a launch that matters and is not read.
+
+    `given`: options for paths that preflight has itself; `loaded`: what it was given as --load and --ref-load. Of verl's
+    overrides, those by which a trainer loads one of these directories are read.
+    """
     lines: dict[str, None] = {}
     for name, value in pairs(words):
         said = f"{name} {value}" if value else name
@@ -42,7 +47,7 @@ def unread(words: Sequence[str], given: frozenset[str]) -> list[str]:
             lines[f"{said}: the settings of this file are not read"] = None
         elif name not in READ and _SIZE.fullmatch(usual) and usual not in _HARMLESS:
             lines[f"{said}: no parallel size that is read"] = None
-    found = overrides(words)
+    found = [word for word in overrides(words) if word not in _direct(words, loaded)]
     named = [word for word in found if _MATTERS.search(word.partition("=")[0])]
     lines |= {f"{word}: an override of a configuration file": None for word in named}
     if rest := len(found) - len(named):
@@ -50,3 +55,15 @@ def unread(words: Sequence[str], given: frozenset[str]) -> list[str]:
             f"{rest} {'other ' if named else ''}override{'s' * (rest > 1)} of a configuration file, such as {next(one for one in found if one not in named)}"
         ] = None
     return list(lines)
+
+
+def _direct(words: Sequence[str], loaded: frozenset[str]) -> frozenset[str]:
+    """The overrides with which verl loads a directory that is looked at: `NAME.use_dist_checkpointing=True NAME.dist_checkpointing_path=PATH`."""
+    found: set[str] = set()
+    for word in words:
+        name, _, value = word.partition("=")
+        prefix = name.removesuffix(".dist_checkpointing_path")
+        switches = [one for one in words if one.casefold() == f"{prefix}.use_dist_checkpointing=true".casefold()]
+        if prefix != name and switches and os.path.abspath(value) in loaded:
+            found |= {word, *switches}
+    return frozenset(found)

@@ -19,7 +19,6 @@ from verify.check_qat import updates
 from verify.checks import NOTES, Check, Skip, Tally, Unable, all_checks, check, run_checks
 from verify.launch import Launch, Side, Trouble, sides_of
 from verify.launch_arguments import LaunchArguments
-from verify.launch_unread import unread
 from verify.report import CheckResult, Finding, Report
 from verify.run import LAUNCH, choose
 from verify.subject import Subject
@@ -60,7 +59,7 @@ def load_found(subject: Subject, tally: Tally) -> Iterator[Finding]:
 @check(
     "CK712",
     "--ref-load is what the reference loads",
-    rationale="Without a tracker Megatron prints a warning and goes on with random weights: the KL term then pulls towards noise.",
+    rationale="Of an iteration directory, which has no tracker, Megatron makes random weights with a warning: the KL term pulls towards noise. Others stop.",
     fix="Give the directory that `ckptkit convert` wrote, the one with latest_checkpointed_iteration.txt.",
     unless=_no_launch,
 )
@@ -98,7 +97,7 @@ def _no_words(subject: Subject) -> str | None:
 
 
 @check(
-    "CK715",
+    "CK717",
     "every path and size among the launch arguments is read",
     rationale="A size that only a configuration file or an override says is not the one that was looked at: the job may stop after the GPUs were booked.",
     fix="Give paths and sizes as options of preflight, or as the options of Megatron-LM, slime and SGLang; the reasons say which words were not read.",
@@ -110,7 +109,7 @@ def arguments_read(subject: Subject, tally: Tally) -> Iterator[Finding]:
     if launch is None:
         raise Skip("only preflight looks at a launch")
     tally.compared(0, len(launch.words))
-    if lines := unread(launch.words, launch.given):
+    if lines := launch.unread:
         tally.facts[NOT_READ] = lines
         more = f", and {len(lines) - 1} more" if lines[1:] else ""
         raise Unable(f"not read among the launch arguments: {lines[0]}{more}")
@@ -143,7 +142,7 @@ def preflight(
     options = LaunchArguments.read(arguments, os.environ)
     tp, pp, ep = (_agreed(name, given, said) for name, given, said in (("tp", tp, options.tp), ("pp", pp, options.pp), ("ep", ep, options.ep)))
     # Megatron's default is that of tp; where the launch was not read as a whole, nobody knows.
-    etp = options.etp or (tp if arguments and not unread(arguments, launch.given) else None)
+    etp = options.etp or (tp if arguments and not launch.unread else None)
     checks = all_checks()
     sides = sides_of(launch)
     launched = Subject(hf or actor or reference or Path(), launch=launch, arguments=options)

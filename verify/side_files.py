@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,11 @@ from ckptkit.errors import CkptkitError
 from ckptkit.safetensors_io import read_json
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
-_TIKTOKEN = "tiktoken.model"
+_TIKTOKEN, _SENTENCEPIECE = "tiktoken.model", "tokenizer.model"
+_TOKENIZER_FILES = (
+    *("tokenizer*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "tekken.json"),
+    *("*.tiktoken", "tiktoken.model", "sentencepiece*", "spiece.model", "*.spm", "tokenization_*.py"),
+)
 _TEMPLATE, _TEMPLATE_JSON, _MORE_TEMPLATES = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
 
 
@@ -37,6 +42,35 @@ class SideFiles:
     def tokenizer_config(self) -> Mapping[str, Any]:
         """tokenizer_config.json."""
         return self._json(TOKENIZER_CONFIG)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether any file of a tokenizer is there, of whatever kind."""
+        return any(next(self.root.glob(pattern), None) for pattern in _TOKENIZER_FILES)
+
+    @cached_property
+    def merges(self) -> Sequence[str]:
+        """The merges of a BPE tokenizer in order, `a b` each; empty where no file states them."""
+        model = self._json(TOKENIZER).get("model")
+        stated = model.get("merges") if isinstance(model, Mapping) else None
+        if isinstance(stated, list):
+            return [" ".join(map(str, one)) if isinstance(one, list) else str(one) for one in stated]
+        path = self.root / "merges.txt"
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        return [line for line in lines if line and not line.startswith("#version")]
+
+    @cached_property
+    def sentencepiece(self) -> str | None:
+        """The SHA-256 of tokenizer.model, which only its own library can read; None where there is none."""
+        path = self.root / _SENTENCEPIECE
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+
+    @cached_property
+    def special_flags(self) -> Mapping[str, bool]:
+        """Whether each added token is special, so that decoding may leave it out."""
+        decoder = self.tokenizer_config.get("added_tokens_decoder")
+        stated = [*(decoder.values() if isinstance(decoder, Mapping) else ()), *_objects(self._json(TOKENIZER).get("added_tokens"))]
+        return {str(one["content"]): bool(one.get("special")) for one in stated if isinstance(one, Mapping) and "content" in one}
 
     @property
     def has_vocabulary(self) -> bool:
@@ -110,7 +144,7 @@ class SideFiles:
         return {"default": (file, content), **named} if isinstance(content, str) else named
 
     def special(self, kind: str) -> str | None:
-        """The text of the tokenizer's `eos`, `pad` or `bos` token; None where it says none."""
+        """The text of the tokenizer's `eos`, `pad`, `bos` or `unk` token; None where it says none."""
         for holder in (self.tokenizer_config, self._json("special_tokens_map.json")):
             token = holder.get(f"{kind}_token")
             text = token.get("content") if isinstance(token, Mapping) else token

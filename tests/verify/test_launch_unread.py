@@ -84,7 +84,7 @@ def test_overrides_make_a_launch_inconclusive(releases: Make) -> None:
     """10 heads at TP4: no size that is read says so, so nothing is known."""
     report = preflight(hf_checkpoint=releases("qwen2-tied"), arguments=VERL)
     assert (report.status, report.findings) == ("inconclusive", [])
-    assert report.reasons == ["CK715: not read among the launch arguments: --config-path config: the settings of this file are not read, and 7 more"]
+    assert report.reasons == ["CK717: not read among the launch arguments: --config-path config: the settings of this file are not read, and 7 more"]
     assert report.facts["not read"] == [
         "--config-path config: the settings of this file are not read",
         "--config-name ppo_megatron_trainer.yaml: the settings of this file are not read",
@@ -100,11 +100,11 @@ def test_overrides_make_a_launch_inconclusive(releases: Make) -> None:
 def test_a_launch_that_is_read_passes(releases: Make) -> None:
     report = preflight(hf_checkpoint=releases("qwen3_moe"), arguments=SLIME)
     assert (report.status, report.findings, list(report.reasons)) == ("passed", [], [])
-    assert next(one.status for one in report.checks if one.code == "CK715") == "passed"
+    assert next(one.status for one in report.checks if one.code == "CK717") == "passed"
 
 
 def test_without_a_launch_there_is_nothing_to_read(releases: Make) -> None:
-    assert "CK715" not in [one.code for one in preflight(hf_checkpoint=releases("qwen3_moe")).checks]
+    assert "CK717" not in [one.code for one in preflight(hf_checkpoint=releases("qwen3_moe")).checks]
 
 
 def test_a_finding_stands_above_what_was_not_read(releases: Make) -> None:
@@ -117,4 +117,4 @@ def test_on_the_command_line(word: str, releases: Make) -> None:
     done = CliRunner().invoke(cli, ["preflight", "--hf-checkpoint", str(releases("qwen2-tied")), "--", word])
     assert done.exit_code == 2
     assert done.output.startswith("INCONCLUSIVE")
-    assert "CK715: not read among the launch arguments" in done.output
+    assert "CK717: not read among the launch arguments" in done.output

@@ -75,7 +75,7 @@ def test_a_step_that_is_not_there(run_of: Path, only: Only) -> None:
     assert finding.code == "CK713"
     assert "iter_0000030" in finding.expected
     assert finding.actual == "only iter_0000010, iter_0000020"
-    assert "RANDOM" in loads(report)[0]
+    assert loads(report) == [f"actor cannot start: Megatron stops: {run_of / 'iter_0000030'} is not there"]
 
 
 def test_a_save_directory_that_is_not_there_yet_is_a_warning(converted: Make, tmp_path: Path, only: Only) -> None:
@@ -89,7 +89,7 @@ def test_a_save_directory_that_is_not_there_yet_is_a_warning(converted: Make, tm
 def test_and_an_error_where_there_is_nothing_to_fall_back_to(tmp_path: Path, only: Only) -> None:
     report = preflight(load=tmp_path / "save")
     assert (only(report).code, only(report).severity) == ("CK711", "error")
-    assert loads(report)[0].startswith("actor starts from RANDOM weights")
+    assert loads(report) == [f"actor cannot start: --load {tmp_path / 'save'} holds no checkpoint and --ref-load is not given, so slime and miles stop"]
 
 
 def test_a_run_whose_tracker_is_missing(run_of: Path, converted: Make, only: Only) -> None:
@@ -104,15 +104,95 @@ def test_a_run_whose_tracker_is_missing(run_of: Path, converted: Make, only: Onl
 def test_an_iteration_instead_of_its_parent(run_of: Path, converted: Make, only: Only) -> None:
     finding = only(preflight(load=run_of / "iter_0000010", ref_load=converted(NAME)))
     assert (finding.code, finding.severity) == ("CK711", "error")
-    assert finding.hint == f"give its parent: --load {run_of} --ckpt-step 10"
+    assert finding.hint.startswith(f"give its parent: --load {run_of} --ckpt-step 10 (verl loads it itself")
 
 
 def test_a_reference_iteration_instead_of_its_parent(converted: Make, only: Only) -> None:
     report = preflight(ref_load=converted(NAME) / "release")
     finding = only(report)
     assert finding.code == "CK712"
-    assert finding.hint == f"give its parent: --ref-load {converted(NAME)}"
-    assert all("RANDOM" in line for line in loads(report))
+    assert finding.hint.startswith(f"give its parent: --ref-load {converted(NAME)} (verl loads it itself")
+    # slime and miles know an iteration by its name alone, and release/ is no such name.
+    said = "cannot start: {}--ref-load {} has no tracker; slime and miles stop, since they read it as an HF directory"
+    path = converted(NAME) / "release"
+    assert [line.partition("; Megatron-LM")[0] for line in loads(report)] == [
+        "actor " + said.format("--load is not given; ", path),
+        "reference " + said.format("", path),
+    ]
+
+
+def test_a_reference_called_iteration_is_random_in_megatron(run_of: Path, only: Only) -> None:
+    """slime hands a directory of this name to Megatron, which finds no tracker in it, prints a warning and goes on."""
+    path = run_of / "iter_0000010"
+    report = preflight(ref_load=path)
+    assert only(report).code == "CK712"
+    said = f"starts from RANDOM weights: {{}}--ref-load {path} has no tracker; Megatron finds no tracker and only prints a warning"
+    assert loads(report) == ["actor " + said.format("--load is not given; "), "reference " + said.format("")]
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_an_empty_reference_stops_the_trainers(made: bool, tmp_path: Path, only: Only) -> None:
+    path = tmp_path / "save"
+    if made:
+        path.mkdir()
+    report = preflight(ref_load=path)
+    assert only(report).code == "CK712"
+    assert loads(report)[1] == f"reference cannot start: --ref-load {path} has no tracker; slime and miles stop, since it is empty or not there"
+
+
+def test_a_step_does_not_replace_a_release(converted: Make) -> None:
+    """Megatron's name for the directory of a release does not have the step in it."""
+    report = preflight(ref_load=converted(NAME), ckpt_step=10)
+    assert report.findings == []
+    assert all("the tracker of --ref-load says release" in line for line in loads(report))
+
+
+def test_a_step_counts_for_the_reference_too(run_of: Path, converted: Make, tmp_path: Path) -> None:
+    other = shutil.copytree(run_of, tmp_path / "other")
+    shutil.rmtree(other / "iter_0000010")
+    report = preflight(load=run_of, ref_load=other, ckpt_step=10)
+    assert [(finding.code, finding.actual) for finding in report.findings] == [("CK713", "only iter_0000020")]
+    assert loads(report)[1] == f"reference cannot start: Megatron stops: {other / 'iter_0000010'} is not there"
+
+
+def verl(role: str, path: Path) -> list[str]:
+    prefix = f"actor_rollout_ref.{role}.megatron"
+    return [f"{prefix}.use_dist_checkpointing=True", f"{prefix}.dist_checkpointing_path={path}"]
+
+
+def test_verl_loads_a_directory_without_a_tracker(releases: Make, converted: Make) -> None:
+    """Its `load_mcore_dist_weights` gives dist_checkpointing_path itself to Megatron's `dist_checkpointing.load`."""
+    path = converted(NAME) / "release"
+    report = preflight(hf_checkpoint=releases(NAME), load=path, ref_load=path, arguments=[*verl("actor", path), *verl("ref", path)])
+    assert (report.status, report.findings, list(report.reasons)) == ("passed", [], [])
+    assert loads(report)[:2] == [
+        f"actor loads {path} (Megatron): verl loads the directory of --load itself",
+        f"reference loads {path} (Megatron): verl loads the directory of --ref-load itself",
+    ]
+
+
+def test_verl_with_overrides_that_are_not_read_is_inconclusive(converted: Make) -> None:
+    path = converted(NAME) / "release"
+    report = preflight(load=path, arguments=[*verl("actor", path), "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=5"])
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert report.facts["not read"] == ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=5: an override of a configuration file"]
+    # Another directory than the one that was looked at, or a switch that is off.
+    assert preflight(load=path, arguments=verl("actor", path.parent)).status == "inconclusive"
+    assert preflight(load=path, arguments=verl("actor", path)[1:]).status == "inconclusive"
+
+
+def test_verl_does_not_follow_a_tracker(converted: Make, only: Only) -> None:
+    root = converted(NAME)
+    report = preflight(load=root, arguments=verl("actor", root))
+    assert (only(report).code, only(report).actual, only(report).hint) == (
+        "CK711",
+        "a directory of iterations",
+        f"give the iteration: --load {root / 'release'}",
+    )
+
+
+def test_verl_with_a_directory_that_is_none(tmp_path: Path, only: Only) -> None:
+    assert only(preflight(ref_load=tmp_path / "nowhere", arguments=verl("ref", tmp_path / "nowhere"))).code == "CK712"
 
 
 def test_a_reference_that_is_not_there(tmp_path: Path, only: Only) -> None:

@@ -274,3 +274,29 @@ def test_a_source_tokenizer_that_cannot_be_read(pair: tuple[Path, Path], alone: 
     (source / "tokenizer.json").write_text("{")
     _, (finding,) = alone("CK708", here, source_path=source)
     assert finding.expected == "files that can be read"
+
+
+# CK720
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.txt", "tokenization_kimi.py", "tekken.json"])
+def test_any_file_of_a_tokenizer_is_enough(file: str, releases: Make, copy_of: Copy, alone: Alone) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    (path / "tokenizer_config.json").rename(path / file)
+    assert alone("CK720", path)[1] == []
+
+
+def test_no_tokenizer_at_all_is_a_warning_and_an_error_beside_a_source_that_has_one(releases: Make, copy_of: Copy, alone: Alone, tmp_path: Path) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    (path / "tokenizer_config.json").unlink()
+    _, (finding,) = alone("CK720", path)
+    assert (finding.severity, finding.actual) == ("warning", "none")
+    _, (finding,) = alone("CK720", path, source_path=releases("qwen2-tied"))
+    assert (finding.severity, finding.hint) == ("error", f"copy the tokenizer files from {releases('qwen2-tied')}")
+    bare = tmp_path / "bare"
+    shutil.copytree(path, bare)
+    assert alone("CK720", path, source_path=bare)[1][0].severity == "warning"
+
+
+def test_megatron_needs_no_tokenizer(converted: Make, alone: Alone) -> None:
+    assert alone("CK720", converted("qwen2-tied")) == (None, [])
