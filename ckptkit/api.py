@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,14 +19,15 @@ from ckptkit.execute import How, execute
 from ckptkit.forecast import Forecast, forecast
 from ckptkit.formats import Location, locate, refuse_url
 from ckptkit.jobs import DTYPES, Job, planned
-from ckptkit.manifest import described_files, digests_of, write_manifest
+from ckptkit.manifest import described_files, digests_of, replaceable_manifest, write_manifest
 from ckptkit.remote import config_at, opened
 from ckptkit.remote_file import spoken
-from ckptkit.safetensors_io import HfCheckpoint, read_json
+from ckptkit.safetensors_io import HfCheckpoint
 from ckptkit.sidefiles import MANIFEST, is_quantized
 from ckptkit.specs import fold
 from ckptkit.store import absolute, is_url, place
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from ckptkit.unused import refuse_hf, refuse_int4_options
 from ckptkit.upload import check_upload
 from converters.arguments import megatron_args
 from converters.carried import FOLDER
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 class Written:
     """What a conversion wrote, or with `dry_run` would write. `layout` maps HF shard files to the tensors in them.
 
-    `dequantized` says how a quantized source was quantized, in words; `forecast`, only with `dry_run`, what the job will take.
+    `dequantized` says how a quantized source was quantized, in words; `forecast`, only with `dry_run`, what the job will take. `notes`:
+    what its user should know of the source.
     """
 
     source: str
@@ -56,6 +58,7 @@ class Written:
     layout: Mapping[str, list[str]] = field(default_factory=dict)
     dequantized: str | None = None
     forecast: Forecast | None = None
+    notes: tuple[str, ...] = ()
 
 
 def convert(
@@ -91,14 +94,23 @@ def convert(
     how = How(place(dst), workers, memory, ray, overwrite, resume)
     with _opened(asked, how) as job:
         location = locate(job.here(job.src))
-        _check_destination(job, how, [location.path, location.root / "hf", job.here(job.hf) if job.hf else None])
+        _check_destination(job, how, location)
         if dtype not in DTYPES:
             raise CkptkitError(f"unknown dtype {dtype!r}", f"choose one of {', '.join(DTYPES)}")
+        if job.scheme is None:
+            refuse_int4_options(_int4_options(job))
         if location.kind == "hf":
             _check_to_megatron(job, how)
         elif dialect:
             raise CkptkitError("--dialect is for the way to Megatron", "leave it out: on the way back the names tell it")
         return _done(job, how, dry_run)
+
+
+def _int4_options(job: Job) -> list[str]:
+    """What a job says of INT4 beside its scheme."""
+    plain = Job(job.verb, job.src)
+    said = {"--like": job.like != plain.like, "--tp": job.tp != plain.tp, "--reader": job.readers != plain.readers, "--device": job.device != plain.device}
+    return [option for option, given in said.items() if given]
 
 
 def _check_to_megatron(job: Job, how: How) -> None:
@@ -140,7 +152,7 @@ def quantize(
     how = How(place(dst), workers, memory, ray, overwrite, resume)
     with _opened(asked, how) as job:
         location = locate(job.here(job.src))
-        _check_destination(job, how, [location.path])
+        _check_destination(job, how, location)
         if location.kind != "hf":
             raise CkptkitError(f"{src} is a Megatron checkpoint", "`ckptkit convert SRC DST --quantize w4a16` exports and quantizes in one pass")
         return _done(job, how, dry_run)
@@ -164,9 +176,11 @@ def _opened(job: Job, how: How) -> Iterator[Job]:
         yield replace(job, opened={url: stack.enter_context(opened(url)) for url in urls})
 
 
-def _check_destination(job: Job, how: How, sources: Iterable[Path | None]) -> None:
-    """Raises CkptkitError where nothing may be written; `sources` are the directories of this machine that are read."""
+def _check_destination(job: Job, how: How, location: Location) -> None:
+    """Raises CkptkitError where nothing may be written, since what is read there would be lost among other reasons."""
     if isinstance(how.path, Path):
+        beside = [location.root / "hf", location.root / FOLDER] if location.kind == "megatron" else []
+        sources = [location.path, *beside, *(job.here(path) for path in (job.hf, job.like) if path)]
         check_destination(how.path, sources, overwrite=how.overwrite, resume=how.resume)
     else:
         check_upload(how.path, how.overwrite, job.sources)
@@ -180,7 +194,7 @@ def _done(job: Job, how: How, dry_run: bool) -> Written:
     nbytes = sum(spec.nbytes for spec in specs.values())
     layout = work.layout if work.kind == "hf" else {}
     names, expected = fold(specs), forecast(job, work, how) if dry_run else None
-    return Written(spoken(work.side_files), str(how.path), work.kind, len(specs), nbytes, names, layout, work.dequantized, expected)
+    return Written(spoken(work.side_files), str(how.path), work.kind, len(specs), nbytes, names, layout, work.dequantized, expected, work.notes)
 
 
 def int4_scheme(
@@ -217,10 +231,10 @@ def make_manifest(path: str | Path, output: str | Path | None = None, *, hf: str
     if hf:
         refuse_url(hf)
     location = locate(path)
+    if location.kind == "hf":
+        refuse_hf(hf, path)
     target = Path(output) if output else location.root / MANIFEST
-    before = read_json(target) if target.exists() else {}
-    if "tensors" in before or (output and target.exists()):
-        raise CkptkitError(f"{target} exists already", f"compare with it: `ckptkit verify {path} --manifest {target}`; or choose another --output")
+    before = replaceable_manifest(target, output is not None, path)
     known: dict[str, Any] = {key: before[key] for key in ("source", "lineage", "hf_layout") if key in before}
     tensors = digests_of(open_checkpoint(path, hf=hf), workers)
     write_manifest(target, before.get("command", ["ckptkit", "manifest", str(path)]), tensors, described_files(location, [location.root / FOLDER]), known)
@@ -230,7 +244,10 @@ def make_manifest(path: str | Path, output: str | Path | None = None, *, hf: str
 def inspect(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
     """What lies at `path`: format, sizes, dtypes, the model's dimensions, Megatron's stored arguments, and folded tensor names."""
     with _read(path, hf) as (here, its_hf):
-        return _facts(locate(here), open_checkpoint(here, hf=its_hf))
+        location = locate(here)
+        if location.kind == "hf":
+            refuse_hf(hf, path)
+        return _facts(location, open_checkpoint(here, hf=its_hf))
 
 
 @contextmanager
@@ -274,6 +291,7 @@ def model_arguments(path: str | Path, hf: str | Path | None = None) -> dict[str,
     that is not supported, or that Megatron has no arguments for.
     """
     if (config := config_at(place(path))) is not None:
+        refuse_hf(hf, path)
         return _arguments(config)
     with _read(path, hf) as (here, its_hf):
         return _arguments(open_checkpoint(here, hf=its_hf).config)

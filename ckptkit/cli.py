@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import sys
 import traceback
@@ -21,7 +20,9 @@ from ckptkit.allocator import set_up_memory
 from ckptkit.collector import uncollected
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import locate
+from ckptkit.printable import json_text, printable
 from ckptkit.readahead import reading_ahead
+from ckptkit.unused import refuse_int4_options
 from quant.readers import ALL_READERS
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ def convert(
 
     A quantized release (FP8, MXFP4, INT4) is dequantized on the way to Megatron.
     """
+    if not quantization:
+        refuse_int4_options(common.given(common.INT4))
     _import_less()
     with _only_planning(dry_run):
         from ckptkit.api import convert as run
@@ -145,33 +148,35 @@ def _scheme(options: dict[str, Any], reference: str | Path | None) -> tuple[Quan
 def _print_written(written: Written, dry_run: bool, as_json: bool) -> None:
     if as_json:
         expected = written.forecast and asdict(written.forecast)
-        click.echo(json.dumps({**vars(written), "layout": dict(written.layout), "forecast": expected}, indent=2))
+        _echo_json({**vars(written), "layout": dict(written.layout), "forecast": expected})
         return
     from ckptkit.forecast import lines
 
+    for note in written.notes:
+        click.echo(f"note: {note}", err=True)
     size = f"{written.tensors} tensors, {written.bytes / 1e9:.3f} GB" + (f", dequantized from {written.dequantized}" if written.dequantized else "")
     if dry_run:
-        click.echo(f"would write {written.destination} ({written.format}): {size}")
+        _echo(f"would write {written.destination} ({written.format}): {size}")
         for name in written.names:
-            click.echo(f"  {name}")
+            _echo(f"  {name}")
         for file, names in written.layout.items():
-            click.echo(f"  {file}: {len(names)} tensors")
+            _echo(f"  {file}: {len(names)} tensors")
         if written.forecast is not None:
-            click.echo("\n".join(lines(written.forecast)))
+            _echo(*lines(written.forecast))
         return
-    click.echo(f"{written.destination} ({written.format}): {size}")
+    _echo(f"{written.destination} ({written.format}): {size}")
 
 
 def _print_arguments(args: Mapping[str, Any], as_json: bool) -> None:
     from converters.launch_flags import launch_flags
 
     if as_json:
-        click.echo(json.dumps(dict(args), indent=2))
+        _echo_json(dict(args))
         return
-    click.echo("MODEL_ARGS=(")
+    _echo("MODEL_ARGS=(")
     for line in launch_flags(args):
-        click.echo(f"    {line}")
-    click.echo(")")
+        _echo(f"    {line}")
+    _echo(")")
 
 
 @cli.command()
@@ -189,17 +194,17 @@ def inspect(path: str | Path, hf: str | Path | None, as_args: bool, as_json: boo
         return
     facts = run(path, hf=hf)
     if as_json:
-        click.echo(json.dumps(facts, indent=2))
+        _echo_json(facts)
         return
     for key, value in facts.items():
         if isinstance(value, list):
-            click.echo(f"{key}:")
+            _echo(f"{key}:")
             for line in value:
-                click.echo(f"  {line}")
+                _echo(f"  {line}")
         elif isinstance(value, dict):
-            click.echo(f"{key}: " + ", ".join(f"{name}={_short(one)}" for name, one in value.items()))
+            _echo(f"{key}: " + ", ".join(f"{name}={_short(one)}" for name, one in value.items()))
         else:
-            click.echo(f"{key}: {value}")
+            _echo(f"{key}: {value}")
 
 
 def _short(value: Any) -> str:
@@ -218,7 +223,10 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, as_json: bool) -> None
     from quant.lint_text import lines
 
     report = run(path, readers=readers or None, fix=fix)
-    click.echo(json.dumps(report.to_json(), indent=2) if as_json else "\n".join(lines(report)))
+    if as_json:
+        _echo_json(report.to_json())
+    else:
+        _echo(*lines(report))
     if report.failed and not report.fixed:
         raise SystemExit(1)
 
@@ -234,7 +242,7 @@ def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | No
         from ckptkit.api import make_manifest as run
 
         written = run(path, output, hf=hf, workers=workers)
-    click.echo(str(written))
+    _echo(str(written))
 
 
 @cli.command()
@@ -334,12 +342,12 @@ def _print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Pa
     finally:
         # What was found is said even where the disk is full.
         if as_json:
-            click.echo(json.dumps(report.to_json(), indent=2))
+            _echo_json(report.to_json())
         else:
             render(report)
     skipped = [check.code for check in report.checks if check.status == "skipped"]
     if strict and skipped:
-        click.echo(f"--strict: skipped {', '.join(skipped)}", err=True)
+        _echo(f"--strict: skipped {', '.join(skipped)}", err=True)
     if report.status == "failed" or (strict and skipped and report.status == "passed"):
         raise SystemExit(1)
     if report.status == "inconclusive":
@@ -352,7 +360,22 @@ def explain(code: str) -> None:
     """Say what a check looks at, why it matters and what to do about a finding."""
     from verify.explain import explain as run
 
-    click.echo(run(code))
+    _echo(*run(code).split("\n"))
+
+
+def _echo(*lines: str, err: bool = False) -> None:
+    """Prints lines on standard output or standard error. All that this command prints comes through here, `_echo_json` or `verify.render`."""
+    click.echo("\n".join(map(printable, lines)), err=err)
+
+
+def _echo_json(content: Any) -> None:
+    click.echo(json_text(content))
+
+
+def _show(error: click.ClickException) -> None:
+    """Says what is wrong with the words of the command line, which a shell may have taken from the names of files."""
+    said = printable(error.format_message())
+    (click.UsageError(said, error.ctx) if isinstance(error, click.UsageError) else click.ClickException(said)).show()
 
 
 def main() -> None:
@@ -368,7 +391,7 @@ def main() -> None:
         result = cli.main(standalone_mode=False)
         sys.exit(result if isinstance(result, int) else 0)
     except click.ClickException as error:
-        error.show()
+        _show(error)
         sys.exit(2)
     except CkptkitError as error:
         _fail(error, debug)
@@ -377,7 +400,7 @@ def main() -> None:
         _fail(CkptkitError(str(error), "check the path and its permissions") if not debug else error, debug)
         sys.exit(2)
     except (KeyboardInterrupt, click.Abort) as error:
-        click.echo("; ".join(["interrupted", *getattr(error.__cause__ or error, "__notes__", ["nothing was left behind"])]), err=True)
+        _echo("; ".join(["interrupted", *getattr(error.__cause__ or error, "__notes__", ["nothing was left behind"])]), err=True)
         sys.exit(130)
     except Exception as error:  # noqa: BLE001 - Python's own exit code for an exception is 1, which here means findings
         said = f"{type(error).__name__}: {error}"
@@ -390,7 +413,7 @@ def main() -> None:
 
 def _fail(error: Exception, debug: bool) -> None:
     if debug:
-        traceback.print_exception(error)
+        _echo(*"".join(traceback.format_exception(error)).split("\n"), err=True)
         return
     click.secho("error: ", fg="red", bold=True, nl=False, err=True)
-    click.echo("\n".join([str(error), *getattr(error, "__notes__", [])]), err=True)
+    _echo(*str(error).split("\n"), *getattr(error, "__notes__", []), err=True)

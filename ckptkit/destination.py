@@ -8,37 +8,61 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import TRACKER
 from ckptkit.journal import JOURNAL, Journal
+from ckptkit.lock import check_free, locked
+from ckptkit.overlap import overlaps
+
+_PARTIAL = ".partial"
 
 
 def check_destination(path: Path, sources: Iterable[Path | None] = (), *, overwrite: bool = False, resume: bool = False) -> None:
-    """Raises CkptkitError when `path` may not be written: something is there and not `overwrite`, or a dead run's `.partial` and neither
+    """Raises CkptkitError when `path` may not be written: a run is writing it, or something is there and not `overwrite`, or a dead run's
 
-    `overwrite` nor `resume`.
+    `.partial` and neither `overwrite` nor `resume`.
 
     Even with `overwrite` only a checkpoint or an empty directory is replaced, and never one of `sources`, or anything
-    around or inside them.
+    around or inside them, by whatever path, link or mount it is reached.
     """
     target = path.resolve()
+    _check_name(path, target)
+    read = [source.resolve() for source in sources if source]
+    for source, taken in product(read, _taken(target)):
+        if taken == source or taken in source.parents or source in taken.parents:
+            raise _overlap(path, source)
+    for taken in _taken(target):
+        if taken.suffix == _PARTIAL:
+            check_free(_lock(taken))
+    _check_replaced(target, overwrite, resume)
+    for source, taken in product(read, _taken(target)):
+        if overlaps(taken, source):
+            raise _overlap(path, source)
+
+
+def _check_name(path: Path, target: Path) -> None:
     if not target.name or path.name in ("", "..") or path.is_symlink():
         raise CkptkitError(f"{path} cannot be a destination", "name a new directory, not a link, `.` or `..`")
     if not target.parent.is_dir():
         raise CkptkitError(f"{path.parent} does not exist", "create it first")
-    for source in filter(None, sources):
-        for taken in (target, _partial(target)):
-            if taken == source.resolve() or taken in source.resolve().parents or source.resolve() in taken.parents:
-                raise CkptkitError(f"{path} overlaps {source}, which is read", "choose a destination beside it")
+
+
+def _overlap(path: Path, source: Path) -> CkptkitError:
+    return CkptkitError(f"{path} overlaps {source}, which is read", "choose a destination beside it")
+
+
+def _check_replaced(target: Path, overwrite: bool, resume: bool) -> None:
+    """Raises CkptkitError for what is there and must stay."""
     if target.exists() and not overwrite:
         raise CkptkitError(f"{target} exists already", "choose another destination, or replace it with --overwrite")
     if _partial(target).exists() and not (overwrite or resume):
         hint = "go on with it (--resume), replace it (--overwrite), or choose another destination"
         raise CkptkitError(f"{_partial(target)} exists already: a run was cut off", hint)
-    for taken in (target, _partial(target)):
+    for taken in _taken(target):
         if taken.exists() and not _replaceable(taken):
             raise CkptkitError(f"{taken} is no checkpoint, so it is not replaced", "remove it yourself, or choose another destination")
 
@@ -56,15 +80,26 @@ def new_directory(path: Path, asked: Mapping[str, Any], *, overwrite: bool = Fal
 
     When it ends badly the directory stays if a file in it is finished, and is removed if none is, or if the error says that the same job
     cannot go on (`CkptkitError.resumable`). `resume` goes on with what a run that was asked for the same (`asked`, as JSON) has left, or
-    begins where there is none.
+    begins where there is none. Raises CkptkitError while another run has such a directory for `path`, on this machine or another one.
     """
     check_destination(path, overwrite=overwrite, resume=resume)
-    path = path.resolve()
+    target = path.resolve()
+    with locked(_lock(_partial(target))):
+        # Another run may have ended since.
+        _check_replaced(target, overwrite, resume)
+        with _growing(target, asked, resume) as grown:
+            yield grown
+
+
+@contextmanager
+def _growing(path: Path, asked: Mapping[str, Any], resume: bool) -> Iterator[tuple[Path, Journal]]:
+    """As `new_directory`, for a run that is alone and may replace what is there."""
     partial = _partial(path)
     journal = Journal(partial)
     going_on = resume and journal.exists
     if going_on:
         journal.check(asked)
+        journal.end_dead_runs()
     try:
         if not going_on:
             if partial.exists():
@@ -94,8 +129,18 @@ def _keep_or_remove(partial: Path, journal: Journal, error: BaseException) -> st
     return "nothing was left behind"
 
 
+def _taken(target: Path) -> tuple[Path, Path]:
+    """What a run with this destination replaces."""
+    return target, _partial(target)
+
+
 def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
+    return path.with_name(path.name + _PARTIAL)
+
+
+def _lock(partial: Path) -> Path:
+    """The lock file of the run that writes a `.partial`. It lies beside it, since the directory itself comes and goes."""
+    return partial.with_name(partial.name + ".lock")
 
 
 def _replace(partial: Path, path: Path) -> Path | None:

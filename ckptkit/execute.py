@@ -83,7 +83,7 @@ def write_files(work: Work, partial: Path, journal: Journal, wanted: Collection[
         files = [file for file in output.files.names if file in wanted and not journal.intact(file, output.files)]
         if files:
             names = {name for file in files for name in output.files.names[file]}
-            writer = FilesWriter(partial, output.files, files, journal.record)
+            writer = FilesWriter(partial, output.files, files, journal.record, journal.check_goes_on)
             copy(output.view, writer, "writing", workers, only=names, memory=memory)
 
 

@@ -62,13 +62,19 @@ class FilesWriter:
     """A CheckpointWriter of these files, or `only` of some of them; then what makes a checkpoint of them is not written.
 
     Tensors come in any order and from any thread, each once, and go straight to their places. A file has a name of its own until it is
-    whole; then `whole` is called, by the thread that wrote its last tensor, with the file and the digests of its tensors.
+    whole; then `whole` is called, by the thread that wrote its last tensor, with the file and the digests of its tensors. `may_name` is
+    called before a file gets its name, and raises when the files at `root` are no longer this writer's.
     """
 
     def __init__(
-        self, root: Path, files: Files, only: Collection[str] | None = None, whole: Callable[[str, Digests], None] = lambda file, digests: None
+        self,
+        root: Path,
+        files: Files,
+        only: Collection[str] | None = None,
+        whole: Callable[[str, Digests], None] = lambda file, digests: None,
+        may_name: Callable[[], None] = lambda: None,
     ) -> None:
-        self._root, self._files, self._all, self._whole = root, files, only is None, whole
+        self._root, self._files, self._all, self._whole, self._may_name = root, files, only is None, whole, may_name
         self._left = {file: set(names) for file, names in files.names.items() if only is None or file in only}
         self._file_of = {name: file for file, names in self._left.items() for name in names}
         self._waiting = set(self._file_of)
@@ -132,6 +138,7 @@ class FilesWriter:
             written, made = self._open.pop(file)
         try:
             written.close()
+            self._may_name()
             made = made.rename(self._root / file)
             self._whole(file, {name: self.digests[name] for name in self._files.names[file]})
         except BaseException:

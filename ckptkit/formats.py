@@ -9,10 +9,21 @@ from typing import Literal
 
 from ckptkit.errors import CkptkitError
 
+MANIFEST = "ckptkit.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 ITERATION = re.compile(r"iter_\d{7}")
 LEGACY_RANK = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 LEGACY_FILE = "model_optim_rng.pt"
+# JSON that transformers, SGLang, vLLM, sentence-transformers or Megatron read from a checkpoint's directory by these names.
+LOADED = frozenset(
+    {
+        *("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json"),
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json", "tekken.json"),
+        *("processor_config.json", "preprocessor_config.json", "image_processor.json", "video_preprocessor_config.json", "feature_extractor.json"),
+        *("quant_config.json", "quantize_config.json", "quantization_config.json", "hf_quant_config.json", "params.json", "metadata.json"),
+        *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "model_index.json"),
+    }
+)
 _URL = re.compile(r"(?:^|/)([a-z][a-z0-9+.-]*):/+(.*)", re.IGNORECASE)  # as a Path leaves it: made absolute, and of its slashes one
 
 _PICKLE = "{} is a pickle: convert .bin weights to safetensors first: load with transformers and save_pretrained"

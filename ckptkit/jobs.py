@@ -29,6 +29,7 @@ from converters.experts import is_fused, only_fused, unfuse
 from converters.open import open_megatron
 from converters.planner import MCORE, dims_of, to_hf, to_megatron
 from converters.rank_cuts import rank_cuts
+from converters.stored import remarks, require_mtp
 from quant.readers import ALL_READERS
 from verify.plain import plain
 
@@ -108,7 +109,8 @@ class Work:
     """A planned job: `outputs`, of which the first holds the model, the second what is only carried along.
 
     `side_files`: the HF directory whose config, tokenizer and code go into `side_folder` of the destination. `layout`: how HF
-    weights are, or on the way back will be, cut into files. `dequantized`: how a quantized source was quantized, in words.
+    weights are, or on the way back will be, cut into files. `dequantized`: how a quantized source was quantized, in words. `notes`: what
+    its user should know of the source.
     """
 
     kind: Literal["hf", "megatron"]
@@ -118,6 +120,7 @@ class Work:
     layout: Layout
     config: Mapping[str, Any] = field(default_factory=dict)
     dequantized: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def view(self) -> Checkpoint:
@@ -147,14 +150,15 @@ def _hf_to_megatron(location: Location, job: Job) -> Work:
     source = plain(location.path)
     dialect = job.dialect or MCORE
     view = to_megatron(source, str(location.path), DTYPES[job.dtype], dialect)
-    args = megatron_args(dims_of(source.config), dialect) | _dtype_args(view)
+    args = megatron_args(dims_of(view.config), dialect) | _dtype_args(view)
     # In the order in which it is written, which is also the order in which the way back will read it.
     specs = {name: view.specs[name] for names in view.groups for name in names}
-    cuts = rank_cuts(source.config, dialect, specs)
+    cuts = rank_cuts(view.config, dialect, specs)
     outputs = [Output(view, TorchDistFiles(specs, args, job.file_bytes or FILE_BYTES, cuts))]
     if (untouched := carried(source, str(location.path))) is not None:
         outputs.append(Output(untouched, SafetensorsFiles(untouched.specs, _cut(untouched, job), FOLDER)))
-    work = Work("megatron", location, tuple(outputs), location.path, _layout(source, job), source.config)
+    notes = tuple(remarks(source.config, source.specs))
+    work = Work("megatron", location, tuple(outputs), location.path, _layout(source, job), source.config, notes=notes)
     return replace(work, dequantized=_words(source.source.config)) if isinstance(source, View) else work
 
 
@@ -167,6 +171,7 @@ def _megatron_to_hf(location: Location, job: Job) -> Work:
     source = open_megatron(location, job.here(job.hf) if job.hf else None)
     layout = _layout(plain(source.hf_path), job) if has_weights(source.hf_path) else stored_layout(location.root / MANIFEST)
     release = {name for names in (layout or {}).values() for name in names}
+    require_mtp(source.config, source.specs, release, str(location.path))
     fused = is_fused(release) or only_fused(source.config)
     if job.scheme is not None:
         _refuse_int4(source.config)
@@ -174,7 +179,7 @@ def _megatron_to_hf(location: Location, job: Job) -> Work:
     if untouched := carried_beside(source, location.root, plain):
         view = Joined(view, untouched)
     usable = _cut(view, job) if job.file_bytes or layout is None or (fused and job.scheme) else layout
-    return _hf(view, usable, source.hf_path, location, job)
+    return replace(_hf(view, usable, source.hf_path, location, job), notes=tuple(remarks(source.config, source.specs)))
 
 
 def _quantized(location: Location, job: Job) -> Work:
@@ -186,7 +191,7 @@ def _quantized(location: Location, job: Job) -> Work:
         view = View(source, unfuse(source.specs, source.config, job.src))
         layout = _cut(view, job)
     before = source.source if isinstance(source, View) else None
-    work = _hf(view, layout, location.path, location, job, reference=_int4(before))
+    work = replace(_hf(view, layout, location.path, location, job, reference=_int4(before)), notes=tuple(remarks(source.config, source.specs)))
     return replace(work, dequantized=_words(before.config)) if before is not None else work
 
 

@@ -6,6 +6,7 @@ import json
 import secrets
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,18 @@ from ckptkit.safetensors_io import read_json
 
 JOURNAL = ".ckptkit"
 _ASKED = "asked.json"
+_RUN = "run-"
+_STOPPED = ".stopped"
 
 
 class Journal:
     """The journal of the output that is growing at `root`. Processes and machines that write files of one output share it.
 
-    A record is written after its file has its name, and appears at once and whole.
+    A record is written after its file has its name, and appears at once and whole. `mark`: the run that is worked for (`begin_run`).
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root, self._folder = root, root / JOURNAL
+    def __init__(self, root: Path, mark: str | None = None) -> None:
+        self._root, self._folder, self._mark = root, root / JOURNAL, mark
 
     def begin(self, asked: Mapping[str, Any]) -> None:
         """Notes what the run was asked for, as JSON can hold it."""
@@ -42,13 +45,44 @@ class Journal:
                 "give the same command and source, or start again with --overwrite",
             )
 
+    def begin_run(self) -> str:
+        """Marks a run as going on, for what works for it elsewhere. Returns the mark, for `Journal(root, mark)` there."""
+        mark = f"{_RUN}{secrets.token_hex(8)}"
+        (self._folder / mark).touch()
+        return mark
+
+    def stop_run(self, mark: str) -> None:
+        """Lets nothing more begin for that run. What has begun may still be finished, for --resume."""
+        with suppress(FileNotFoundError):  # nothing begins where there is no journal any more
+            (self._folder / f"{mark}{_STOPPED}").touch()
+
+    def end_dead_runs(self) -> None:
+        """Lets nothing more be written for runs that were here before."""
+        for path in self._folder.glob(f"{_RUN}*"):
+            path.unlink()
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the run that this works for is here and was not stopped."""
+        return self._goes_on and not (self._folder / f"{self._mark}{_STOPPED}").exists()
+
+    def check_goes_on(self) -> None:
+        """Raises CkptkitError when another run has begun here after the one that this works for."""
+        if not self._goes_on:
+            raise CkptkitError(f"{self._root}: the run that this task was part of has ended", "what the task wrote is not used; see how that run ended")
+
+    @property
+    def _goes_on(self) -> bool:
+        return self._mark is None or (self._folder / self._mark).exists()
+
     @property
     def exists(self) -> bool:
         """Whether a run has begun here."""
         return (self._folder / _ASKED).exists()
 
     def record(self, file: str, digests: Digests) -> None:
-        """Notes that a file is whole."""
+        """Notes that a file is whole. Raises as `check_goes_on`."""
+        self.check_goes_on()
         _write(self._record(file), {name: digest.to_json() for name, digest in digests.items()})
 
     def recorded(self, file: str) -> dict[str, TensorDigest] | None:

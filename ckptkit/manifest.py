@@ -20,12 +20,14 @@ from ckptkit.checkpoint import Checkpoint
 from ckptkit.copy import copy
 from ckptkit.digest import TensorDigest, is_blake3
 from ckptkit.errors import CkptkitError
-from ckptkit.formats import Location
+from ckptkit.formats import LOADED, Location
 from ckptkit.remote_file import size_of
 from ckptkit.safetensors_io import MAX_HEADER, read_json
 from ckptkit.sidefiles import MANIFEST, side_files
+from ckptkit.whole import write_whole
 
-SCHEMA = "ckptkit-manifest/2"
+_SCHEMAS = "ckptkit-manifest/"
+SCHEMA = f"{_SCHEMAS}2"
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,23 @@ def _header(path: Path) -> bytes:
         return file.read(min(length, MAX_HEADER))
 
 
+def replaceable_manifest(target: Path, chosen: bool, checkpoint: str | Path) -> dict[str, Any]:
+    """What stands at `target`, where a manifest of `checkpoint` may be written: nothing, or one without digests. `chosen`: its place was asked for.
+
+    Raises CkptkitError for anything else, and for a name that loaders read.
+    """
+    if not target.parent.is_dir():
+        raise CkptkitError(f"{target.parent} does not exist", "create it first")
+    if target.name in LOADED:
+        raise CkptkitError(f"{target} has a name that loaders read", "name the manifest otherwise")
+    before = read_json(target) if target.exists() and not chosen else {}
+    if "tensors" in before or (chosen and target.exists()):
+        raise CkptkitError(f"{target} exists already", f"compare with it: `ckptkit verify {checkpoint} --manifest {target}`; or choose another --output")
+    if target.exists() and not str(before.get("schema", "")).startswith(_SCHEMAS):
+        raise CkptkitError(f"{target} is no manifest, so it is not replaced", "move it away, or choose another place with --output")
+    return before
+
+
 def write_manifest(
     path: Path,
     command: Sequence[str],
@@ -122,7 +141,7 @@ def write_manifest(
     # One line a tensor: with indentation a model of 200,000 tensors would take a million lines.
     text = json.dumps(content | {"tensors": {}}, indent=1).removesuffix("{}\n}")
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in digests.items())
-    path.write_text(f"{text}{{\n{lines}\n }}\n}}\n" if digests else json.dumps(content, indent=1) + "\n")
+    write_whole(path, f"{text}{{\n{lines}\n }}\n}}\n" if digests else json.dumps(content, indent=1) + "\n")
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from ckptkit.cluster import connected
 from ckptkit.errors import CkptkitError
 from ckptkit.execute import write_files
 from ckptkit.jobs import planned
-from ckptkit.journal import JOURNAL, Journal
+from ckptkit.journal import Journal
 from ckptkit.progress import progress
 from ckptkit.ray_tasks import check_gpus, cpus, outcomes, pieces_of
 
@@ -58,13 +57,12 @@ def write_on_ray(job: Job, work: Work, partial: Path, journal: Journal, how: How
     with connected(how.ray or "auto", how.workers) as ray:
         if job.device == "cuda":
             check_gpus(ray)
-        run = Run(job, partial, f"run-{secrets.token_hex(8)}", job.asked()["source"], digest_of(work), how.memory)
-        token = partial / JOURNAL / run.token
-        token.touch()
+        token = journal.begin_run()
+        run = Run(job, partial, token, job.asked()["source"], digest_of(work), how.memory)
         batches = batches_of(work, how.workers or cpus(ray))
         files = [batch.files for batch in batches]
         with progress("writing", sum(batch.nbytes for batch in batches)) as advance:
-            for index, _ in outcomes(ray, write_batch, run, files, how.workers, int(job.device == "cuda"), stop=lambda: token.unlink(missing_ok=True)):
+            for index, _ in outcomes(ray, write_batch, run, files, how.workers, int(job.device == "cuda"), stop=lambda: journal.stop_run(token)):
                 advance(batches[index].nbytes)
     _check_written(work, partial, journal)
 
@@ -91,11 +89,12 @@ def batches_of(work: Work, workers: int) -> list[Batch]:
 
 def write_batch(run: Run, files: Sequence[str]) -> None:
     """Writes and records these files, on the node that this runs on. Raises CkptkitError when it does not see what the coordinator sees."""
-    if not (run.partial / JOURNAL / run.token).exists():
+    journal = Journal(run.partial, run.token)
+    if not journal.may_begin:
         raise CkptkitError(
             f"node {socket.gethostname()} does not see {run.partial} of the coordinator", "name a destination on a file system that all nodes share"
         )
-    write_files(_planned(run.job, run.source, run.plan), run.partial, Journal(run.partial), files, 1, run.memory)
+    write_files(_planned(run.job, run.source, run.plan), run.partial, journal, files, 1, run.memory)
 
 
 @lru_cache(maxsize=1)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ckptkit.store import place
 from quant.readers import ALL_READERS
@@ -43,6 +44,13 @@ def _usable(context: click.Context, parameter: click.Parameter, paths: tuple[Pat
         if (fault := fault_of(path)) is not None:
             raise click.BadParameter(fault)
     return paths
+
+
+def given(names: Collection[str]) -> list[str]:
+    """Those of the options with these parameter names that stand on the command line, as they are spelled there."""
+    context = click.get_current_context()
+    of_line = [option for option in context.command.params if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE]
+    return [option.opts[0] for option in of_line if option.name in names]
 
 
 def _together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -101,6 +109,7 @@ parallel = _together(
         for name, what in (("tp", "Tensor"), ("pp", "Pipeline"), ("ep", "Expert"))
     )
 )
+INT4 = ("group_size", "grid", "asymmetric", "search", "scale_dtype", "like", "tp", "readers", "device", "ignore")
 int4 = _together(
     click.option(
         "--group-size",

@@ -12,10 +12,10 @@ import torch
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError
+from ckptkit.formats import MANIFEST as MANIFEST
 from ckptkit.safetensors_io import read_json
 from ckptkit.specs import TensorSpec, summarize
 
-MANIFEST = "ckptkit.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp")
 
 

@@ -8,6 +8,8 @@ from converters.ops_qwen import GatedQkv
 from converters.rules import ParamMapping, Place, decoder
 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+# What some releases store of each layer, and every reader computes for itself: saves by transformers before 4.32, Moonlight, Kimi K2.
+ROTARY_FREQUENCIES = (".self_attn.rotary_emb.inv_freq",)
 
 
 def embeddings(dims: ModelDims, *, embed_copies: tuple[str, ...] = (), head_copies: tuple[str, ...] = ()) -> tuple[ParamMapping, ...]:

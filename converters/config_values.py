@@ -10,6 +10,9 @@ from ckptkit.errors import CkptkitError
 
 _REQUIRED: Any = object()
 
+# What stands before the names of the language model in a multimodal one.
+NESTED_ROOT = "model.language_model."
+
 
 def integer(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> int:
     """A whole number of the config; absent and null mean `default`. Raises CkptkitError naming the key."""
@@ -58,7 +61,7 @@ def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     if not isinstance(text, dict):
         raise _wrong("text_config", text, "an object")
     tied = flag(config, "tie_word_embeddings", flag(text, "tie_word_embeddings", False))
-    return {**text, "model_type": config.get("model_type"), "tie_word_embeddings": tied}, "model.language_model."
+    return {**text, "model_type": config.get("model_type"), "tie_word_embeddings": tied}, NESTED_ROOT
 
 
 def window_of(config: Mapping[str, Any], absent: int | None = None) -> int | None:

@@ -26,6 +26,7 @@ from converters.module_names import CUT_IN_LOCAL_SPEC, global_name
 from converters.ops import Copy, Op
 from converters.pipeline import Pipeline
 from converters.planner import DIALECTS, Rule, dialect_of, dims_of, rules_of
+from converters.stored import as_stored
 
 Shape = tuple[int, ...]
 
@@ -98,7 +99,8 @@ class LegacyCheckpoint:
     @cached_property
     def _tensors(self) -> Mapping[str, _Joined]:
         found = _named(self.files, self.config)
-        rules = {rule.megatron: rule for rule in rules_of(self.config, dialect_of(self.config, found))}
+        config = as_stored(self.config, found)
+        rules = {rule.megatron: rule for rule in rules_of(config, dialect_of(config, found))}
         return {name: _joined(name, copies, rules.get(name), self.files) for name, copies in found.items()}
 
     @cached_property

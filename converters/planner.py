@@ -13,7 +13,7 @@ from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError
 from ckptkit.plan import Plan, Step, View, require
 from ckptkit.sidefiles import is_quantized, main_dtype
-from ckptkit.specs import TensorSpec, summarize
+from ckptkit.specs import TensorSpec
 from converters.carried import carried_names
 from converters.dims import ModelDims
 from converters.experts import fuse, is_fused, unfuse
@@ -21,6 +21,7 @@ from converters.ops import Copy, GateUp, GateUpInOne
 from converters.registry import family_of
 from converters.rules import ParamMapping
 from converters.shapes import Shape
+from converters.stored import as_stored
 
 MCORE = "mcore"
 DIALECTS = (MCORE, "slime")
@@ -90,6 +91,8 @@ def tied_head(config: Mapping[str, Any]) -> tuple[str, str] | None:
 def to_megatron(source: Checkpoint, where: str, dtype: torch.dtype | None = None, dialect: str = MCORE) -> View:
     """An HF checkpoint, with fused or per-expert experts, seen as Megatron's global tensors, without what is only carried.
 
+    MTP layers that the config promises and of which no tensor is there are left out, and the view's config does not promise them.
+
     `dtype` casts floating tensors except fp32 state. Raises CkptkitError naming every tensor that is missing, left over
     or of the wrong shape, before anything is read.
     """
@@ -97,39 +100,29 @@ def to_megatron(source: Checkpoint, where: str, dtype: torch.dtype | None = None
         raise CkptkitError(f"{where} is quantized (config.json has quantization_config)", "dequantize it first, as `ckptkit convert` does")
     if is_fused(source.specs):
         source = View(source, unfuse(source.specs, source.config, where))
-    family, rules = family_of(source.config), list(rules_of(source.config, dialect))
-    _require(where, {rule.megatron: tuple(rule.hf) for rule in rules}, source.specs)
+    config = as_stored(source.config, source.specs)
+    family, rules = family_of(config), list(rules_of(config, dialect))
+    require(where, [name for rule in rules for name in rule.hf], source.specs)
     kept = set(carried_names(source))
     converted = [name for name in source.specs if name not in kept]
     steps = [_merge_step(rule, source.specs, dtype) for rule in rules]
-    return View(source, Plan(tuple(steps), converted, family.dropped(dims_of(source.config)), where, source.config))
+    return View(source, Plan(tuple(steps), converted, family.dropped(dims_of(config)), where, config))
 
 
 def to_hf(source: Checkpoint, where: str, *, fused: bool = False, dtype: torch.dtype | None = None, release: Collection[str] = ()) -> View:
     """Megatron's global tensors seen as an HF checkpoint; the inverse of `to_megatron`.
 
     `fused` chooses transformers v5's 3-D expert tensors. `release` are the names in the release: tensors that it repeats are
-    repeated, and experts are fused only where it has them so. The dialect is told from the names. Padded vocabulary rows are cut off. Errors as `to_megatron`.
+    repeated, and experts are fused only where it has them so. MTP layers of which nothing is there are left out, as in `to_megatron`. The
+    dialect is told from the names. Padded vocabulary rows are cut off. Errors as `to_megatron`.
     """
-    rules = rules_in(source.config, source.specs)
-    _require(where, {rule.megatron: (rule.megatron,) for rule in rules}, source.specs)
+    config = as_stored(source.config, source.specs, release)
+    rules = rules_in(config, source.specs)
+    require(where, [rule.megatron for rule in rules], source.specs)
     main = getattr(torch, main_dtype(source.specs) or "bfloat16")
     steps = [_split_step(rule, source.specs[rule.megatron], dtype, main, release) for rule in rules]
-    view = View(source, Plan(tuple(steps), source.specs, where=where, config=source.config))
-    return View(view, fuse(view.specs, source.config, where, release)) if fused else view
-
-
-def _require(where: str, needed: Mapping[str, Sequence[str]], sources: Collection[str]) -> None:
-    """As `require`, for source names by the Megatron tensor they are for; with a next move of its own where just all of MTP is missing."""
-    missing = {name for names in needed.values() for name in names if name not in sources}
-    draft = [name for megatron, names in needed.items() if megatron.startswith("mtp.") for name in names]
-    if missing and missing == set(draft):
-        raise CkptkitError(
-            f"{where} lacks all {len(missing)} tensor(s) of multi-token prediction that its config promises: {summarize(draft)}",
-            "get the shard that holds them, or, if they are left out on purpose (training without --mtp-num-layers), set "
-            "num_nextn_predict_layers (mtp_num_hidden_layers) in config.json to 0",
-        )
-    require(where, [name for names in needed.values() for name in names], sources)
+    view = View(source, Plan(tuple(steps), source.specs, where=where, config=config))
+    return View(view, fuse(view.specs, config, where, release)) if fused else view
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.errors import CkptkitError
+from ckptkit.errors import CkptkitError, UnsupportedError
 from converters.families import (
     deepseek_v3,
     deepseek_v32,
@@ -58,10 +58,6 @@ _MODULES = (
 FAMILIES: dict[str, ModelFamily] = {model_type: module.FAMILY for module in _MODULES for model_type in module.FAMILY.model_types}
 
 
-class UnsupportedArchitectureError(CkptkitError):
-    """Raised for a config whose `model_type` is known and whose `architectures` name a model that is none of the family's."""
-
-
 # What such a model is, by its class name, where many are published; the first that fits.
 _OTHERS = (
     (r"(?i).*(eagle|nextn|mtp|medusa|speculator|draft).*", "a draft model for speculative decoding", "convert the model that it drafts for"),
@@ -75,7 +71,10 @@ _OTHERS = (
 
 
 def family_of(config: Mapping[str, Any]) -> ModelFamily:
-    """The family of a config. Raises CkptkitError for an unknown `model_type`, naming the known ones, and UnsupportedArchitectureError."""
+    """The family of a config.
+
+    Raises CkptkitError for an unknown `model_type`, naming the known ones, and UnsupportedError for a class that is none of the family's.
+    """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CkptkitError(f"config.json: model_type {model_type!r} is not supported", f"supported: {', '.join(sorted(FAMILIES))}")
@@ -92,4 +91,4 @@ def _check_architectures(stated: Any, family: ModelFamily, model_type: str) -> N
         return
     what, hint = next((words for pattern, *words in _OTHERS if re.fullmatch(pattern, names[0])), ("another model", "compare config.json with the release"))
     known = ", ".join(family.architectures)
-    raise UnsupportedArchitectureError(f"config.json: {names[0]} of model_type {model_type!r} is {what}, which is not supported", f"{hint}; supported: {known}")
+    raise UnsupportedError(f"config.json: {names[0]} of model_type {model_type!r} is {what}, which is not supported", f"{hint}; supported: {known}")

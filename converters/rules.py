@@ -91,7 +91,8 @@ class ModelFamily:
     modules of their own, by the stack's name. `carried`: prefixes of HF names (a vision tower) that no Megatron language
     model holds; they are kept beside the Megatron weights and come back byte for byte. `carried_ends`: the same for endings of
     names (values that every reader computes for itself, in releases that have them). `dropped`: names that are not
-    converted on purpose. `fused`: what its fused experts look like.
+    converted on purpose. `fused`: what its fused experts look like. `language_models`: the `model_type`s of a language model alone that
+    may be stored under the names of the multimodal model, with the `model_type` of that.
     """
 
     model_types: tuple[str, ...]
@@ -103,6 +104,7 @@ class ModelFamily:
     carried_ends: tuple[str, ...] = ()
     dropped: Callable[[ModelDims], frozenset[str]] = lambda dims: frozenset()
     fused: FusedExperts = FusedExperts()
+    language_models: Mapping[str, str] = field(default_factory=dict)
 
     def carries(self, name: str) -> bool:
         """Whether a tensor of the release is only carried."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ckptkit.errors import CkptkitError
 from ckptkit.safetensors_io import SINGLE, read_json, read_shard, shard_names
 from ckptkit.sidefiles import quantization_of
+from converters.stored import as_spelled
 from quant.class_tree import ClassTree, class_tree
 from quant.matrices import Matrix, matrices_named
 from quant.portable import Divergence, Reading, covered, divergences, read_all
@@ -19,7 +20,6 @@ from quant.readers import ALL_READERS, RULES, readers_of, severity_of
 from quant.scheme import QuantScheme
 
 PACKED = ".weight_packed"
-_FROM_CLASSES = "the model's classes, since there are no weights"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subj
     Raises CkptkitError when there is no compressed-tensors INT4 config, or the model is not known.
     """
     wanted = readers_of(ALL_READERS if readers is None else readers)
-    config = read_json(path / "config.json")
+    config: Mapping[str, Any] = read_json(path / "config.json")
     content = quantization_of(config)
     if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":
         raise CkptkitError(f"{path / 'config.json'} has no quantization_config of compressed-tensors", "lint looks at INT4 checkpoints and their ignore lists")
@@ -91,13 +91,14 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subj
     if not isinstance(ignore, list) or not all(isinstance(entry, str) for entry in ignore):
         raise CkptkitError(f"{path / 'config.json'}: `ignore` is {ignore!r:.80}", "it must be a list of module names and `re:` patterns")
     QuantScheme(32, "qmax7", tuple(ignore))  # raises for an entry that is no regular expression
+    stored, source = _stored_names(path)
+    config = as_spelled(config, stored)
     tree = class_tree(config)
-    names, source = _names(path, tree)
+    names = stored or [f"{module}.weight" for module in [*tree.others, *sorted(tree.linears), *_draft_modules(tree)]]
     matrices = matrices_named(names, tree, config)
-    stored = frozenset(name.removesuffix(PACKED) for name in names if name.endswith(PACKED))
+    packed = frozenset(name.removesuffix(PACKED) for name in names if name.endswith(PACKED))
     asked = None if readers is None else tuple(readers)
-    indexed = source is not _FROM_CLASSES
-    return Subject(config, tuple(dict.fromkeys(ignore)), _targets(content, path), tree, matrices, stored or None, wanted, asked, indexed), source
+    return Subject(config, tuple(dict.fromkeys(ignore)), _targets(content, path), tree, matrices, packed or None, wanted, asked, bool(stored)), source
 
 
 def _targets(content: Mapping[str, Any], path: Path) -> tuple[str, ...]:
@@ -107,13 +108,13 @@ def _targets(content: Mapping[str, Any], path: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(target) for group in groups.values() for target in group["targets"]))
 
 
-def _names(path: Path, tree: ClassTree) -> tuple[list[str], str]:
+def _stored_names(path: Path) -> tuple[list[str], str]:
+    """The names of stored tensors, and in words where they come from; none where there are no weights."""
     if (weight_map := shard_names(path)) is not None:
         return list(weight_map), "the index"
     if (path / SINGLE).exists():
         return list(read_shard(path / SINGLE).specs), f"the header of {SINGLE}"
-    modules = [*tree.others, *sorted(tree.linears), *_draft_modules(tree)]
-    return [f"{module}.weight" for module in modules], _FROM_CLASSES
+    return [], "the model's classes, since there are no weights"
 
 
 def _draft_modules(tree: ClassTree) -> Iterator[str]:

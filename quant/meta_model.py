@@ -29,24 +29,25 @@ _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "linea
 # What the values of a key must be: one of the three kinds above, a word of these, or (`list`) a list of such words.
 Kind = str | tuple[str, ...] | list[str]
 
+
+def _each(kind: Kind, *keys: str) -> dict[str, Kind]:
+    return dict.fromkeys(keys, kind)
+
+
 _LANGUAGE: Mapping[str, Kind] = MappingProxyType(
-    dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), _SIZE)
-    | dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), _SIZE)
-    | dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts"), _SIZE)
-    | dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts", "num_experts_per_tok"), _SIZE)
-    | dict.fromkeys(("first_k_dense_replace", "decoder_sparse_step"), _SIZE)
-    | dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _SIZE)
-    | dict.fromkeys(("index_head_dim", "index_n_heads", "index_topk", "index_topk_freq", "index_skip_topk_offset"), _SIZE)
-    | dict.fromkeys(("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"), _SIZE)
-    | dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), _SIZE)
-    | dict.fromkeys(("full_attention_interval", "sliding_window_pattern"), _SIZE)
+    _each(_SIZE, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    | _each(_SIZE, "n_routed_experts", "num_experts", "num_local_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size")
+    | _each(_SIZE, "shared_expert_intermediate_size", "first_k_dense_replace", "decoder_sparse_step")
+    | _each(_SIZE, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    | _each(_SIZE, "index_head_dim", "index_n_heads", "index_topk", "index_topk_freq", "index_skip_topk_offset")
+    | _each(_SIZE, "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads")
+    | _each(_SIZE, "full_attention_interval", "sliding_window_pattern")
     | {"mlp_only_layers": _SIZES, "hidden_act": _ACTIVATIONS, "hidden_activation": _ACTIVATIONS}
     | {"layer_types": list(_ATTENTION), "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]}
 )
 _VISION: Mapping[str, Kind] = MappingProxyType(
-    dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels"), _SIZE)
-    | dict.fromkeys(("image_size", "patch_size", "depth", "num_heads", "in_channels", "spatial_merge_size"), _SIZE)
-    | dict.fromkeys(("temporal_patch_size", "out_hidden_size", "num_position_embeddings"), _SIZE)
+    _each(_SIZE, "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels", "image_size", "patch_size")
+    | _each(_SIZE, "depth", "num_heads", "in_channels", "spatial_merge_size", "temporal_patch_size", "out_hidden_size", "num_position_embeddings")
     | {"deepstack_visual_indexes": _SIZES, "vision_use_head": _SWITCH, "hidden_act": _ACTIVATIONS}
 )
 _BOTH: Mapping[str, Kind] = MappingProxyType({"mm_tokens_per_image": _SIZE})

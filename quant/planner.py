@@ -14,6 +14,7 @@ from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError
 from ckptkit.plan import Plan, Step, View, identity, require
 from ckptkit.specs import TensorSpec
+from converters.stored import as_stored
 from quant.class_tree import class_tree
 from quant.decision import default_ignore, resolve
 from quant.kernels import quantize_pack
@@ -48,14 +49,15 @@ def quantized(
     if device != "cpu" and not torch.cuda.is_available():
         raise CkptkitError(f"torch finds no GPU for --device {device}", "leave it out: on a CPU the bytes are the same")
     _check_used(scheme.ignore, source.specs, where)
-    whole = replace(scheme, ignore=tuple(dict.fromkeys([*default_ignore(source.config, like), *scheme.ignore])))
-    verdicts = resolve(source.specs, source.config, whole, like=like, tp=tp, readers=readers)
-    require(where, [f"{module}.weight" for module in sorted(class_tree(source.config).packable)], source.specs)
+    config = as_stored(source.config, source.specs)
+    whole = replace(scheme, ignore=tuple(dict.fromkeys([*default_ignore(config, like), *scheme.ignore])))
+    verdicts = resolve(source.specs, config, whole, like=like, tp=tp, readers=readers)
+    require(where, [f"{module}.weight" for module in sorted(class_tree(config).packable)], source.specs)
     keeps = reference if reference is not None and _same_groups(reference, whole) else None
     special = check_zero_point_layout(whole, any(verdict.quantize and is_expert(name) for name, verdict in verdicts.items()), readers)
     steps = [quantize_step(spec, whole, keeps, special, device) if verdicts[name].quantize else identity(spec) for name, spec in source.specs.items()]
-    config = dict(source.config) | {"quantization_config": quantization_config(whole, sglang_experts=special)}
-    return View(source, Plan(tuple(steps), source.specs, where=where, config=config))
+    written = dict(source.config) | {"quantization_config": quantization_config(whole, sglang_experts=special)}
+    return View(source, Plan(tuple(steps), source.specs, where=where, config=written))
 
 
 def _check_used(ignore: Sequence[str], names: Collection[str], where: str) -> None:

@@ -166,7 +166,7 @@ def check_portable(question: Question, ignore: Sequence[str]) -> None:
     """Raises CkptkitError naming tensors, readers and entries when a reader takes `ignore` differently; the hint spells it portably."""
     found = question.divergences(ignore)
     if found:
-        raise CkptkitError("the ignore list is not read alike by every reader:\n  " + "\n  ".join(said(found)), advice(found, question, ignore))
+        raise CkptkitError("the ignore list is not read alike by every reader", advice(found, question, ignore), list(said(found)))
 
 
 def said(found: Iterable[Divergence]) -> Iterator[str]:

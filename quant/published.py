@@ -15,7 +15,7 @@ _LISTS: Mapping[str, tuple[frozenset[str], ...]] = MappingProxyType(
     {
         "deepseek_v3": (_KIMI,),
         "kimi_k2": (_KIMI,),
-        "kimi_k25": (_KIMI_VISION, _KIMI_VISION - {"lm_head"} | {"re:.*lm_head.*"}),
+        "kimi_k25": (_KIMI, _KIMI_VISION, _KIMI_VISION - {"lm_head"} | {"re:.*lm_head.*"}),
     }
 )
 

@@ -37,8 +37,9 @@ def check_tiles(chosen: Sequence[TensorSpec], tree: ClassTree, config: Mapping[s
     for name, fault in faults.items():
         kinds.setdefault(fault, []).append(name)
     raise CkptkitError(
-        f"SGLang's INT4 kernels cannot load at tensor parallel size {tp}:\n  " + "\n  ".join(f"{summarize(names)}: {fault}" for fault, names in kinds.items()),
+        f"SGLang's INT4 kernels cannot load at tensor parallel size {tp}",
         (f"serve with tensor parallel size {fitting}, or " if fitting else "") + "leave them out: " + " ".join(f"--ignore '{entry}'" for entry in entries),
+        [f"{summarize(names)}: {fault}" for fault, names in kinds.items()],
     )
 
 

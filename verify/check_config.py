@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from verify.arguments import compared, mismatches
 from verify.check_values import needs_source
 from verify.checks import Skip, Tally, check
 from verify.config_keys import keys_behind
-from verify.expected import config_of
+from verify.expected import config_of, stated_config_of
 from verify.folding import chunk_ranges
 from verify.megatron_layout import ParallelSizes, with_remainder
 from verify.parallel import indivisible
@@ -32,10 +32,10 @@ _MAY_DIFFER = frozenset({*_STORAGE, "rope_theta", "rope_scaling", "rope_paramete
 STAGES = "pipeline stages"
 
 
-def _config(subject: Subject) -> Mapping[str, Any]:
+def _config(subject: Subject, read: Callable[[Subject], Mapping[str, Any]] = config_of) -> Mapping[str, Any]:
     """The usable config. Raises Skip where CK101 has said that there is none."""
     try:
-        return config_of(subject)
+        return read(subject)
     except CkptkitError as error:
         raise Skip(f"there is no usable config.json: {error.message}") from error
 
@@ -44,7 +44,7 @@ def _source_config(subject: Subject) -> Mapping[str, Any]:
     """The source's config, without a look at its weights. Raises CkptkitError when there is none."""
     if subject.source_path is None:
         raise Skip("no --source was given")
-    return config_of(Subject(subject.source_path, hf_path=subject.hf_path))
+    return stated_config_of(Subject(subject.source_path, hf_path=subject.hf_path))
 
 
 @check(
@@ -63,7 +63,8 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
         raise Skip(f"there is no readable common state: {error.message}") from error
     if not args:
         raise Skip("common.pt holds no training arguments, which Megatron accepts")
-    dims = dims_of(config)
+    # Without --mtp-num-layers a run has no such layers, whatever config.json says; with it, what it says must be true.
+    dims = dims_of(_config(subject, stated_config_of) if args.get("mtp_num_layers") else config)
     for _ in range(compared(dims)):
         tally.compared(0)
     where = str(subject.megatron_files.weights / "common.pt")
@@ -83,7 +84,7 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
 
     A key that only one of them has is a warning: a newer transformers writes out what used to be a default.
     """
-    here, there = _config(subject), _source_config(subject)
+    here, there = _config(subject, stated_config_of), _source_config(subject)
     hint, where = "take config.json from the source", str(subject.path / "config.json" if subject.kind == "hf" else subject.path)
     keys = keys_behind(here, there, _args)
     # One finding a key, however many arguments follow from it.

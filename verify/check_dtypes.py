@@ -11,6 +11,7 @@ import torch
 from ckptkit.errors import CkptkitError
 from ckptkit.sidefiles import main_dtype
 from ckptkit.specs import TensorSpec
+from converters.foreign import refuse_foreign
 from verify.check_files import home_of, names_of
 from verify.checks import Tally, check
 from verify.expected import PACKED, Expected, expected_of, is_quantized, usable_config
@@ -38,6 +39,8 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Finding]:
     A warning where fp32 state is stored smaller (CK203 compares with a source).
     """
     specs = names_of(subject)
+    if subject.kind == "hf":
+        refuse_foreign(specs, subject.path)
     config = usable_config(subject)
     expected = expected_of(subject, config, specs) if config else Expected({})
     fp32 = expected.fp32

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptkitError
+from ckptkit.errors import CkptkitError, UnsupportedError
 from ckptkit.safetensors_io import INDEX
 from ckptkit.specs import TensorSpec
 from converters.planner import tied_head
-from converters.registry import UnsupportedArchitectureError
-from verify.checks import Skip, Tally, Unable, check
-from verify.expected import PACKED, Expected, config_of, expected_of, usable_config
+from verify.checks import Skip, Tally, check
+from verify.expected import PACKED, Expected, config_of, expected_of, remarks_of, usable_config
 from verify.folding import by_pattern
 from verify.hf_files import HfFiles
 from verify.layer_counts import layer_table, uneven
@@ -52,8 +51,8 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Finding]:
     try:
         config_of(subject)
         tally.compared(0)
-    except UnsupportedArchitectureError as error:
-        raise Unable(error.message) from error
+    except UnsupportedError:
+        raise
     except CkptkitError as error:
         path = subject.path if subject.kind == "hf" else subject.megatron_files.opened.hf_path
         hint = error.hint or "compare it with the release"
@@ -107,6 +106,8 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Finding]:
     if subject.kind == "hf":
         yield from _duplicates_and_orphans(subject)
     yield from _three_way(subject, specs, expected)
+    for text in remarks_of(subject) if config else ():
+        tally.note(text)
     if subject.kind == "hf" and config and (tied := tied_head(config)) and tied[0] in specs:
         tally.note(f"{tied[0]} is stored although tie_word_embeddings is true; that it repeats {tied[1]} can be told from values only (CK211)")
     tally.facts["tensors per layer"] = layer_table(subject.kinds, dict(config) if config else None)
@@ -226,7 +227,7 @@ def _no_index_needed(subject: Subject) -> str | None:
 @check(
     "CK106",
     "total_size is the sum of all tensors in bytes",
-    rationale="A total_size that is not the sum of the tensors shows an index that was not written with these shards, or counts rows instead of bytes.",
+    rationale="Loaders do not read total_size, so it is only a warning. One that is not the sum shows an index that was not written with these shards.",
     fix="Set metadata.total_size in model.safetensors.index.json to the number given, after the other CK1xx checks pass.",
     unless=_no_index_needed,
 )
@@ -242,7 +243,8 @@ def total_size_true(subject: Subject, tally: Tally) -> Iterator[Finding]:
         raise Skip("not run because index and shards name different tensors (CK104)")
     actual = sum(spec.nbytes for spec in files.specs.values()) if files.twice else sum(shard.nbytes for shard in files.shards.values())
     if files.total_size != actual:
-        hint, absent = "set metadata.total_size to the sum", files.total_size is None
+        hint = "set metadata.total_size to the sum; loaders do not read it"
         rows = sum(spec.shape[0] for spec in files.specs.values() if spec.shape)
-        said = "no total_size" if absent else f"total_size {files.total_size}" + (", which is the number of rows" if files.total_size == rows else "")
-        yield Finding("CK106", f"total_size {actual}", said, hint, file=str(subject.path / INDEX), severity="warning" if absent else "error")
+        said = f"total_size {files.total_size}" + (", which is the number of rows" if files.total_size == rows else "")
+        said = "no total_size" if files.total_size is None else said
+        yield Finding("CK106", f"total_size {actual}", said, hint, file=str(subject.path / INDEX), severity="warning")

@@ -12,7 +12,7 @@ from ckptkit.specs import TensorSpec
 from converters.planner import expected_hf, rules_of
 from quant.spelling import spell
 from verify.checks import Skip, Tally, Unable, check
-from verify.expected import PACKED, is_quantized, packed_parts, usable_config
+from verify.expected import PACKED, config_of, is_quantized, packed_parts, usable_config
 from verify.folding import by_pattern
 from verify.packed import Format, bound_in_steps, format_of, grid_of, is_searched, packed_names, scale_off, worst_steps
 from verify.quantization import config_fault
@@ -40,7 +40,7 @@ def _quantized(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, Tensor
     """Config, specs and format. Raises Skip with the reason where there is nothing quantized to look at."""
     if (reason := not_quantized(subject)) is not None:
         raise Skip(reason)
-    config = subject.checkpoint.config
+    config = config_of(subject)
     form = format_of(config)
     if form is None:
         raise Skip("quantization_config describes no packed integer weights, which is all that is checked here")
@@ -109,7 +109,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """
     if (reason := not_quantized(subject)) is not None:
         raise Skip(reason)
-    config, specs, where = subject.checkpoint.config, subject.checkpoint.specs, str(subject.path)
+    config, specs, where = config_of(subject), subject.checkpoint.specs, str(subject.path)
     packed = set(packed_names(specs))
     for _ in packed:
         tally.compared(0)

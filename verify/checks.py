@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from ckptkit.errors import CkptkitError
-from converters.registry import UnsupportedArchitectureError
+from ckptkit.errors import CkptkitError, UnsupportedError
 from verify.report import CheckResult, Finding, Status
 from verify.subject import Subject
 
@@ -155,8 +154,8 @@ def _run(one: Check, subject: Subject, broken: str | None) -> Outcome:
     except Skip as skip:
         # A witness runs only where it was asked for, so whatever it leaves out was asked for.
         reason, unable = str(skip), isinstance(skip, Unable) or one.code.startswith(tuple(WITNESSES))
-    except UnsupportedArchitectureError as error:
-        reason, unable = error.message, True
+    except UnsupportedError as error:
+        reason, unable = f"{error.message}: {error.hint}", True
     except CkptkitError as error:
         if broken is None:
             raise

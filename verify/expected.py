@@ -15,8 +15,10 @@ from ckptkit.sidefiles import is_quantized as is_quantized
 from ckptkit.sidefiles import quantization_of
 from ckptkit.specs import TensorSpec
 from converters.experts import fuse, is_fused
+from converters.foreign import refuse_foreign
 from converters.planner import dialect_of, dims_of, rules_of, tied_head
 from converters.registry import family_of
+from converters.stored import as_stored, remarks
 from verify.checks import Skip, Unable
 from verify.subject import Subject
 
@@ -41,7 +43,31 @@ class Expected:
 
 
 def config_of(subject: Subject) -> Mapping[str, Any]:
-    """The HF config of the checkpoint, known to be of a supported family.
+    """The HF config of the checkpoint, of a supported family, as its tensors hold it (`converters.stored.as_stored`). Raises as `stated_config_of`.
+
+    A launch that trains multi-token prediction layers needs them in the checkpoint that it loads.
+    """
+    config, names = stated_config_of(subject), _names(subject)
+    return as_stored(config, names) if names else config
+
+
+def remarks_of(subject: Subject) -> list[str]:
+    """What the names of its tensors say of the checkpoint that is not wrong. Raises as `stated_config_of`."""
+    names = _names(subject)
+    return remarks(stated_config_of(subject), names) if names else []
+
+
+def _names(subject: Subject) -> Collection[str]:
+    """Every tensor that headers, the index or `.metadata` name; none where nothing can be read, or each that the config promises is wanted."""
+    if subject.kind == "megatron" and subject.arguments is not None and subject.arguments.mtp:
+        return ()
+    if subject.kind == "megatron":
+        return subject.megatron_files.opened.specs if subject.megatron_files.readable else ()
+    return {**subject.hf_files.specs, **(subject.hf_files.index or {})}
+
+
+def stated_config_of(subject: Subject) -> Mapping[str, Any]:
+    """The HF config of the checkpoint as the file says it, known to be of a supported family.
 
     Raises Unable where a Megatron checkpoint has none beside it, CkptkitError where it is broken or unsupported.
     """
@@ -53,6 +79,7 @@ def config_of(subject: Subject) -> Mapping[str, Any]:
             raise Unable("no HF config.json is stored beside this Megatron checkpoint; name the HF directory with --hf")
         config = config_in(path, subject.megatron_files.weights)
     try:
+        refuse_foreign(_names(subject) if subject.kind == "hf" else (), subject.path)
         dims_of(config)
     except (TypeError, ValueError) as error:
         raise CkptkitError(f"config.json: a size is not a number: {error}", "compare it with the release") from error
@@ -87,7 +114,7 @@ def _expected(subject: Subject, config: Mapping[str, Any], names: Collection[str
     if is_quantized(config):
         shapes, copies = _packed(shapes, names, config), _packed(copies, names, config)
     # A release may repeat tensors under these names, and this one does.
-    repeated = frozenset(name for name in copies if name in names)
+    repeated = frozenset(name for name in copies if name in names or name in subject.hf_files.unknown)
     return Expected(shapes, frozenset(), fp32, family_of(config).dropped(dims_of(config)) | repeated | _carried(subject, config))
 
 

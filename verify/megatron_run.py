@@ -71,9 +71,9 @@ def run_megatron(subject: Subject) -> MegatronRun:
     source does not fit its own config.
     """
     sizes = sizes_of(subject)
-    if (dialect := dialect_of(subject.checkpoint.config, subject.checkpoint.specs)) != MCORE:
+    if (dialect := dialect_of(config_of(subject), subject.checkpoint.specs)) != MCORE:
         raise Skip(f"these tensors are named for {dialect}'s own modules, which are no part of megatron-core")
-    dims, found = dims_of(subject.checkpoint.config), version("megatron-core")
+    dims, found = dims_of(config_of(subject)), version("megatron-core")
     release = tuple(map(int, found.split(".")[:2]))
     if dims.indexer and release < _INDEXER_SINCE:
         raise Skip(f"the indexer of megatron-core {found} wants other rows than that of 0.19, which this checkpoint is for; install 0.19")

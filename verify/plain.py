@@ -7,14 +7,17 @@ from pathlib import Path
 from ckptkit.plan import View
 from ckptkit.safetensors_io import HfCheckpoint
 from ckptkit.sidefiles import is_quantized
+from converters.foreign import refuse_foreign
 from converters.planner import copies_of
+from converters.stored import as_stored
 
 
 def plain(path: Path) -> HfCheckpoint | View:
-    """The checkpoint, a quantized one as the weights that it dequantizes to. Raises CkptkitError as `quant.dequantize.dequantized`."""
+    """The checkpoint, a quantized one as the weights that it dequantizes to. Raises CkptkitError as `refuse_foreign` and `quant.dequantize.dequantized`."""
     source = HfCheckpoint(path)
+    refuse_foreign(source.specs, path)
     if not is_quantized(source.config):
         return source
     from quant.dequantize import dequantized
 
-    return dequantized(source, str(path), copies_of(source.config))
+    return dequantized(source, str(path), copies_of(as_stored(source.config, source.specs)))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ckptkit.printable import printable
 from verify.report import Finding, Report
-from verify.reports.text import groups, printable, rest, totals
+from verify.reports.text import groups, rest, totals
 
 _COLOR = {"passed": "green", "failed": "red", "inconclusive": "yellow", "skipped": "yellow", "error": "red", "warning": "yellow"}
 _SHOWN = 20  # findings of one code
@@ -22,16 +22,16 @@ def render(report: Report, console: Console | None = None) -> None:
     console.print(Text.assemble((report.verdict, f"bold {_COLOR[report.status]}"), printable(f"  {report.checkpoint}{source}")), soft_wrap=True)
     for reason in report.reasons:
         console.print(Padding(Text(printable(f"not looked at: {reason}")), (0, 0, 0, 2), expand=False))
-    console.print(f"{totals(report)}\n")
+    console.print(Text(f"{totals(report)}\n"))
     console.print(_table(report))
     for group in groups(report, _SHOWN):
-        console.print(Text.assemble(("\n" + group.code, f"bold {_COLOR[group.severity]}"), f" {group.severity}: ", group.title))
+        console.print(Text.assemble(("\n" + group.code, f"bold {_COLOR[group.severity]}"), f" {group.severity}: ", printable(group.title)))
         for _, finding in group.shown:
             _finding(console, finding)
         if group.more:
             console.print(Padding(Text(f"… {rest(group)}"), (0, 0, 1, 2), expand=False))
     for name, lines in report.facts.items():
-        console.print(f"\n[bold]{escape(name)}[/bold]")
+        console.print(Text(f"\n{printable(name)}", "bold"))
         for line in lines:
             console.print(Padding(Text(printable(line)), (0, 0, 0, 2), expand=False))
 

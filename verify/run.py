@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import TRACKER, is_legacy, locate, refuse_url, tracked
+from ckptkit.unused import refuse_hf
 from quant.readers import readers_of
 from verify.checks import WITNESSES, Check, Skip, all_checks, run_checks
 from verify.expected import usable_config
@@ -59,6 +60,8 @@ def verify(
     subject.hf_path = Path(os.path.abspath(hf)) if hf is not None else _config_home(subject)
     if subject.source_path:
         locate(subject.source_path)
+    if hf is not None and "megatron" not in (subject.kind, subject.source_path and subject.source_kind):
+        refuse_hf(hf, path)
     _refuse_legacy(subject.path)
     if "megatron" in against:
         _check_sizes_early(subject)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from converters.dims import ModelDims
 from converters.planner import dims_of
+from converters.registry import family_of
 from verify.sglang_bits import difference, place, poisoned
 from verify.sglang_job import Trouble
 from verify.sglang_slots import Slot, is_draft, left_empty, promised_names, slot_of
@@ -112,7 +113,7 @@ def dropped(model: Model, landed: Mapping[str, set[str]], equal: Mapping[str, in
     for name in dict.fromkeys([*landed, *reference]):
         slot = model.slot(name)
         own = model.tensors.get(slot.param)
-        if name in equal or is_draft(name, model.dims, model.config):
+        if name in equal or is_draft(name, model.dims, model.config) or family_of(model.config).carries(name):
             continue
         if name not in landed:
             yield Trouble(name, slot.param, "SGLang never read it")

@@ -28,6 +28,7 @@ def server_args(model_path: Path, fused_shared: bool) -> Any:
         model_path=str(model_path),
         device="cuda" if cuda else "cpu",
         skip_tokenizer_init=True,
+        trust_remote_code=False,
         attention_backend="triton" if cuda else "torch_native",
         sampling_backend="pytorch",
         grammar_backend="none",

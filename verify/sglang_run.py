@@ -6,18 +6,23 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from ckptkit.safetensors_io import read_json
-from verify.checks import Skip
+from verify.checks import Skip, Unable
 from verify.expected import config_of, is_quantized
 from verify.sglang_job import SglangJob, SglangReport
 from verify.sglang_slots import PLACED
 from verify.subject import Subject
 
+# The class in which the table of `sglang_slots` was seen to hold. For a name that is no class of its own SGLang would take transformers'
+# class, and to find it run the Python files that `auto_map` names, which come with the checkpoint.
+_CLASS_OF = {"glm4_moe": "Glm4MoeForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 _START_S = 900  # importing SGLang and building its kernels on a cold machine
 _BYTES_A_SECOND = 20e6  # slower than any disk worth waiting for
 _LAST_LINES = 8
@@ -34,13 +39,15 @@ class SglangRun:
 def run_sglang(subject: Subject) -> SglangRun:
     """Loads the subject into real SGLang, in a subprocess whose output goes nowhere but into a crash's description.
 
-    Raises Skip where SGLang is not installed, CkptkitError where the config is of no supported family.
+    Raises Skip where SGLang is not installed, Unable where SGLang would take a class that is not known here, CkptkitError where the
+    config is of no supported family.
     """
     if find_spec("sglang") is None:
         raise Skip("SGLang is not installed here: pip install 'ckptkit[sglang]'")
     model_type = config_of(subject)["model_type"]
     if model_type not in PLACED:
         raise Skip(f"where SGLang keeps the tensors of {model_type!r} is not written down yet (it is for {', '.join(sorted(PLACED))})")
+    _check_class(config_of(subject))
     with TemporaryDirectory(prefix="ckptkit-sglang-") as scratch:
         root = Path(scratch)
         (root / "scratch").mkdir()
@@ -55,6 +62,13 @@ def run_sglang(subject: Subject) -> SglangRun:
         size = sum(spec.nbytes for spec in subject.checkpoint.specs.values())
         crash = start(root / "job.json", root / "log", _START_S + size / _BYTES_A_SECOND)
         return SglangRun(None, crash) if crash else SglangRun(SglangReport.load(root / "report.json"))
+
+
+def _check_class(config: Mapping[str, Any]) -> None:
+    """Raises Unable unless SGLang has to choose the class that is known here."""
+    wanted, named = _CLASS_OF[config["model_type"]], config.get("architectures")
+    if named != [wanted]:
+        raise Unable(f"config.json has architectures {named!r:.80}, not ['{wanted}']: SGLang would run another class, or code that comes with the checkpoint")
 
 
 def _source(subject: Subject) -> str | None:
@@ -83,11 +97,11 @@ def start(job: Path, log: Path, limit_s: float) -> str | None:
 
 
 def last_words(log: Path) -> str:
-    """The last exception in a log with the place it came from, or the last lines where there is none."""
+    """The last exception in a log with the place it came from, or the last lines where there is none; on one line."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     if not starts:
-        return "it last printed:\n" + "\n".join(lines[-_LAST_LINES:]) if lines else "it printed nothing"
+        return f"it last printed: {' | '.join(lines[-_LAST_LINES:])}" if lines else "it printed nothing"
     frames = [line.strip() for line in lines[starts[-1] :] if line.startswith("  File ")]
     message = [line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")]
-    return "\n".join([*message[:_LAST_LINES], *(f"  at {frame}" for frame in frames[-1:])])
+    return " | ".join([*message[:_LAST_LINES], *(f"at {frame}" for frame in frames[-1:])])

@@ -23,6 +23,7 @@ from ckptkit.specs import TensorSpec
 from ckptkit.torch_dist_reader import TorchDistCheckpoint
 from converters.carried import carried_beside
 from converters.experts import is_fused, unfuse
+from converters.foreign import refuse_foreign
 from converters.legacy import LegacyCheckpoint
 from converters.planner import to_hf
 from verify.extremes import Extremes, digest_of, extremes, same_bytes
@@ -127,6 +128,8 @@ def common_groups(left: Checkpoint, right: Checkpoint | None) -> Iterator[tuple[
 
 
 def _pass(subject: Subject, stored: bool) -> Values:
+    if subject.kind == "hf":
+        refuse_foreign(subject.checkpoint.specs, subject.path)
     checkpoint, source = sides(subject, stored)
     specs, values = checkpoint.specs, Values()
     groups = list(common_groups(checkpoint, source))

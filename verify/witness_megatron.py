@@ -30,6 +30,7 @@ from ckptkit.torch_dist_reader import TorchDistCheckpoint
 from converters.module_names import global_name
 from converters.open import open_megatron
 from converters.planner import dims_of, rules_of, to_megatron
+from converters.stored import as_stored
 from verify.megatron_job import RankJob, RankReport, TensorSeen
 from verify.megatron_model import Build, build_chunks, connect
 from verify.megatron_slices import Position, compare_all, poison
@@ -95,7 +96,8 @@ def _seen(chunks: list[GPTModel], config: Any, reference: Checkpoint, at: Positi
 def witness(job: RankJob) -> RankReport:
     """Runs one rank to its report. Raises whatever Megatron raises."""
     checkpoint = TorchDistCheckpoint(job.checkpoint, hf=job.hf)
-    dims = dims_of(checkpoint.config)
+    config = as_stored(checkpoint.config, checkpoint.specs)
+    dims = dims_of(config)
     reference: Checkpoint = reference_of(job.source, job.hf) if job.source else checkpoint
     connect(job.sizes, job.rank, job.store)
     chunks = build_chunks(dims, Build(job.sizes, getattr(torch, job.dtype), job.transformer_engine))
@@ -115,7 +117,7 @@ def witness(job: RankJob) -> RankReport:
         missing=tuple(sorted(missing)),
         unexpected=tuple(sorted(unexpected)),
         refused=tuple(refused),
-        tensors=tuple(_seen(chunks, checkpoint.config, reference, at)),
+        tensors=tuple(_seen(chunks, config, reference, at)),
     )
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks import dense_mlp, embeddings, moe_mlp, mtp_copies, multi_token_prediction
+from converters.blocks import ROTARY_FREQUENCIES, dense_mlp, embeddings, moe_mlp, mtp_copies, multi_token_prediction
 from converters.config_values import integer
 from converters.dims import ModelDims, base_dims, first_layers
 from converters.mla import mla_attention, read_mla
 from converters.rules import ModelFamily, ParamMapping
 from converters.sigmoid_moe import read_sigmoid_moe
-
-# Moonlight and Kimi K2 also ship the rotary frequencies, which every reader computes for itself.
-ROTARY_FREQUENCIES = (".self_attn.rotary_emb.inv_freq",)
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptkit.errors import CkptkitError
-from converters.blocks import multi_token_prediction
+from converters.blocks import ROTARY_FREQUENCIES, multi_token_prediction
 from converters.config_values import integer
 from converters.dims import ModelDims, base_dims, first_layers
 from converters.families import deepseek_v3
@@ -69,6 +69,4 @@ def _with_indexer(dims: ModelDims, rules: Callable[..., tuple[ParamMapping, ...]
     return (*deepseek_v3.mappings(dims), *(rule for at in (None, *places) for rule in rules(dims, at)))
 
 
-FAMILY = ModelFamily(
-    ("deepseek_v32",), ("DeepseekV32ForCausalLM",), read_dims, mappings, {"slime": slime_mappings}, carried_ends=deepseek_v3.ROTARY_FREQUENCIES
-)
+FAMILY = ModelFamily(("deepseek_v32",), ("DeepseekV32ForCausalLM",), read_dims, mappings, {"slime": slime_mappings}, carried_ends=ROTARY_FREQUENCIES)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.errors import CkptkitError
+from converters.blocks import ROTARY_FREQUENCIES
 from converters.config_values import text_part
 from converters.dims import ModelDims
 from converters.families import deepseek_v3
@@ -30,5 +31,5 @@ FAMILY = ModelFamily(
     read_dims,
     deepseek_v3.mappings,
     carried=("vision_tower.", "mm_projector."),
-    carried_ends=deepseek_v3.ROTARY_FREQUENCIES,
+    carried_ends=ROTARY_FREQUENCIES,
 )

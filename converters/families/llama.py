@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.errors import CkptkitError
-from converters.blocks import attention, dense_mlp, embeddings
+from converters.blocks import ROTARY_FREQUENCIES, attention, dense_mlp, embeddings
 from converters.config_values import flag
 from converters.dims import ModelDims, base_dims
 from converters.rules import ModelFamily, ParamMapping
@@ -29,4 +29,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
 
 
-FAMILY = ModelFamily(("llama",), ("LlamaForCausalLM", "LLaMAForCausalLM"), read_dims, mappings)
+FAMILY = ModelFamily(("llama",), ("LlamaForCausalLM", "LLaMAForCausalLM"), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.errors import CkptkitError
-from converters.blocks import attention, dense_mlp, embeddings
+from converters.blocks import ROTARY_FREQUENCIES, attention, dense_mlp, embeddings
 from converters.config_values import window_of
 from converters.dims import ModelDims, base_dims
 from converters.rules import ModelFamily, ParamMapping
@@ -26,4 +26,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
 
 
-FAMILY = ModelFamily(("mistral",), ("MistralForCausalLM",), read_dims, mappings)
+FAMILY = ModelFamily(("mistral",), ("MistralForCausalLM",), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks import attention, dense_mlp, embeddings
+from converters.blocks import ROTARY_FREQUENCIES, attention, dense_mlp, embeddings
 from converters.config_values import without_windows
 from converters.dims import ModelDims, base_dims
 from converters.rules import ModelFamily, ParamMapping
@@ -22,4 +22,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
 
 
-FAMILY = ModelFamily(("qwen2",), ("Qwen2ForCausalLM",), read_dims, mappings)
+FAMILY = ModelFamily(("qwen2",), ("Qwen2ForCausalLM",), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES)

@@ -78,4 +78,14 @@ ARCHITECTURES = (
     "Qwen3_5TextForCausalLM",
     "Qwen3_5MoeTextForCausalLM",
 )
-FAMILY = ModelFamily(TYPES, ARCHITECTURES, read_dims, mappings, {"slime": slime_mappings}, carried=("model.visual.",))
+# transformers loads the language model alone under either spelling (its conversion mapping of `qwen3_5_text`).
+LANGUAGE_MODELS = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
+FAMILY = ModelFamily(
+    TYPES,
+    ARCHITECTURES,
+    read_dims,
+    mappings,
+    {"slime": slime_mappings},
+    carried=("model.visual.",),
+    language_models=LANGUAGE_MODELS,
+)

@@ -12,8 +12,8 @@ import transformers.models.auto.modeling_auto as auto
 from transformers import CONFIG_MAPPING
 
 from ckptkit.api import convert
-from ckptkit.errors import CkptkitError
-from converters.registry import FAMILIES, UnsupportedArchitectureError, family_of
+from ckptkit.errors import CkptkitError, UnsupportedError
+from converters.registry import FAMILIES, family_of
 from verify.preflight import preflight
 from verify.run import verify
 
@@ -88,7 +88,7 @@ def test_every_class_that_transformers_generates_text_with_is_supported() -> Non
 
 @pytest.mark.parametrize(("model_type", "architecture", "what"), NOT_LANGUAGE_MODELS, ids=[name for _, name, _ in NOT_LANGUAGE_MODELS])
 def test_what_is_no_language_model_is_refused_by_what_it_is(model_type: str, architecture: str, what: str) -> None:
-    with pytest.raises(UnsupportedArchitectureError, match=f"{architecture} of model_type '{model_type}' is {what}, which is not supported"):
+    with pytest.raises(UnsupportedError, match=f"{architecture} of model_type '{model_type}' is {what}, which is not supported"):
         family_of({"model_type": model_type, "architectures": [architecture]})
 
 

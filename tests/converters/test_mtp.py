@@ -64,24 +64,32 @@ def test_only_the_copies_of_the_release_come_back(tmp_path: Path, names: tuple[s
         assert filecmp.cmp(tmp_path / "release" / file, tmp_path / "back" / file, shallow=False), file
 
 
-LACKING = r"lacks all {count} tensor\(s\) of multi-token prediction that its config promises: {name}, .* more"
-NEXT = r"left out on purpose \(training without --mtp-num-layers\), set num_nextn_predict_layers \(mtp_num_hidden_layers\) in config.json to 0"
+PROMISED = "config.json promises 1 multi-token prediction layer, and no tensor of one is stored: taken for a model without"
 
 
-def test_a_promise_without_weights_is_refused(tmp_path: Path) -> None:
-    """HF has 56: 36 of the experts, 3 of the shared one, 2 of the router, 7 of q, k, v, o, 4 norms, 4 around. Megatron joins them to 39."""
-    plain = tmp_path / "plain"
+def test_a_promise_of_which_nothing_is_stored_is_a_note(tmp_path: Path) -> None:
+    """As releases that were pruned or quantized again: without the layer, and config.json as it was."""
+    plain, back = tmp_path / "plain", tmp_path / "back"
     save("mtp", with_tensors(SMALL, lambda name: False), plain, torch.bfloat16)
-    promising(plain, 0)
-    convert(plain, tmp_path / "trained-without")
-    promising(plain, 1)
-    with pytest.raises(CkptkitError, match=LACKING.format(count=56, name=r"model\.layers\.3\.enorm\.weight") + f"(?s:.*){NEXT}"):
-        convert(plain, tmp_path / "megatron")
-    with pytest.raises(CkptkitError, match=LACKING.format(count=39, name=r"mtp\.layers\.0\.enorm\.weight") + f"(?s:.*){NEXT}"):
-        convert(tmp_path / "trained-without", tmp_path / "back", hf=plain)
-    promising(plain, 0)
-    convert(tmp_path / "trained-without", tmp_path / "back", hf=plain)
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert json.loads((plain / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    there = convert(plain, tmp_path / "megatron")
+    assert [note for note in there.notes if note.startswith(PROMISED)]
+    assert convert(tmp_path / "megatron", back).notes == there.notes
+    files = sorted(file.name for file in [*plain.glob("*.safetensors"), plain / "config.json"])
+    assert filecmp.cmpfiles(plain, back, files, shallow=False) == (files, [], [])
+
+
+def test_megatron_without_the_layer_becomes_no_release_that_has_it(release: Path, tmp_path: Path) -> None:
+    """Training without --mtp-num-layers from a release with it: a directory of the release without weights gives config and tokenizer."""
+    plain, bare = tmp_path / "plain", tmp_path / "bare"
+    save("mtp", with_tensors(SMALL, lambda name: False), plain, torch.bfloat16)
+    convert(plain, tmp_path / "megatron")
+    with pytest.raises(CkptkitError, match=r"lacks all tensors of multi-token prediction(?s:.*)name with --hf a directory that has no weights"):
+        convert(tmp_path / "megatron", tmp_path / "back", hf=release)
+    bare.mkdir()
+    shutil.copy(release / "config.json", bare)
+    assert convert(tmp_path / "megatron", tmp_path / "back", hf=bare).notes
+    assert models.tensors(tmp_path / "back").keys() == models.tensors(plain).keys()
 
 
 UNKNOWN = r"holds {count} tensor\(s\) that no rule of this model family knows: .*{name}(?s:.*)check num_hidden_layers, num_nextn_predict_layers"

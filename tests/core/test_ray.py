@@ -24,6 +24,7 @@ from ckptkit import on_ray, ray_tasks
 from ckptkit.api import convert, int4_scheme, quantize
 from ckptkit.cli import main
 from ckptkit.errors import CkptkitError
+from ckptkit.files import FilesWriter
 from ckptkit.jobs import Job, planned
 from ckptkit.journal import JOURNAL, Journal
 from ckptkit.on_ray import Run, batches_of, digest_of, write_batch
@@ -233,8 +234,8 @@ def run(releases: Paths, tmp_path: Path) -> Run:
     """What tasks are told."""
     job = Job("convert", str(releases("qwen3_moe")), file_bytes=FILE_BYTES)
     (tmp_path / "out.partial" / JOURNAL).mkdir(parents=True)
-    (tmp_path / "out.partial" / JOURNAL / "token").touch()
-    return Run(job, tmp_path / "out.partial", "token", job.asked()["source"], digest_of(planned(job)), 1 << 20)
+    (tmp_path / "out.partial" / JOURNAL / "run-1").touch()
+    return Run(job, tmp_path / "out.partial", "run-1", job.asked()["source"], digest_of(planned(job)), 1 << 20)
 
 
 def test_a_task_writes_and_records_its_files_and_no_others(run: Run) -> None:
@@ -262,6 +263,36 @@ def test_a_worker_that_was_thought_dead_does_not_bring_the_destination_back(run:
     with pytest.raises(FileNotFoundError):
         write_batch(run, ["release/__0_1.distcp", "release/__0_2.distcp"])
     assert not run.partial.exists()
+
+
+def test_a_task_of_a_run_that_was_killed_writes_nothing_into_the_output_of_the_next(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ray's workers may outlive a coordinator that is killed, and its lock does not: by then another run has begun at the destination.
+    opened = FilesWriter._opened
+
+    def while_the_next_run_begins(self: FilesWriter, file: str) -> Any:
+        found = opened(self, file)
+        Journal(run.partial).end_dead_runs()
+        return found
+
+    monkeypatch.setattr(FilesWriter, "_opened", while_the_next_run_begins)
+    with pytest.raises(CkptkitError, match="the run that this task was part of has ended"):
+        write_batch(run, ["release/__0_1.distcp"])
+    assert list((run.partial / "release").iterdir()) == []
+    assert recorded(run.partial.with_name("out")) == []
+
+
+def test_a_task_that_has_begun_when_its_run_fails_is_kept_for_the_next(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = FilesWriter._opened
+
+    def while_the_run_fails(self: FilesWriter, file: str) -> Any:
+        Journal(run.partial).stop_run(run.token)
+        return opened(self, file)
+
+    monkeypatch.setattr(FilesWriter, "_opened", while_the_run_fails)
+    write_batch(run, ["release/__0_1.distcp"])
+    assert [path.name for path in recorded(run.partial.with_name("out"))] == ["__0_1.distcp"]
+    with pytest.raises(CkptkitError, match="does not see"):
+        write_batch(run, ["release/__0_2.distcp"])
 
 
 @pytest.mark.parametrize("different", ["source", "plan"])

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from mutations.edits import names, rename, replace
+from mutations.edits import INDEX, names, rename, replace, tensor
 from mutations.hf_files import DEEPSEEK, GLM, QWEN, QWEN3, WEIGHT
 from mutations.mutation import Damage, Mutation
 
@@ -27,6 +28,18 @@ def lost_all(part: str) -> Damage:
 
     def damage(path: Path, folded: str) -> None:
         replace(path, {}, names(path, part))
+
+    return damage
+
+
+def never_exported(part: str) -> Damage:
+    """Another export, into one file, that left out every tensor with this part in its name; the place is how a finding folds them."""
+
+    def damage(path: Path, folded: str) -> None:
+        kept = {name: tensor(path, name) for name in names(path, "") if part not in name}
+        for file in [*path.glob("*.safetensors"), path / INDEX]:
+            file.unlink()
+        save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
 
     return damage
 
@@ -112,9 +125,9 @@ MUTATIONS = (
         "MTP layer lost",
         "the layer behind the last was never exported",
         ("F6",),
-        "headers",
-        "CK104",
-        lost_all("model.layers.12."),
+        "source",
+        "CK202",
+        never_exported("model.layers.12."),
         {GLM: "model.layers.12.eh_proj.weight", DEEPSEEK: "model.layers.12.eh_proj.weight"},
         ("Megatron-Bridge#4960", "ms-swift#6644"),
     ),

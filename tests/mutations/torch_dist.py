@@ -103,7 +103,7 @@ MUTATIONS = (
     ),
     _of("CK104", "stored layer lost", "a pipeline stage saved one layer less", layer_lost, {QWEN: "decoder.layers.11."}, ("F5", "F21"), "slime#309"),
     _of(
-        "CK104",
+        "CK114",
         "stored MTP layer lost",
         "the last stage did not save it",
         layer_lost,

@@ -123,14 +123,14 @@ def test_a_config_of_another_dtype_is_a_warning(key: str, releases: Make, copy_o
     assert (finding.expected, finding.actual) == (f"{key} bfloat16, as most weights are", f"{key} float16")
 
 
-@pytest.mark.parametrize(("metadata", "severity"), [({"total_size": 5}, "error"), ({}, "warning")])
-def test_a_total_size_does_not_hide_values(metadata: dict[str, int], severity: str, releases: Make, copy_of: Copy) -> None:
+@pytest.mark.parametrize("metadata", [{"total_size": 5}, {}])
+def test_a_total_size_does_not_hide_values(metadata: dict[str, int], releases: Make, copy_of: Copy) -> None:
     path, name = copy_of(releases("qwen2-tied")), "model.layers.4.mlp.up_proj.weight"
     models.edit(path, name, torch.zeros_like(models.tensors(path)[name]))
     content = json.loads((path / INDEX).read_text())
     (path / INDEX).write_text(json.dumps(content | {"metadata": metadata}))
     found = verify(path).findings
-    assert [(finding.code, finding.severity) for finding in found] == [("CK106", severity), ("CK205", "error")]
+    assert [(finding.code, finding.severity) for finding in found] == [("CK106", "warning"), ("CK205", "error")]
 
 
 def test_a_file_of_which_nothing_can_be_read_is_one_finding(converted: Make, copy_of: Copy, only: Only) -> None:

@@ -205,3 +205,25 @@ def test_on_the_command_line(releases: Make, copy_of: Copy, tmp_path: Path) -> N
     models.edit(path, UP, models.tensors(path)[UP] + 1)
     assert run(cli, ["verify", str(path), "--manifest", str(tmp_path / "kept.json")]).exit_code == 1
     shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_manifest_under_a_name_that_loaders_read_is_refused(releases: Make, copy_of: Copy, name: str) -> None:
+    model = copy_of(releases("qwen2-tied"))
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    with pytest.raises(CkptkitError, match=f"{name} has a name that loaders read"):
+        make_manifest(model, model / name)
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+
+
+def test_manifest_over_a_file_that_is_no_manifest_is_refused(releases: Make, copy_of: Copy) -> None:
+    model = copy_of(releases("qwen2-tied"))
+    (model / "ckptkit.json").write_text('{"notes": "of a user"}')
+    with pytest.raises(CkptkitError, match="is no manifest, so it is not replaced"):
+        make_manifest(model)
+    assert (model / "ckptkit.json").read_text() == '{"notes": "of a user"}'
+
+
+def test_manifest_into_a_directory_that_is_not_there_is_refused_before_the_work(releases: Make, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="absent does not exist"):
+        make_manifest(releases("qwen2-tied"), tmp_path / "absent/manifest.json")

@@ -12,6 +12,7 @@ import torch
 from families import CASES, case
 
 from ckptkit.errors import CkptkitError
+from quant.lint import lint
 from verify.preflight import preflight
 from verify.report import Finding
 from verify.run import verify
@@ -39,7 +40,7 @@ def judged(release: Path) -> Callable[..., tuple[str, list[Finding]]]:
     """`judged(ignore, readers=...)`: the status of the release with this list, and the findings of CK302, which are all that there are."""
     before = json.loads((release / "config.json").read_text())
 
-    def judge(ignore: Sequence[str], **how: tuple[str, ...]) -> tuple[str, list[Finding]]:
+    def judge(ignore: Sequence[str], **how: tuple[str, ...] | None) -> tuple[str, list[Finding]]:
         said = quantized.compressed_config("pack-quantized", strategy="group", group_size=32) | {"ignore": list(ignore)}
         config = {key: value for key, value in before.items() if key != "quantization_config"}
         (release / "config.json").write_text(json.dumps(config | {"text_config": before["text_config"] | {"quantization_config": said}}))
@@ -116,3 +117,23 @@ def test_what_no_reader_looks_for_as_it_is_names_the_tensors(judged: Callable[..
 def test_a_reader_that_does_not_exist(release: Path) -> None:
     with pytest.raises(CkptkitError, match="unknown reader 'llamacpp'"):
         verify(release, readers=("llamacpp",))
+
+
+@pytest.mark.parametrize("readers", [None, ("sglang",), ("transformers",), ("sglang", "slime")])
+@pytest.mark.parametrize("ignore", [K25_LIST, K26_LIST, [*K25_LIST, "language_model.lm_head"], [*K26_LIST, "model.layers.1"]])
+def test_lint_and_verify_give_one_severity(
+    judged: Callable[..., tuple[str, list[Finding]]], release: Path, ignore: list[str], readers: tuple[str, ...] | None
+) -> None:
+    """Of the same list for the same reader; lint says nothing of readers that were not asked for."""
+    _, found = judged(ignore, readers=readers)
+    linted = [(reader, one.severity) for one in lint(release, readers=readers).findings if one.kind in ("exposed", "disagreement") for reader in one.readers]
+    verified = {reader: severity for several, severity in by_reader(found).items() for reader in several.split(" and ")}
+    assert dict(linted) == {reader: severity for reader, severity in verified.items() if readers is None or severity == "error"}
+
+
+def test_kimi_k25_as_published_is_a_warning_in_lint_too(judged: Callable[..., tuple[str, list[Finding]]], release: Path) -> None:
+    judged(K25_LIST)
+    (head,) = [one for one in lint(release).findings if "language_model.lm_head.weight" in one.tensors]
+    assert head.severity == "warning"
+    assert head.readers == ("compressed-tensors", "transformers", "slime")
+    assert lint(release, readers=("transformers",)).findings[0].severity == "error"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,9 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 from ckptkit.cli import cli
+from ckptkit.errors import CkptkitError
 from verify.report import CheckResult, Finding, Report
 from verify.reports import FORMATS, fault_of, text_of, write_report
 
+Paths = Callable[[str], Path]
+CopyOf = Callable[[Path], Path]
 REPORT = Report(
     version="0.1.0",
     command=("ckptkit", "verify", "/data/a b"),
@@ -125,12 +130,77 @@ def test_json_is_what_the_command_prints() -> None:
 
 
 @pytest.mark.parametrize("ending", FORMATS)
-def test_a_file_is_written_whole(tmp_path: Path, ending: str) -> None:
+@pytest.mark.parametrize("before", ["nothing", "empty", "a report", "a report that passed"])
+def test_report_over_a_report_or_nothing_is_written_whole(tmp_path: Path, ending: str, before: str) -> None:
     path = tmp_path / f"report{ending}"
-    path.write_text("of yesterday")
+    old = {"empty": "", "a report": text_of(REPORT, ending), "a report that passed": text_of(replace(REPORT, checks=(), findings=()), ending)}
+    if before in old:
+        path.write_text(old[before], encoding="utf-8")
     write_report(REPORT, path)
     assert path.read_text(encoding="utf-8") == text_of(REPORT, ending)
     assert list(tmp_path.iterdir()) == [path]
+
+
+# What stands under these names in checkpoints and projects, and is no report.
+PRECIOUS = {
+    ".json": '{"model_type": "qwen3", "schema": "ckptkit-report/2"}',
+    ".md": "# ckptkit: the notes of a user who PASSED\n",
+    ".xml": '<?xml version="1.0"?>\n<testsuites>\n  <testsuite name="pytest" tests="1">\n',
+    ".sarif": '{"$schema": "https://x", "version": "2.1.0", "runs": [{"tool": {"driver": {"name": "CodeQL"}}}]}',
+    ".html": '<!DOCTYPE html>\n<html lang="en">\n<title>passed: the exam</title>\n',
+}
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+@pytest.mark.parametrize("through", ["its name", "a link", "a hard link"])
+def test_report_over_a_file_that_is_no_report_is_refused(tmp_path: Path, ending: str, through: str) -> None:
+    (tmp_path / "precious").write_text(PRECIOUS[ending])
+    path = tmp_path / f"report{ending}"
+    if through == "a link":
+        path.symlink_to(tmp_path / "precious")
+    elif through == "a hard link":
+        path.hardlink_to(tmp_path / "precious")
+    else:
+        (tmp_path / "precious").rename(path)
+    before = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    with pytest.raises(CkptkitError, match=f"is there and is no {ending} report of ckptkit, so it is not replaced"):
+        write_report(REPORT, path)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("other", [ending for ending in FORMATS if ending != ".json"])
+def test_report_over_a_report_of_another_format_is_refused(tmp_path: Path, other: str) -> None:
+    (tmp_path / "report.json").write_text(text_of(REPORT, other), encoding="utf-8")
+    assert "is no .json report" in (fault_of(tmp_path / "report.json") or "")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "ckptkit.json", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize("verb", ["verify", "preflight"])
+def test_report_onto_a_file_of_the_checkpoint_is_refused_before_the_work(releases: Paths, copy_of: CopyOf, verb: str, name: str) -> None:
+    model = copy_of(releases("qwen2-tied"))
+    (model / "ckptkit.json").write_text('{"schema": "ckptkit-manifest/2"}')
+    before = {file.name: file.read_bytes() for file in model.iterdir()}
+    words = ["verify", str(model)] if verb == "verify" else ["preflight", "--hf-checkpoint", str(model)]
+    result = CliRunner().invoke(cli, [*words, "--report", str(model / name)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is a name that loaders read" in result.stderr
+    assert {file.name: file.read_bytes() for file in model.iterdir()} == before
+
+
+def test_report_onto_a_file_of_the_checkpoint_by_a_link_is_refused(releases: Paths, copy_of: CopyOf, tmp_path: Path) -> None:
+    model = copy_of(releases("qwen2-tied"))
+    before = (model / "config.json").read_bytes()
+    (tmp_path / "report.json").symlink_to(model / "config.json")
+    result = CliRunner().invoke(cli, ["verify", str(model), "--report", str(tmp_path / "report.json")])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is no .json report of ckptkit" in result.stderr
+    assert (model / "config.json").read_bytes() == before
+
+
+def test_report_beside_a_file_named_like_its_partial_leaves_it(tmp_path: Path) -> None:
+    (tmp_path / "report.json.partial").write_text("precious")
+    write_report(REPORT, tmp_path / "report.json")
+    assert (tmp_path / "report.json.partial").read_text() == "precious"
 
 
 @pytest.mark.parametrize(("name", "why"), [("report.txt", "must end in one of .json"), ("no/report.md", "must be in a directory that is there")])

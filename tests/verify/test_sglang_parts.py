@@ -12,7 +12,7 @@ import torch
 from ckptkit.errors import CkptkitError
 from converters.planner import dims_of
 from verify import sglang_run
-from verify.checks import all_checks, run_checks
+from verify.checks import Unable, all_checks, run_checks
 from verify.sglang_bits import WriteRecord, difference, place, poison, poisoned
 from verify.sglang_run import last_words, start
 from verify.sglang_slots import Slot, fuses_shared, is_draft, left_empty, promised_names, slot_of
@@ -115,12 +115,12 @@ def test_writes_are_recorded_under_the_name_being_loaded() -> None:
 def test_last_words_of_an_exception(tmp_path: Path) -> None:
     frames = '  File "a.py", line 1\n    f()\n  File "b.py", line 7\n    g()\n'
     (tmp_path / "log").write_text(f"noise\nTraceback (most recent call last):\n{frames}ValueError: no\nmore\n")
-    assert last_words(tmp_path / "log") == 'ValueError: no\nmore\n  at File "b.py", line 7'
+    assert last_words(tmp_path / "log") == 'ValueError: no | more | at File "b.py", line 7'
 
 
 def test_last_words_without_an_exception(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("\n".join(map(str, range(20))))
-    assert last_words(tmp_path / "log") == "it last printed:\n" + "\n".join(map(str, range(12, 20)))
+    assert last_words(tmp_path / "log") == "it last printed: " + " | ".join(map(str, range(12, 20)))
     (tmp_path / "log").write_text("")
     assert last_words(tmp_path / "log") == "it printed nothing"
 
@@ -145,3 +145,20 @@ def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GLM | {"model_type": "llama"}))
     with pytest.raises(CkptkitError, match="llama"):
         sglang_run.run_sglang(Subject(tmp_path, against=frozenset({"sglang"})))
+
+
+@pytest.mark.parametrize(
+    "architectures",
+    [["EvilForCausalLM"], ["TransformersForCausalLM"], ["Glm4MoeForCausalLM", "EvilForCausalLM"], ["Qwen2ForCausalLM"], "Glm4MoeForCausalLM", [], None],
+)
+def test_config_that_names_another_class_never_reaches_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architectures: object) -> None:
+    """SGLang runs the files of `auto_map` to find a class that it does not have, whatever `trust_remote_code` says."""
+    release = tmp_path / "release"
+    models.save("glm4_moe", release)
+    config = json.loads((release / "config.json").read_text())
+    (release / "config.json").write_text(json.dumps(config | {"architectures": architectures, "auto_map": {"AutoModel": "evil.Evil"}}))
+    (release / "evil.py").write_text("raise SystemExit('run')\n")
+    monkeypatch.setattr(sglang_run, "find_spec", lambda name: name)
+    monkeypatch.setattr(sglang_run, "start", lambda *_: pytest.fail("a process was started"))
+    with pytest.raises((Unable, CkptkitError), match=r"(not \['Glm4MoeForCausalLM'\]: SGLang would run another class|is another model)"):
+        sglang_run.run_sglang(Subject(release, against=frozenset({"sglang"})))

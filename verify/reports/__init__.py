@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ckptkit.errors import CkptkitError
+from ckptkit.printable import json_text
+from ckptkit.whole import write_whole
 from verify.report import Report
+from verify.reports.destination import FORMATS, fault_of
 
-FORMATS = (".json", ".md", ".xml", ".sarif", ".html")
-
-
-def fault_of(path: Path) -> str | None:
-    """Why no report can be written to `path`, told before any work is done; None when one can."""
-    parent = path.absolute().parent
-    if path.suffix not in FORMATS:
-        return f"{path}: must end in one of {', '.join(FORMATS)}"
-    if path.is_dir():
-        return f"{path}: is a directory"
-    if not parent.is_dir():
-        return f"{path}: must be in a directory that is there"
-    return None if os.access(parent, os.W_OK) else f"{path}: its directory cannot be written to"
+__all__ = ["FORMATS", "fault_of", "text_of", "write_report"]
 
 
 def text_of(report: Report, ending: str) -> str:
@@ -30,17 +20,17 @@ def text_of(report: Report, ending: str) -> str:
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Writes the report in the format that the ending of `path` says. A reader sees the file whole or not at all. Raises OSError."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(text_of(report, path.suffix), encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    """Writes the report in the format that the ending of `path` says. A reader sees the file whole or not at all.
+
+    Raises CkptkitError where `fault_of` says why not, since something else may have come there meanwhile, and OSError.
+    """
+    if (fault := fault_of(path)) is not None:
+        raise CkptkitError(fault, "name another file with --report")
+    write_whole(path, text_of(report, path.suffix))
 
 
 def _json(report: Report) -> str:
-    return json.dumps(report.to_json(), indent=2) + "\n"
+    return json_text(report.to_json()) + "\n"
 
 
 def _writers() -> Mapping[str, Callable[[Report], str]]:

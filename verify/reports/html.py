@@ -9,7 +9,7 @@ from importlib.resources import files
 from string import Template
 
 from verify.checks import Check, all_checks
-from verify.report import CheckResult, Finding, Report
+from verify.report import SCHEMA, CheckResult, Finding, Report
 from verify.reports.heat_table import heat_table
 from verify.reports.text import Group, escaped, groups, rest, subject_of, totals
 
@@ -28,6 +28,7 @@ def html(report: Report) -> str:
         script=script,
         style_hash=_hash(style),
         script_hash=_hash(script),
+        schema=SCHEMA,
         title=escaped(f"{report.status}: {report.checkpoint}"),
         status=report.status,
         status_word=report.verdict,

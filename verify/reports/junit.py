@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
+from ckptkit.printable import printable
 from verify.report import CheckResult, Report
-from verify.reports.text import Group, groups, printable, rest, subject_of
+from verify.reports.text import Group, groups, rest, subject_of
 
 _SHOWN = 100  # findings of one code
 _GROUPS = {
@@ -71,7 +72,7 @@ def _text(found: list[Group]) -> str:
             lines += [f"  rank: {finding.rank}"] if finding.rank else []
             lines += [f"  expected: {finding.expected}", f"  actual: {finding.actual}", f"  next: {finding.hint}"]
         lines += [rest(group)] if group.more else []
-    return _xml("\n".join(lines))
+    return "\n".join(map(_xml, lines))
 
 
 def _xml(text: str) -> str:

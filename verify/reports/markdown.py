@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from ckptkit.printable import printable
 from verify.report import CheckResult, Finding, Report
-from verify.reports.text import Group, groups, printable, rest, totals
+from verify.reports.text import Group, groups, rest, totals
 
 _SHOWN = 20  # findings of one code
 
@@ -49,12 +50,12 @@ def _finding(anchor: str, finding: Finding) -> list[str]:
 
 def _plain(text: str) -> str:
     """Text in which nothing is markup: on one line, with the characters that Markdown or HTML give a meaning escaped."""
-    return re.sub(r"([\\`*_\[\]<>|#&~$!])", r"\\\1", printable(text).replace("\n", " "))
+    return re.sub(r"([\\`*_\[\]<>|#&~$!])", r"\\\1", printable(text))
 
 
 def _code(text: str) -> str:
     """A code span, in which nothing is markup but the pipes of tables and the backticks that end it."""
-    content = printable(text).replace("\n", " ")
+    content = printable(text)
     fence = "`" * (max((len(run) for run in re.findall("`+", content)), default=0) + 1)
     pad = " " if "`" in content or content != content.strip() else ""
     return f"{fence}{pad}{content}{pad}{fence}"

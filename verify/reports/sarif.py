@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from ckptkit.printable import json_text, printable
 from verify.checks import Check, all_checks
 from verify.report import CheckResult, Finding, Report, anchors
-from verify.reports.text import printable
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
@@ -25,7 +24,7 @@ def sarif(report: Report) -> str:
         "invocations": [_invocation(report)],
         "results": [_result(anchor, finding, report, places) for anchor, finding in zip(anchors(report.findings), report.findings, strict=True)],
     }
-    return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
+    return json_text({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}) + "\n"
 
 
 def _rule(result: CheckResult, check: Check | None) -> dict[str, Any]:
@@ -47,7 +46,7 @@ def _invocation(report: Report) -> dict[str, Any]:
 
 
 def _skipped(check: CheckResult) -> dict[str, Any]:
-    return {"level": "note", "message": {"text": f"{check.code} was skipped: {check.reason}"}, "associatedRule": {"id": check.code}}
+    return {"level": "note", "message": {"text": printable(f"{check.code} was skipped: {check.reason}")}, "associatedRule": {"id": check.code}}
 
 
 def _result(anchor: str, finding: Finding, report: Report, places: dict[str, int]) -> dict[str, Any]:

@@ -1,17 +1,14 @@
-"""What the formats for people share: names from untrusted files made printable, findings by code, and how many of them are shown."""
+"""What the formats for people share: findings by code, and how many of them are shown."""
 
 from __future__ import annotations
 
-import unicodedata
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from ckptkit.printable import printable
 from verify.report import Finding, Report, anchors
-
-# Control and format characters (of which some turn the direction of the text round) and halves of surrogate pairs.
-_HIDDEN = frozenset({"Cc", "Cf", "Cs"})
 
 
 @dataclass(frozen=True)
@@ -47,11 +44,6 @@ def subject_of(finding: Finding) -> str:
     return finding.file or ""
 
 
-def printable(text: str) -> str:
-    """The text with line breaks kept and every other character that cannot be seen written as an escape (`\\x1b`)."""
-    return "".join(char if char == "\n" or unicodedata.category(char) not in _HIDDEN else _escape(char) for char in text)
-
-
 def escaped(text: str) -> str:
     """Printable text in which nothing is markup, for an element or a quoted attribute of HTML."""
     return escape(printable(text))
@@ -70,8 +62,3 @@ def totals(report: Report) -> str:
     counts = report.to_json()["counts"]
     ended = f"{counts['checks']} checks: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
     return f"{ended}; {counts['tensors_compared']} comparisons, {size(counts['bytes_compared'])}"
-
-
-def _escape(char: str) -> str:
-    code = ord(char)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -1,0 +1,50 @@
+"""Whether two directories share something on disk, however they are spelled: links, and mounts that show a directory in a second place.
+
+What is compared is the device and the inode of files and directories. A file system that is mounted a second time as a device of its own
+(NFS without a shared cache, FUSE) or that is seen through an overlay has other numbers, and is not recognised.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+Identity = tuple[int, int]
+
+
+def overlaps(target: Path, source: Path) -> bool:
+    """Whether writing or replacing the directory `target`, which need not exist, would change what is read at `source`. Raises OSError."""
+    if not source.exists():
+        return False
+    folders = {_identity(found) for _, found in _tree(source) if stat.S_ISDIR(found.st_mode)}
+    if not folders.isdisjoint(_identity(parent.stat()) for parent in target.resolve().parents):
+        return True
+    return target.exists() and not set(_read(source)).isdisjoint(_identity(found) for _, found in _tree(target))
+
+
+def _read(root: Path) -> Iterator[Identity]:
+    """What would be lost with the only name it has: directories, files, and whatever links lead to.
+
+    A file that has a second name (a hard link) stays when the other one is removed, and nothing is ever written in place.
+    """
+    for path, found in _tree(root):
+        if not stat.S_ISLNK(found.st_mode):
+            if stat.S_ISDIR(found.st_mode) or found.st_nlink == 1:
+                yield _identity(found)
+        elif path.exists():
+            yield _identity(path.stat())
+
+
+def _tree(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """A directory and everything below it, links not followed."""
+    found = root.lstat()
+    yield root, found
+    if stat.S_ISDIR(found.st_mode):
+        for path in root.iterdir():
+            yield from _tree(path)
+
+
+def _identity(found: os.stat_result) -> Identity:
+    return found.st_dev, found.st_ino

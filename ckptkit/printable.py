@@ -1,0 +1,27 @@
+"""Names from checkpoints made printable: what a file says never moves a cursor, turns text round or starts a line."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from typing import Any
+
+# Control and format characters (of which some turn the direction of the text round), halves of surrogate pairs, and separators of lines.
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+
+
+def printable(text: str) -> str:
+    """The text on one line, with every character that cannot be seen, line breaks too, written as an escape (`\\x1b`)."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(char if unicodedata.category(char) not in _HIDDEN else _escape(char) for char in text)
+
+
+def _escape(char: str) -> str:
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def json_text(content: Any) -> str:
+    """Indented JSON of characters that a terminal shows as they are. Python's leaves DEL alone."""
+    return json.dumps(content, indent=2).replace("\x7f", "\\u007f")

@@ -1,0 +1,67 @@
+"""Rotary frequencies of each layer, as transformers before 4.32 saved them: kept beside the weights, and in the way of nothing."""
+
+from __future__ import annotations
+
+import filecmp
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from families import CASES
+from families.case import save
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ckptkit.api import convert, quantize
+from quant.scheme import QuantScheme
+from verify.report import Report
+from verify.run import verify
+
+NAME = "model.layers.{}.self_attn.rotary_emb.inv_freq"
+
+
+def frequencies(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Those that the model computes with, once a layer, in float32."""
+    return {NAME.format(layer): model.model.rotary_emb.inv_freq.float() for layer in range(model.config.num_hidden_layers)}
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "mixtral", "qwen2-untied"])
+def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("frequencies") / "release"
+    save(request.param, replace(CASES[request.param], added=frequencies), path, torch.bfloat16)
+    assert NAME.format(11) in models.tensors(path)
+    return path
+
+
+def passes(report: Report) -> None:
+    assert [str(finding) for finding in report.findings] == []
+    assert report.status == "passed"
+
+
+def test_a_release_with_rotary_frequencies_passes(release: Path) -> None:
+    passes(verify(release))
+
+
+def test_rotary_frequencies_come_back_from_megatron(release: Path, tmp_path: Path) -> None:
+    convert(release, tmp_path / "megatron")
+    passes(verify(tmp_path / "megatron", source=release))
+    convert(tmp_path / "megatron", tmp_path / "back")
+    files = sorted(file.name for file in release.glob("*.safetensors"))
+    assert filecmp.cmpfiles(release, tmp_path / "back", files, shallow=False) == (files, [], [])
+
+
+def test_rotary_frequencies_stay_beside_int4_weights(release: Path, tmp_path: Path) -> None:
+    quantize(release, tmp_path / "int4", QuantScheme(32, "qmax7"))
+    passes(verify(tmp_path / "int4", source=release))
+    name = NAME.format(3)
+    assert torch.equal(models.tensors(tmp_path / "int4")[name], models.tensors(release)[name])
+
+
+@pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")
+def test_sglang_leaves_rotary_frequencies_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    save("qwen2-untied", replace(CASES["qwen2-untied"], added=frequencies), tmp_path / "release", torch.bfloat16)
+    passes(verify(tmp_path / "release", against=frozenset({"sglang"})))

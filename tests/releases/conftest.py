@@ -1,0 +1,18 @@
+"""What every dry run of these tests leaves out."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptkit import forecast
+from ckptkit.errors import CkptkitError
+
+
+@pytest.fixture(autouse=True)
+def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run measures the disk for a second, which is none of the matter here."""
+
+    def refuse(*_: object) -> None:
+        raise CkptkitError("not measured here", "")
+
+    monkeypatch.setattr(forecast, "measure_throughput", refuse)

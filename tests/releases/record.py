@@ -1,0 +1,118 @@
+"""A release as one JSON file in `records/`: its published config.json, the names, shapes and dtypes of its tensors, and how that is known.
+
+Names are folded: `model.layers.{0..27}.mlp.{gate_proj,up_proj}.weight`, `{3..63/4}` for every fourth layer. A list of config.json
+may be folded too: `{"names": [...]}`, or `{"repeat": [...], "times": 10}`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+RECORDS = Path(__file__).parent / "records"
+# Bytes of an element, by safetensors' names of dtypes.
+ELEMENT = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 8}
+_RANGE = re.compile(r"(\d+)\.\.(\d+)(?:/(\d+))?")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor as a header names it. `dtype` is safetensors' name of it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * ELEMENT[self.dtype]
+
+
+@dataclass(frozen=True)
+class Release:
+    """What is published of a release.
+
+    `known`: where the names come from. "index": the published index was seen. "numbers": from transformers' own class, saved under
+    the names of the release, and the published numbers of tensors or bytes agree. "parameters": the same, and the hub's number of
+    elements agrees. "class": from transformers' class alone. `tensors`, `total_size`, `parameters`: the published numbers, None where none was seen;
+    `parameters` leaves scales out where `scales` is false. `index_size`: what the index says instead of `total_size`. `shards`: files,
+    None where that was not seen. `first_shard`: the number of the first one. `findings`: what preflight and lint find for a reason that
+    lies in the release, as "code severity" and "kind severity", with the reason under "why".
+    """
+
+    model: str
+    known: str
+    sources: Mapping[str, str]
+    config: Mapping[str, Any]
+    names: Mapping[str, Sequence[str]]
+    tensors: int | None = None
+    total_size: int | None = None
+    parameters: int | None = None
+    scales: bool = True
+    index_size: int | None = None
+    shards: int | None = None
+    first_shard: int = 1
+    findings: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def tensors_in_order(self) -> Sequence[Tensor]:
+        """Every tensor, the folded names written out, in the order of their names."""
+        found = []
+        for kind, patterns in self.names.items():
+            dtype, _, shape = kind.partition(" ")
+            sizes = tuple(int(size) for size in shape.split("x")) if shape else ()
+            found += [Tensor(name, dtype, sizes) for pattern in patterns for name in unfolded(pattern)]
+        return sorted(found, key=lambda tensor: tensor.name)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors_in_order)
+
+
+def unfolded(pattern: str) -> Iterator[str]:
+    """Every name that a folded one stands for."""
+    parts = re.split(r"\{([^{}]*)\}", pattern)
+    choices = [list(_choices(part)) if index % 2 else [part] for index, part in enumerate(parts)]
+    return ("".join(choice) for choice in product(*choices))
+
+
+def _choices(text: str) -> Iterator[str]:
+    for item in text.split(","):
+        if (found := _RANGE.fullmatch(item)) is None:
+            yield item
+        else:
+            first, last, step = int(found[1]), int(found[2]), int(found[3] or 1)
+            yield from map(str, range(first, last + 1, step))
+
+
+def _unfolded_lists(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unfolded_lists(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"names"}:
+        return [name for pattern in value["names"] for name in unfolded(pattern)]
+    if value.keys() == {"repeat", "times"}:
+        return value["repeat"] * value["times"]
+    return {key: _unfolded_lists(item) for key, item in value.items()}
+
+
+def load(model: str) -> Release:
+    """The record of a model, by its id on the hub."""
+    content = json.loads((RECORDS / f"{model.replace('/', '--')}.json").read_text())
+    config = _unfolded_lists(content.pop("config"))
+    return Release(**content, config=config)
+
+
+def models() -> Sequence[str]:
+    """Ids of all models that have a record."""
+    return sorted(path.stem.replace("--", "/", 1) for path in RECORDS.glob("*.json"))

@@ -1,0 +1,77 @@
+"""Every verb that answers from headers, on one release: no finding but those that lie in the release."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ckptkit.api import convert, inspect, model_arguments
+from quant.lint import lint
+from releases.header_only import write
+from releases.record import Release, load
+from verify.preflight import preflight
+
+# Those with the most tensors, which take as long as all others together: they are tested apart, so that two processes share the work.
+LARGE = (
+    "MiniMaxAI/MiniMax-M2.7",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "RedHatAI/Qwen3-30B-A3B-quantized.w4a16",
+    "deepseek-ai/DeepSeek-V3",
+    "deepseek-ai/DeepSeek-V3.2",
+    "moonshotai/Kimi-K2-Instruct",
+    "moonshotai/Kimi-K2-Thinking",
+    "moonshotai/Kimi-K2.5",
+)
+
+
+def check_every_verb(model: str, root: Path) -> None:
+    """Writes the release into `root`, and fails at the first verb that finds something in it that is not there."""
+    release = load(model)
+    check_against_published_numbers(release)
+    path = write(release, root / "release")
+    with _collecting_as_the_command_line_does():
+        report = preflight(hf_checkpoint=path)
+        assert [f"{one.code} {one.severity}" for one in report.findings] == release.findings.get("preflight", []), "\n".join(map(str, report.findings[:5]))
+        assert report.status == "passed"
+        facts = inspect(path)
+        assert (facts["tensors"], facts["bytes"]) == (len(release.tensors_in_order), release.nbytes)
+        assert convert(path, root / "megatron", dry_run=True).tensors > 0
+        assert not (root / "megatron").exists()
+        assert model_arguments(path)["hidden_size"] == text_config(release)["hidden_size"]
+        if packs_int4(release):
+            linted = [f"{one.kind} {one.severity}" for one in lint(path).findings if one.severity != "note"]
+            assert linted == release.findings.get("lint", [])
+
+
+def check_against_published_numbers(release: Release) -> None:
+    """Fails where the record's folded names do not come to what was published."""
+    assert len({tensor.name for tensor in release.tensors_in_order}) == len(release.tensors_in_order)
+    elements = sum(math.prod(tensor.shape) for tensor in release.tensors_in_order if release.scales or "_scale" not in tensor.name)
+    assert release.tensors in (None, len(release.tensors_in_order))
+    assert release.total_size in (None, release.nbytes)
+    assert release.parameters in (None, elements)
+
+
+@contextmanager
+def _collecting_as_the_command_line_does() -> Iterator[None]:
+    """Looks for garbage as seldom as `ckptkit` itself."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 10, 10)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def text_config(release: Release) -> dict[str, Any]:
+    """The config of the language model."""
+    return dict(release.config.get("text_config") or release.config)
+
+
+def packs_int4(release: Release) -> bool:
+    """Whether its weights are packed as compressed-tensors packs them."""
+    return any(tensor.name.endswith(".weight_packed") for tensor in release.tensors_in_order)

@@ -1,0 +1,45 @@
+"""Where a report may be written: never over a file that is no report, nor under a name that loaders read."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ckptkit.formats import LOADED, MANIFEST
+
+# How a report of each format begins; `page.html` says it in a <meta>.
+_BEGINNINGS = {
+    ".json": re.compile(rb'\{\s*"schema":\s*"ckptkit-report/'),
+    ".md": re.compile(rb"# ckptkit: (PASSED|FAILED|INCONCLUSIVE)\b"),
+    ".xml": re.compile(rb'<\?xml [^>]*>\s*<testsuites>\s*<testsuite name="ckptkit" '),
+    ".sarif": re.compile(rb'\{\s*"\$schema":[^{]*\[\s*\{\s*"tool":\s*\{\s*"driver":\s*\{\s*"name":\s*"ckptkit"'),
+    ".html": re.compile(rb'<!DOCTYPE html>[^\0]{0,1000}<meta name="generator" content="ckptkit-report/'),
+}
+FORMATS = tuple(_BEGINNINGS)
+_READ = 4096  # bytes at the beginning of a file
+
+
+def fault_of(path: Path) -> str | None:
+    """Why no report can be written to `path`, told before any work is done; None when one can. Raises OSError where it cannot be looked at."""
+    parent = path.absolute().parent
+    if path.suffix not in _BEGINNINGS:
+        return f"{path}: must end in one of {', '.join(FORMATS)}"
+    if path.is_dir():
+        return f"{path}: is a directory"
+    if not parent.is_dir():
+        return f"{path}: must be in a directory that is there"
+    if path.name in {*LOADED, MANIFEST}:
+        return f"{path}: is a name that loaders read; name the report otherwise"
+    if path.exists() and not _is_report(path):
+        return f"{path}: is there and is no {path.suffix} report of ckptkit, so it is not replaced"
+    return None if os.access(parent, os.W_OK) else f"{path}: its directory cannot be written to"
+
+
+def _is_report(path: Path) -> bool:
+    """Whether a file is one of our reports in the format of its ending, or empty. Links are followed: what they lead to is what would be lost."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        beginning = file.read(_READ)
+    return not beginning or _BEGINNINGS[path.suffix].match(beginning) is not None
