@@ -13,6 +13,8 @@ from verify.folding import LAYER, MTP_LAYER, by_pattern
 from verify.report import Finding
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
+# The parts of a quantized weight: some layers may be left unquantized.
+_PACKED = re.compile(r"\.weight_\w+$")
 
 
 def layer_table(kinds: Iterable[Sequence[str]], config: dict[str, object] | None) -> list[str]:
@@ -53,7 +55,7 @@ def _uneven_experts(names: Iterable[str], file: str) -> Iterator[Finding]:
     """Experts that lack in every layer what most of them have: the layers alone would agree on that."""
     having: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
-        if match := _EXPERT.fullmatch(name):
+        if match := _EXPERT.fullmatch(_PACKED.sub(".weight", name)):
             having[match[3]][int(match[2])].add(match[1])
     everyone = {expert for experts in having.values() for expert in experts}
     for part, experts in having.items():
@@ -63,16 +65,19 @@ def _uneven_experts(names: Iterable[str], file: str) -> Iterator[Finding]:
 
 
 def _uneven_layers(specs: Iterable[str], file: str) -> Iterator[Finding]:
-    """Without a usable config: layers of one kind (with or without experts) that lack what most of their kind have."""
+    """Without a usable config: a layer that is as several others are, less some tensors.
+
+    What two layers or more have alike is a kind of layer: models mix full and linear attention, dense layers and experts, and some
+    (Gemma 4) use keys as values, or those of an earlier layer.
+    """
     parts: dict[int, set[str]] = defaultdict(set)
     for name in specs:
         if match := LAYER.match(name):
-            parts[int(match[1])].add(name[match.end() :])
-    for routed in (False, True):
-        kind = {layer: frozenset(names) for layer, names in parts.items() if any(".experts." in name for name in names) == routed}
-        if not kind:
+            parts[int(match[1])].add(_PACKED.sub(".weight", name[match.end() :]))
+    counts = Counter(map(frozenset, parts.values()))
+    for layer, names in parts.items():
+        fuller = [kind for kind, count in counts.items() if count > 1 and names < kind]
+        if counts[frozenset(names)] > 1 or not fuller:
             continue
-        usual, _ = Counter(kind.values()).most_common(1)[0]
-        for layer, names in kind.items():
-            for text, group in by_pattern(f"layers.{layer}.{name}" for name in usual - names):
-                yield Finding("CK104", "there, as in the other layers of this kind", "missing", "convert or download it again", text, len(group), file)
+        for text, group in by_pattern(f"layers.{layer}.{name}" for name in sorted(min(fuller, key=len) - names)):
+            yield Finding("CK104", "there, as in the other layers of this kind", "missing", "convert or download it again", text, len(group), file)
