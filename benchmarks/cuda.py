@@ -10,6 +10,8 @@ run. All work on the same BF16 matrices; the words of `minmax` are held to compr
 - `torch.compile`: the same expression on the matrices of a shape as one stacked tensor (stacking them is not timed), a call for each
   shape, everything by the clock; `from a graph`: its kernels alone.
 - compressed-tensors' own functions, a matrix at a time, on some of them: scaled up.
+
+`ms` is the median of several passes, some time apart, over all of these ways; `least` and `most` are those of a pass.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from quant.scheme import QuantScheme, quantization_config
 
 ROUNDS = 15
 IN_A_ROW = 12
+PASSES, PAUSE = 5, 0.7  # seconds: a virtual machine's cores may be slow for seconds together
 COPIED = 4 << 30  # bytes
 SAMPLE = 16  # matrices for compressed-tensors
 
@@ -88,30 +91,36 @@ def _rows(what: str, named: Named, scheme: QuantScheme, speed: float) -> list[di
     online, group = _online(named, scheme), scheme.group_size or 1
     floor = sum(weight.numel() for _, weight in named) * (2.5 + 2 / group) / speed
     _check(named, online, scheme)
-    call = partial(online.quantize, named)
-    ways = {
-        "a call": _clock(call),
-        "calls in a row": _in_a_row(call, len),
-        "in a row, every tensor looked at": _in_a_row(call, lambda bucket: [*bucket]),
-        "kernels alone": _graph(_kernels(named, scheme)),
+    call, compiled = partial(online.quantize, named), _compiled(named, scheme)
+    sample = [weight for _, weight in named[:SAMPLE]]
+    ways: dict[str, Callable[[], float]] = {
+        "a call": partial(_clock, call),
+        "calls in a row": partial(_in_a_row, call, len),
+        "in a row, every tensor looked at": partial(_in_a_row, call, list),
+        "kernels alone": partial(_graph, _kernels(named, scheme)),
+        "torch.compile": partial(_clock, compiled),
+        "torch.compile from a graph": partial(_graph, compiled),
     }
-    compiled = _compiled(named, scheme)
-    ways |= {"torch.compile": _clock(compiled), "torch.compile from a graph": _graph(compiled)}
     if scheme.grid == "minmax":
-        sample = [weight for _, weight in named[:SAMPLE]]
-        ways["compressed-tensors"] = _clock(partial(_compressed_tensors, sample, group)) / len(sample) * len(named)
+        ways["compressed-tensors"] = lambda: _clock(partial(_compressed_tensors, sample, group)) / len(sample) * len(named)
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(PASSES):
+        for way, measure in ways.items():
+            times[way].append(measure())
+        time.sleep(PAUSE)
     torch.cuda.empty_cache()
     return [
         {
             "layer": what,
             "scheme": f"{scheme.grid}, groups of {group}",
             "way": way,
-            "ms": f"{seconds * 1e3:.3f}",
+            "ms": f"{statistics.median(found) * 1e3:.3f}",
+            "least": f"{min(found) * 1e3:.3f}",
+            "most": f"{max(found) * 1e3:.3f}",
             "floor ms": f"{floor * 1e3:.3f}",
-            "of the floor's speed": f"{floor / seconds:.3f}",
-            "times a call": f"{seconds / ways['a call']:.2f}",
+            "of the floor's speed": f"{floor / statistics.median(found):.3f}",
         }
-        for way, seconds in ways.items()
+        for way, found in times.items()
     ]
 
 
@@ -161,6 +170,7 @@ def _graph(call: Callable[[], object]) -> float:
         kept = call()
     seconds = _events(graph.replay)
     del kept, graph
+    torch.cuda.empty_cache()  # what it was captured with
     return seconds
 
 
@@ -179,7 +189,7 @@ def _clock(call: Callable[[], object]) -> float:
 def _in_a_row(call: Callable[[], Any], look: Callable[[Any], object]) -> float:
     """Seconds a call."""
     times = []
-    for _ in range(5):
+    for _ in range(4):
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(IN_A_ROW):

@@ -69,8 +69,10 @@ class OnlineQuantizer:
     def quantize(self, named: Named) -> Bucket:
         """These tensors as SGLang takes them, at once and without a session: nothing waits, and nobody counts what is missing.
 
-        Runs on the current stream of the tensors' device, and returns when every byte is there and every scale was found finite. Of many
-        matrices on a GPU the result is a sequence that makes its tensors at the first look; otherwise it is a list.
+        Of many matrices on a GPU the work is started on the current stream, and the result is a sequence, not a list: its first look waits
+        for the GPU, and raises what is said below of weights that are not finite. Until then the weights are held, and must not change.
+
+        Raises CkptkitError, naming the tensor, for what the checkpoint does not have, what cannot be quantized and weights that are not finite.
         """
         pairs = list(named)
         if not pairs:

@@ -1,16 +1,17 @@
-"""Quantizes a bucket on a GPU: the kernels are started before anything else is done, and tensors are made when they are first looked at.
+"""Quantizes a bucket on a GPU: the kernels are started, and that is all; tensors are made when somebody looks at them.
 
-An H200 quantizes a layer of Qwen3-30B-A3B in 0.36 ms, and Python takes longer to make the layer's 1152 tensors. So what depends on names
-and shapes alone is worked out once (`plan_bucket`), since every update brings the same, and the result is a sequence that makes its tensors,
-which are views of what the kernels wrote, at the first look.
+An H200 quantizes a layer of Qwen3-30B-A3B in 0.35 ms, and Python takes longer to make the layer's 1152 tensors. So what depends on names
+and shapes alone is worked out once (`plan_bucket`), since every update brings the same, and nothing waits for the GPU until the result
+is looked at (`QuantizedBucket`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
+from operator import itemgetter
+from threading import Lock
 from typing import Any, SupportsIndex, overload
 
 import torch
@@ -19,24 +20,34 @@ from torch import Tensor
 from quant.grids import check, not_finite
 from quant.same_tensors import looks_like
 from quant.scheme import CODES_PER_WORD, QuantScheme
-from quant.triton_launch import Launcher, flags, launcher, wait
+from quant.triton_launch import Launcher, done, launcher, working_on
 
 FEWEST = 16  # packed matrices of a bucket for which a plan is worth keeping
-_FIRST = 64  # matrices of the first part
+_FIRST = 128  # matrices of the first part
 
 Pair = tuple[str, Tensor]
 Made = tuple[Tensor, Tensor]  # the words of some matrices, and their scales, flat
 
 
 class QuantizedBucket(Sequence[Pair]):
-    """Names and tensors whose bytes are final; the tensors are made when the first is looked at. Pickled as the list that it stands for."""
+    """Names and tensors that a GPU may still be working on. Pickled as the list that it stands for.
 
-    def __init__(self, count: int, make: Callable[[], list[Pair]]) -> None:
-        self._count, self._make = count, make
+    The first look (an item, an iteration, not `len`) makes the tensors and waits until they are there. It raises CkptkitError naming the
+    first weight that is not finite, or has a scale that is not: no tensor is handed out before all were found sound.
+    """
 
-    @cached_property
+    def __init__(self, count: int, finish: Callable[[], list[Pair]]) -> None:
+        self._count, self._finish = count, finish
+        self._made: list[Pair] | None = None
+        self._lock = Lock()
+
+    @property
     def _pairs(self) -> list[Pair]:
-        return self._make()
+        with self._lock:
+            if self._made is None:
+                self._made = self._finish()
+                del self._finish  # which holds the weights
+            return self._made
 
     def __len__(self) -> int:
         return self._count
@@ -129,8 +140,8 @@ class _Part:
 
     def check(self, tensors: Sequence[Tensor], bad: Tensor) -> None:
         """Raises CkptkitError naming the first of these tensors that `bad` marks."""
-        if bad.any():
-            at, place = min((self.members[place], place) for place in bad.nonzero().flatten().tolist())
+        if wrong := bad.nonzero().flatten().tolist():
+            at, place = min((self.members[place], place) for place in wrong)
             kind = next(kind for kind in reversed(self.kinds) if place >= kind.first)
             raise not_finite(tensors[at], kind.scale_dtype, self.names[at])
 
@@ -138,49 +149,50 @@ class _Part:
         each = [kind.tensors(*parts) for kind, parts in zip(self.kinds, made, strict=True)]
         words, scales = ([tensor for parts in each for tensor in parts[which]] for which in (0, 1))
         found = [*words, *scales, *shapes.view(-1).split_with_sizes([2] * len(self.members)), *kept]
-        return zip(self.outputs, (found[place] for place in self.order), strict=True)
+        return zip(self.outputs, itemgetter(*self.order)(found), strict=True)
 
 
 class BucketPlan:
-    """How a bucket of these names is quantized: in parts, the first of them small, so that the GPU works while the host prepares the next."""
+    """How a bucket of these names is quantized: in parts, so that the GPU works on the first while the host prepares the next."""
 
     def __init__(self, parts: Sequence[_Part], device: torch.device) -> None:
         self._parts, self._device = parts, device
         self._counts = [len(part.members) for part in parts]
+        self._members, self._outputs = sum(self._counts), sum(len(part.outputs) for part in parts)
         self._shapes = torch.cat([part.shapes for part in parts])
 
     def quantize(self, pairs: Sequence[Pair]) -> QuantizedBucket | None:
-        """Starts the kernels on the current stream and waits for them. None when names or tensors are not those that the plan was made for.
-
-        Raises CkptkitError naming the first weight that is not finite, or has a scale that is not.
-        """
-        bad = flags(len(self._shapes)).split_with_sizes(self._counts)
+        """Starts the kernels on the current stream. None when names or tensors are not those that the plan was made for."""
         made: list[list[Made]] = []
         tensors: list[tuple[Tensor, ...]] = []
-        try:
+        with working_on(self._device):
+            bad = torch.zeros(self._members, dtype=torch.int32, device=self._device)
+            marks = bad.split_with_sizes(self._counts)
             end = 0
-            for part, marks in zip(self._parts, bad, strict=True):
+            for part, wrong in zip(self._parts, marks, strict=True):
                 begin, end = end, end + len(part.sent)
                 names, here = zip(*pairs[begin:end], strict=True)
                 if names != part.sent or not part.fits(*here):
                     return None
                 tensors.append(here)
-                made.append(part.start(here, marks, self._device))
+                made.append(part.start(here, wrong, self._device))
             shapes = self._shapes.to(self._device, non_blocking=True)
-        finally:
-            wait(self._device)  # also when it goes no further: the kernels that were started may still write to `bad`
-        for part, here, marks in zip(self._parts, tensors, bad, strict=True):
-            part.check(here, marks)
-        return self._bucket(made, shapes, tensors)
+            wait = done(self._device)
 
-    def _bucket(self, made: Sequence[Sequence[Made]], shapes: Tensor, tensors: Sequence[tuple[Tensor, ...]]) -> QuantizedBucket:
-        kept = [[here[place].detach() for place in part.kept] for part, here in zip(self._parts, tensors, strict=True)]
+        def finish() -> list[Pair]:
+            found = self._pairs(made, shapes, tensors)  # while the GPU works
+            wait()
+            for part, here, wrong in zip(self._parts, tensors, bad.cpu().split_with_sizes(self._counts), strict=True):
+                part.check(here, wrong)
+            return found
 
-        def make() -> list[Pair]:
-            each = zip(self._parts, made, shapes.split_with_sizes(self._counts), kept, strict=True)
-            return [pair for part, flat, sizes, passed in each for pair in part.pairs(flat, sizes, passed)]
+        return QuantizedBucket(self._outputs, finish)
 
-        return QuantizedBucket(sum(len(part.outputs) for part in self._parts), make)
+    def _pairs(self, made: Sequence[Sequence[Made]], shapes: Tensor, tensors: Sequence[tuple[Tensor, ...]]) -> list[Pair]:
+        found: list[Pair] = []
+        for part, flat, sizes, here in zip(self._parts, made, shapes.split_with_sizes(self._counts), tensors, strict=True):
+            found += part.pairs(flat, sizes, [here[place].detach() for place in part.kept])
+        return found
 
 
 def plan_bucket(named: Sequence[Pair], known: Sequence[str], packed: frozenset[str], scheme: QuantScheme) -> BucketPlan | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +35,9 @@ class Launcher:
     options: Mapping[str, Any]
 
     def start(self, weights: Sequence[Tensor], words: Tensor, scale: Tensor, zero: Tensor | None, bad: Tensor) -> None:
-        """Quantizes contiguous matrices on the current stream of their device: words, scales and (asymmetric only) zero points one after another.
+        """Quantizes contiguous matrices on the current stream of the current device, theirs: words, scales and (asymmetric only) zero points one after another.
 
-        `bad`, int32 in the GPU's memory or pinned: gets a 1 for each matrix that has a scale which is not finite.
+        `bad`, int32: gets a 1 for each matrix that has a scale which is not finite.
         """
         places = _places(weights)
         if int(np.bitwise_or.reduce(places)) % _ALIGNMENT:
@@ -46,8 +46,7 @@ class Launcher:
             places = _places(weights)
         # Not waiting for the launches before: memory that is not pinned is copied aside before the call returns.
         table = torch.from_numpy(places).to(words.device, non_blocking=True)
-        with torch.cuda.device(words.device):
-            self.kernel[self.blocks, len(weights)](table, words, scale, zero, bad, *self.sizes, **self.options)
+        self.kernel[self.blocks, len(weights)](table, words, scale, zero, bad, *self.sizes, **self.options)
 
 
 def _places(weights: Sequence[Tensor]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -68,14 +67,15 @@ def launcher(scheme: QuantScheme, rows: int, columns: int, dtype: torch.dtype) -
     return Launcher(paired if in_pairs else grouped, triton.cdiv(groups, tile // scheme.group_size), (groups,), options | {"GROUP": scheme.group_size})
 
 
-def flags(count: int) -> Tensor:
-    """Zeros for `Launcher.start` to write to, in memory of the host: after `wait` they can be read without a copy."""
-    return torch.zeros(count, dtype=torch.int32, pin_memory=True)
+def working_on(device: torch.device) -> torch.cuda.device:
+    """Makes a device the current one."""
+    return torch.cuda.device(device)
 
 
-def wait(device: torch.device) -> None:
-    """Waits for what was started on the current stream."""
-    torch.cuda.current_stream(device).synchronize()
+def done(device: torch.device) -> Callable[[], None]:
+    """A function that waits for what was started on the device's current stream until now."""
+    event = torch.cuda.current_stream(device).record_event()
+    return lambda: event.synchronize()
 
 
 def quantize_pack_cuda(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequence[str]) -> list[Packed]:
@@ -119,14 +119,14 @@ def _launch(weights: Sequence[Tensor], scheme: QuantScheme, bad: Tensor) -> Iter
     scale = torch.empty((count, rows, groups), dtype=stored, device=device)
     zero = torch.empty((count, rows, groups), dtype=torch.int8, device=device) if not scheme.symmetric else None
     zeros = torch.empty((count, triton.cdiv(rows, CODES_PER_WORD), groups), dtype=torch.int32, device=device) if not scheme.symmetric else None
-    if words.numel():
-        launcher(scheme, rows, columns, dtype).start([weight.contiguous() for weight in weights], words, scale, zero, bad)
-    else:
-        scale.fill_(torch.finfo(stored).eps)
-        if zero is not None:
-            zero.zero_()
-    if zeros is not None and zeros.numel():
-        with torch.cuda.device(device):
+    with working_on(device):
+        if words.numel():
+            launcher(scheme, rows, columns, dtype).start([weight.contiguous() for weight in weights], words, scale, zero, bad)
+        else:
+            scale.fill_(torch.finfo(stored).eps)
+            if zero is not None:
+                zero.zero_()
+        if zeros is not None and zeros.numel():
             pack_zeros[triton.cdiv(zeros[0].numel(), _TILE), count](zero, zeros, rows, groups, TILE=_TILE)
     each: Iterable[Tensor | None] = [None] * count if zeros is None else zeros.unbind()
     return (Packed(*parts) for parts in zip(words.unbind(), scale.unbind(), each, strict=True))

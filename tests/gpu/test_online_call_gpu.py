@@ -20,7 +20,7 @@ from quant.scheme import QuantScheme
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(600)]
 
 Named = list[tuple[str, Tensor]]
-EXPERTS = 40
+EXPERTS = 50
 
 
 def layer(dtype: torch.dtype = torch.bfloat16, seed: int = 0, wide: tuple[int, int] = (192, 256)) -> Named:
@@ -102,14 +102,14 @@ def test_buckets_stay_as_they_are_when_the_next_one_comes() -> None:
 
 @pytest.mark.parametrize("place", [0, 50, 120])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_broken_weights_are_named_by_the_call_and_the_next_call_is_sound(place: int, value: float) -> None:
+def test_broken_weights_are_named_at_the_first_look_and_the_next_call_is_sound(place: int, value: float) -> None:
     online, named = quantizer(layer()), layer()
     broken = [(name, tensor.clone()) for name, tensor in named]
     broken[place][1][-1, -1] = value
     broken[-1][1][0, 0] = value
     for _ in range(2):
         with pytest.raises(CkptkitError, match=f"{broken[place][0]} holds NaN or infinity".replace(".", r"\.")):
-            online.quantize(broken)
+            [*online.quantize(broken)]
         same(on_the_cpu(online.quantize(named)), expected(named))
 
 
@@ -123,7 +123,8 @@ def test_a_bucket_is_pickled_as_a_list() -> None:
     assert bucket + before == [*bucket, *before]
 
 
-def test_a_layer_takes_few_launches_and_one_wait() -> None:
+def test_a_layer_takes_one_launch_a_part_and_one_that_clears_the_marks() -> None:
+    """150 matrices of one size: 128 and 22."""
     online, named = quantizer(layer()), layer()
     online.quantize(named)
     torch.cuda.synchronize()
@@ -131,7 +132,7 @@ def test_a_layer_takes_few_launches_and_one_wait() -> None:
         online.quantize(named)
         torch.cuda.synchronize()
     launches = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    assert len([name for name in launches if not name.startswith("Mem")]) == 2, launches
+    assert len([name for name in launches if not name.startswith("Mem")]) == 3, launches
 
 
 def test_a_stream_of_a_whole_model_has_the_bytes_of_the_cpu() -> None:

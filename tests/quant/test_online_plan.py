@@ -9,6 +9,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +80,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     found: list[int] = []
     monkeypatch.setattr(online_cuda, "launcher", lambda *_: Formula(found))
-    monkeypatch.setattr(online_cuda, "flags", lambda count: torch.zeros(count, dtype=torch.int32))
-    monkeypatch.setattr(online_cuda, "wait", lambda device: None)
+    monkeypatch.setattr(online_cuda, "working_on", nullcontext)
+    monkeypatch.setattr(online_cuda, "done", lambda device: lambda: None)
     monkeypatch.setattr(online_cuda, "_is_plain", lambda weight, device: weight.is_contiguous() and weight.device == device)
     monkeypatch.setattr(OnlineQuantizer, "_plan", lambda self, pairs, known: online_cuda.plan_bucket(pairs, known, self.served.packed, self.scheme))
     return found
@@ -103,17 +104,17 @@ def test_every_call_gives_the_tensors_in_order_with_the_bytes_of_the_formulas() 
 
 
 def test_a_bucket_goes_in_parts_each_twice_as_large_as_the_one_before(launches: list[int]) -> None:
-    """300 matrices of two sizes: parts of 64, 128 and the rest, a launch for each size."""
-    online = quantizer(layer())
-    online.quantize(layer())
-    assert [one + other for one, other in zip(launches[::2], launches[1::2], strict=True)] == [64, 128, 108]
+    """450 matrices of two sizes: parts of 128, 256 and the rest, a launch for each size."""
+    online = quantizer(layer(experts=150))
+    online.quantize(layer(experts=150))
+    assert [one + other for one, other in zip(launches[::2], launches[1::2], strict=True)] == [128, 256, 66]
 
 
 def test_matrices_of_one_size_share_a_launch_whatever_their_shape(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "down_proj", (32, 32))
     online = quantizer(layer())
     same(dict(online.quantize(layer())), expected(layer()))
-    assert launches == [64, 128, 108]
+    assert launches == [128, 172]
 
 
 @pytest.mark.usefixtures("launches")
@@ -148,14 +149,15 @@ def test_other_names_after_the_first_are_worked_out_anew() -> None:
 
 @pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("place", [0, 6, 150, 300])
-def test_a_broken_weight_is_named_by_the_call_that_sends_it(place: int) -> None:
+def test_a_broken_weight_is_named_at_every_look_at_its_bucket(place: int) -> None:
     online = quantizer(layer())
     broken = layer()
     for at in {place, 300}:
         broken[at][1][-1, -1] = torch.nan
-    for _ in range(2):
-        with pytest.raises(CkptkitError, match=f"^{broken[place][0]} holds NaN".replace(".", r"\.")):
-            online.quantize(broken)
+    for bucket in (online.quantize(broken), online.quantize(broken)):
+        for look in (list, pickle.dumps, lambda bucket: bucket[0]):
+            with pytest.raises(CkptkitError, match=f"^{broken[place][0]} holds NaN".replace(".", r"\.")):
+                look(bucket)
         same(dict(online.quantize(layer())), expected(layer()))
 
 
@@ -168,13 +170,14 @@ def test_a_matrix_that_cannot_be_quantized_is_named() -> None:
 
 
 @pytest.mark.usefixtures("launches")
-def test_what_was_quantized_is_not_kept_and_what_passes_is_not_copied() -> None:
+def test_what_was_quantized_is_not_kept_after_a_look_and_what_passes_is_not_copied() -> None:
     online, named = quantizer(layer()), layer()
     online.quantize(layer())
     kept = [weakref.ref(tensor.untyped_storage()) for _, tensor in named if tensor.dtype == torch.bfloat16]
     router = named[5][1]
     bucket = online.quantize(named)
     named.clear()
+    assert len([*bucket]) == 901
     assert [reference() for reference in kept] == [None] * 300
     assert dict(bucket)["model.layers.0.mlp.gate.weight"].data_ptr() == router.data_ptr()
 
