@@ -23,7 +23,7 @@ from quant.scheme import CODES_PER_WORD, QuantScheme
 from quant.triton_launch import Launcher, done, launcher, working_on
 
 FEWEST = 16  # packed matrices of a bucket for which a plan is worth keeping
-_FIRST = 128  # matrices of the first part
+_FIRST = 192 << 20  # weights of the first part: the GPU is busy with them while the host prepares the second
 
 Pair = tuple[str, Tensor]
 Made = tuple[Tensor, Tensor]  # the words of some matrices, and their scales, flat
@@ -209,16 +209,17 @@ def plan_bucket(named: Sequence[Pair], known: Sequence[str], packed: frozenset[s
         return None
     for place, weight in weights.items():
         check(weight, scheme, known[place])
-    return BucketPlan([_part(named[begin:end], known[begin:end], packed, scheme) for begin, end in _cuts(list(weights), len(named))], device)
+    return BucketPlan([_part(named[begin:end], known[begin:end], packed, scheme) for begin, end in _cuts(weights, len(named))], device)
 
 
 def _is_plain(weight: Tensor, device: torch.device) -> bool:
     return weight.is_cuda and type(weight) in (Tensor, torch.nn.Parameter) and weight.device == device and weight.is_contiguous() and weight.numel() > 0
 
 
-def _cuts(places: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
-    """Where each part begins and ends, by the places of the packed tensors: each part has twice as many of them as the one before."""
-    begin, count, most = 0, 0, _FIRST
+def _cuts(weights: Mapping[int, Tensor], end: int) -> Iterator[tuple[int, int]]:
+    """Where each part of a bucket begins and ends: each has twice as many packed tensors as the one before."""
+    places = list(weights)
+    begin, count, most = 0, 0, max(FEWEST, _FIRST // weights[places[0]].numel())
     while len(places) - count > most:
         count += most
         yield begin, places[count]

@@ -23,6 +23,14 @@ Named = list[tuple[str, Tensor]]
 EXPERTS = 50
 
 
+@pytest.fixture(autouse=True)
+def parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the 150 matrices of a layer, 128 come first."""
+    from quant import online_cuda
+
+    monkeypatch.setattr(online_cuda, "_FIRST", 128 * 192 * 256)
+
+
 def layer(dtype: torch.dtype = torch.bfloat16, seed: int = 0, wide: tuple[int, int] = (192, 256)) -> Named:
     """Experts of two shapes of one size, as gate, up and down are, and a router between them."""
     draw = torch.Generator().manual_seed(seed)

@@ -79,6 +79,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from quant import online_cuda
 
     found: list[int] = []
+    monkeypatch.setattr(online_cuda, "_FIRST", 128 * 16 * 64)
     monkeypatch.setattr(online_cuda, "launcher", lambda *_: Formula(found))
     monkeypatch.setattr(online_cuda, "working_on", nullcontext)
     monkeypatch.setattr(online_cuda, "done", lambda device: lambda: None)
