@@ -20,7 +20,7 @@ from torch import Tensor
 from quant.grids import check, not_finite
 from quant.same_tensors import looks_like
 from quant.scheme import CODES_PER_WORD, QuantScheme
-from quant.triton_launch import Launcher, done, launcher, working_on
+from quant.triton_launch import Launcher, done, idle, launcher, working_on
 
 FEWEST = 16  # packed matrices of a bucket for which a plan is worth keeping
 _FIRST = 192 << 20  # weights of the first part: the GPU is busy with them while the host prepares the second
@@ -153,46 +153,49 @@ class _Part:
 
 
 class BucketPlan:
-    """How a bucket of these names is quantized: in parts, so that the GPU works on the first while the host prepares the next."""
+    """How a bucket of these names is quantized.
 
-    def __init__(self, parts: Sequence[_Part], device: torch.device) -> None:
-        self._parts, self._device = parts, device
-        self._counts = [len(part.members) for part in parts]
-        self._members, self._outputs = sum(self._counts), sum(len(part.outputs) for part in parts)
-        self._shapes = torch.cat([part.shapes for part in parts])
+    `parts`: where the GPU waits for it, so that it works on the first while the host prepares the next. `whole`: the same in one part,
+    which is less to do for the host, where the GPU still has work from before.
+    """
+
+    def __init__(self, parts: Sequence[_Part], whole: _Part, device: torch.device) -> None:
+        self._parts, self._whole, self._device = parts, whole, device
 
     def quantize(self, pairs: Sequence[Pair]) -> QuantizedBucket | None:
         """Starts the kernels on the current stream. None when names or tensors are not those that the plan was made for."""
-        made: list[list[Made]] = []
-        tensors: list[tuple[Tensor, ...]] = []
-        with working_on(self._device):
-            bad = torch.zeros(self._members, dtype=torch.int32, device=self._device)
-            marks = bad.split_with_sizes(self._counts)
-            end = 0
-            for part, wrong in zip(self._parts, marks, strict=True):
-                begin, end = end, end + len(part.sent)
-                names, here = zip(*pairs[begin:end], strict=True)
-                if names != part.sent or not part.fits(*here):
-                    return None
-                tensors.append(here)
-                made.append(part.start(here, wrong, self._device))
-            shapes = self._shapes.to(self._device, non_blocking=True)
-            wait = done(self._device)
+        return _quantize(self._parts if idle(self._device) else [self._whole], pairs, self._device)
 
-        def finish() -> list[Pair]:
-            found = self._pairs(made, shapes, tensors)  # while the GPU works
-            wait()
-            for part, here, wrong in zip(self._parts, tensors, bad.cpu().split_with_sizes(self._counts), strict=True):
-                part.check(here, wrong)
-            return found
 
-        return QuantizedBucket(self._outputs, finish)
+def _quantize(parts: Sequence[_Part], pairs: Sequence[Pair], device: torch.device) -> QuantizedBucket | None:
+    if sum(len(part.sent) for part in parts) != len(pairs):
+        return None
+    counts = [len(part.members) for part in parts]
+    made: list[list[Made]] = []
+    tensors: list[tuple[Tensor, ...]] = []
+    with working_on(device):
+        bad = torch.zeros(sum(counts), dtype=torch.int32, device=device)
+        end = 0
+        for part, wrong in zip(parts, bad.split_with_sizes(counts), strict=True):
+            begin, end = end, end + len(part.sent)
+            names, here = zip(*pairs[begin:end], strict=True)
+            if names != part.sent or not part.fits(*here):
+                return None
+            tensors.append(here)
+            made.append(part.start(here, wrong, device))
+        shapes = [part.shapes.to(device, non_blocking=True) for part in parts]
+        wait = done(device)
 
-    def _pairs(self, made: Sequence[Sequence[Made]], shapes: Tensor, tensors: Sequence[tuple[Tensor, ...]]) -> list[Pair]:
+    def finish() -> list[Pair]:
         found: list[Pair] = []
-        for part, flat, sizes, here in zip(self._parts, made, shapes.split_with_sizes(self._counts), tensors, strict=True):
+        for part, flat, sizes, here in zip(parts, made, shapes, tensors, strict=True):  # while the GPU works
             found += part.pairs(flat, sizes, [here[place].detach() for place in part.kept])
+        wait()
+        for part, here, wrong in zip(parts, tensors, bad.cpu().split_with_sizes(counts), strict=True):
+            part.check(here, wrong)
         return found
+
+    return QuantizedBucket(sum(len(part.outputs) for part in parts), finish)
 
 
 def plan_bucket(named: Sequence[Pair], known: Sequence[str], packed: frozenset[str], scheme: QuantScheme) -> BucketPlan | None:
@@ -209,7 +212,9 @@ def plan_bucket(named: Sequence[Pair], known: Sequence[str], packed: frozenset[s
         return None
     for place, weight in weights.items():
         check(weight, scheme, known[place])
-    return BucketPlan([_part(named[begin:end], known[begin:end], packed, scheme) for begin, end in _cuts(weights, len(named))], device)
+    cuts = list(_cuts(weights, len(named)))
+    parts = [_part(named[begin:end], known[begin:end], packed, scheme) for begin, end in cuts]
+    return BucketPlan(parts, parts[0] if len(cuts) == 1 else _part(named, known, packed, scheme), device)
 
 
 def _is_plain(weight: Tensor, device: torch.device) -> bool:

@@ -72,6 +72,11 @@ def working_on(device: torch.device) -> torch.cuda.device:
     return torch.cuda.device(device)
 
 
+def idle(device: torch.device) -> bool:
+    """Whether the device's current stream has nothing left to do."""
+    return torch.cuda.current_stream(device).query()
+
+
 def done(device: torch.device) -> Callable[[], None]:
     """A function that waits for what was started on the device's current stream until now."""
     event = torch.cuda.current_stream(device).record_event()

@@ -31,6 +31,12 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(online_cuda, "_FIRST", 128 * 192 * 256)
 
 
+@pytest.fixture(params=["idle", "busy"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the GPU has nothing to do, as the host sees it."""
+    monkeypatch.setattr("quant.online_cuda.idle", lambda device: request.param == "idle")
+
+
 def layer(dtype: torch.dtype = torch.bfloat16, seed: int = 0, wide: tuple[int, int] = (192, 256)) -> Named:
     """Experts of two shapes of one size, as gate, up and down are, and a router between them."""
     draw = torch.Generator().manual_seed(seed)
@@ -63,6 +69,7 @@ def on_the_cpu(bucket: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in bucket}
 
 
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("grid", ["qmax7", "minmax"])
 @pytest.mark.parametrize("group", [32, 64, None])
@@ -108,6 +115,7 @@ def test_buckets_stay_as_they_are_when_the_next_one_comes() -> None:
         )
 
 
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("place", [0, 50, 120])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_broken_weights_are_named_at_the_first_look_and_the_next_call_is_sound(place: int, value: float) -> None:

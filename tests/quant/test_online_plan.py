@@ -82,6 +82,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(online_cuda, "_FIRST", 128 * 16 * 64)
     monkeypatch.setattr(online_cuda, "launcher", lambda *_: Formula(found))
     monkeypatch.setattr(online_cuda, "working_on", nullcontext)
+    monkeypatch.setattr(online_cuda, "idle", lambda device: True)
     monkeypatch.setattr(online_cuda, "done", lambda device: lambda: None)
     monkeypatch.setattr(online_cuda, "_is_plain", lambda weight, device: weight.is_contiguous() and weight.device == device)
     monkeypatch.setattr(OnlineQuantizer, "_plan", lambda self, pairs, known: online_cuda.plan_bucket(pairs, known, self.served.packed, self.scheme))
@@ -109,6 +110,14 @@ def test_a_bucket_goes_in_parts_each_twice_as_large_as_the_one_before(launches: 
     online = quantizer(layer(experts=150))
     online.quantize(layer(experts=150))
     assert [one + other for one, other in zip(launches[::2], launches[1::2], strict=True)] == [128, 256, 66]
+
+
+def test_a_bucket_goes_at_once_while_the_gpu_has_work(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quant.online_cuda.idle", lambda device: False)
+    online = quantizer(layer())
+    for seed in range(2):
+        same(dict(online.quantize(layer(seed))), expected(layer(seed)))
+    assert [one + other for one, other in zip(launches[::2], launches[1::2], strict=True)] == [300, 300]
 
 
 def test_matrices_of_one_size_share_a_launch_whatever_their_shape(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
