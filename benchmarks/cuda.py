@@ -1,14 +1,25 @@
-"""Quantizing on a GPU against the least time that its memory allows, and against compressed-tensors on the same tensors.
+"""Quantizing on a GPU: the online quantizer's public call, its kernels alone, torch.compile and compressed-tensors, and the least time possible.
 
-The floor of a matrix is the bytes that must move (2 read, 0.5 and 2 / group written a weight) at the speed of a device copy measured
-in the same run. Times are medians of CUDA events; the layer of experts is also timed by the clock, from the call to its return.
+That floor is the bytes that must move (2 read, 0.5 and 2 / group written a weight) at the speed of a device copy measured in the same
+run. All work on the same BF16 matrices; the words of `minmax` are held to compressed-tensors' formula on the CPU before anything is timed.
+
+- `a call`: by the clock, from the Python call until the GPU is done; what it returned is dropped after that.
+- `calls in a row`: a bucket after the other by the clock, as a trainer streams them, what each returned dropped before the next.
+- `in a row, every tensor looked at`: the same with a pass over every name and tensor of each result.
+- `kernels alone`: one launch for each size of matrix into memory that is there already, from a CUDA graph, by CUDA events.
+- `torch.compile`: the same expression on the matrices of a shape as one stacked tensor (stacking them is not timed), a call for each
+  shape, everything by the clock; `from a graph`: its kernels alone.
+- compressed-tensors' own functions, a matrix at a time, on some of them: scaled up.
+
+`ms` is the median of several passes, some time apart, over all of these ways; `least` and `most` are those of a pass.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,58 +29,129 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
 from torch import Tensor
 
-from quant.kernels import quantize_pack
-from quant.scheme import QuantScheme
+from quant.grids import quantize
+from quant.online import OnlineQuantizer
+from quant.packing import pack
+from quant.scheme import QuantScheme, quantization_config
 
-ROUNDS = 10
+ROUNDS = 15
+IN_A_ROW = 12
+PASSES, PAUSE = 5, 0.7  # seconds: a virtual machine's cores may be slow for seconds together
 COPIED = 4 << 30  # bytes
-MATRIX = (2048, 7168)  # an expert of Kimi K2
+SAMPLE = 16  # matrices for compressed-tensors
+
+Named = list[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The routed experts of a layer: how many, and the shapes of their projections."""
+
+    what: str
+    experts: int
+    shapes: tuple[tuple[str, tuple[int, int]], ...]
+    cases: tuple[tuple[str, int], ...]  # grids and group sizes
+
+    def named(self) -> Named:
+        """BF16 matrices by name, as a trainer has them."""
+        return [
+            (f"model.layers.0.mlp.experts.{expert}.{projection}.weight", torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(0.02))
+            for expert in range(self.experts)
+            for projection, shape in self.shapes
+        ]
+
+
+def _experts(features: int, hidden: int) -> tuple[tuple[str, tuple[int, int]], ...]:
+    return ("gate_proj", (features, hidden)), ("up_proj", (features, hidden)), ("down_proj", (hidden, features))
+
+
+LAYERS = (
+    Layer("Qwen3-30B-A3B, a layer: 128 x 3", 128, _experts(768, 2048), (("minmax", 128), ("qmax7", 128), ("minmax", 32), ("qmax7", 32))),
+    Layer("128 x [1536, 2048]", 128, (("gate_proj", (1536, 2048)),), (("minmax", 128), ("qmax7", 128))),
+    Layer("Kimi K2, a layer: 384 x 3", 384, _experts(2048, 7168), (("minmax", 32), ("qmax7", 32))),
+)
 
 
 def rows() -> list[dict[str, Any]]:
-    """A row for each grid and group size, for a whole layer, and for compressed-tensors. Empty without CUDA."""
+    """A row for each layer, scheme and way. Empty without CUDA. Raises SystemExit where the bytes are not those of the CPU."""
     if not torch.cuda.is_available():
         return []
     speed = _copy_speed()
-    found: list[dict[str, Any]] = [{"what": "device copy", "GB/s": round(speed / 1e9)}]
-    experts = [torch.randn(MATRIX, device="cuda").mul_(0.02).bfloat16() for _ in range(48)]
-    many = experts * 24
-    for grid, group, symmetric in (("qmax7", 32, True), ("qmax7", 128, True), ("minmax", 32, True), ("minmax", 128, True), ("minmax", 128, False)):
-        scheme = QuantScheme(group, grid, symmetric=symmetric)
-        seconds = _events(partial(quantize_pack, many, scheme, _names(many)))
-        found.append(_row(f"1152 experts, {grid}{'' if symmetric else ', asymmetric'}, groups of {group}", many, scheme, seconds, speed))
-        if grid == "minmax" and symmetric:
-            found.append(_compressed_tensors(experts[:8], group, seconds / len(many)))
-    layer = experts * 16 + [expert.view(MATRIX[1], MATRIX[0]) for expert in experts] * 8
-    scheme = QuantScheme(32, "qmax7")
-    call = partial(quantize_pack, layer, scheme, _names(layer))
-    found.append(_row("a layer of 384 experts x 3, events", layer, scheme, _events(call), speed))
-    found.append(_row("a layer of 384 experts x 3, wall clock", layer, scheme, _clock(call), speed))
+    found: list[dict[str, Any]] = [{"layer": "device copy, bytes read and written", "way": f"{speed / 1e9:.0f} GB/s"}]
+    for layer in LAYERS:
+        named = layer.named()
+        for grid, group in layer.cases:
+            found += _rows(layer.what, named, QuantScheme(group, grid), speed)  # type: ignore[arg-type]
+        del named
+        torch.cuda.empty_cache()
     return found
 
 
-def _names(weights: Sequence[Tensor]) -> list[str]:
-    return list(map(str, range(len(weights))))
+def _rows(what: str, named: Named, scheme: QuantScheme, speed: float) -> list[dict[str, Any]]:
+    online, group = _online(named, scheme), scheme.group_size or 1
+    floor = sum(weight.numel() for _, weight in named) * (2.5 + 2 / group) / speed
+    _check(named, online, scheme)
+    call, compiled = partial(online.quantize, named), _compiled(named, scheme)
+    sample = [weight for _, weight in named[:SAMPLE]]
+    ways: dict[str, Callable[[], float]] = {
+        "a call": partial(_clock, call),
+        "calls in a row": partial(_in_a_row, call, len),
+        "in a row, every tensor looked at": partial(_in_a_row, call, list),
+        "kernels alone": partial(_graph, _kernels(named, scheme)),
+        "torch.compile": partial(_clock, compiled),
+        "torch.compile from a graph": partial(_graph, compiled),
+    }
+    if scheme.grid == "minmax":
+        ways["compressed-tensors"] = lambda: _clock(partial(_compressed_tensors, sample, group)) / len(sample) * len(named)
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(PASSES):
+        for way, measure in ways.items():
+            times[way].append(measure())
+        time.sleep(PAUSE)
+    torch.cuda.empty_cache()
+    return [
+        {
+            "layer": what,
+            "scheme": f"{scheme.grid}, groups of {group}",
+            "way": way,
+            "ms": f"{statistics.median(found) * 1e3:.3f}",
+            "least": f"{min(found) * 1e3:.3f}",
+            "most": f"{max(found) * 1e3:.3f}",
+            "floor ms": f"{floor * 1e3:.3f}",
+            "of the floor's speed": f"{floor / statistics.median(found):.3f}",
+        }
+        for way, found in times.items()
+    ]
 
 
-def _row(what: str, weights: Sequence[Tensor], scheme: QuantScheme, seconds: float, speed: float) -> dict[str, Any]:
-    count = sum(weight.numel() for weight in weights)
-    floor = count * (2 + 0.5 + 2 / (scheme.group_size or 1)) / speed
-    return {"what": what, "ms": round(seconds * 1e3, 3), "floor ms": round(floor * 1e3, 3), "of the floor's speed": round(floor / seconds, 3)}
+def _online(named: Iterable[tuple[str, Tensor]], scheme: QuantScheme) -> OnlineQuantizer:
+    config = {"num_hidden_layers": 1, "quantization_config": quantization_config(scheme)}
+    return OnlineQuantizer(config, [name + part for name, _ in named for part in ("_packed", "_scale", "_shape")])
+
+
+def _check(named: Named, online: OnlineQuantizer, scheme: QuantScheme) -> None:
+    """Raises SystemExit where a matrix of the first, last or a middle expert has other bytes than the formulas give on the CPU."""
+    bucket = dict(online.quantize(named))
+    for name, weight in (*named[:3], named[len(named) // 2], *named[-3:]):
+        codes, scale, _ = quantize(weight.cpu(), scheme, name)
+        expected = {"_packed": pack(codes), "_scale": scale, "_shape": torch.tensor(weight.shape)}
+        if not all(torch.equal(bucket[name + part].cpu(), tensor) for part, tensor in expected.items()):
+            raise SystemExit(f"{name}: the bytes are not those of the CPU, so there is nothing to compare")
 
 
 def _copy_speed() -> float:
     """Bytes read and written a second."""
     source = torch.empty(COPIED, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    return 2 * COPIED / _events(partial(target.copy_, source))
+    speed = 2 * COPIED / _events(partial(target.copy_, source))
+    del source, target
+    torch.cuda.empty_cache()
+    return speed
 
 
 def _events(call: Callable[[], object]) -> float:
-    call()
-    call()
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS + 2):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         start.record()
@@ -77,33 +159,99 @@ def _events(call: Callable[[], object]) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+    return statistics.median(times[2:])
+
+
+def _graph(call: Callable[[], object]) -> float:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = call()
+    seconds = _events(graph.replay)
+    del kept, graph
+    torch.cuda.empty_cache()  # what it was captured with
+    return seconds
 
 
 def _clock(call: Callable[[], object]) -> float:
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS + 2):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        call()
+        kept = call()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    return statistics.median(times)
+        del kept
+    return statistics.median(times[2:])
 
 
-def _compressed_tensors(weights: Sequence[Tensor], group: int, ours: float) -> dict[str, Any]:
+def _in_a_row(call: Callable[[], Any], look: Callable[[Any], object]) -> float:
+    """Seconds a call."""
+    times = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(IN_A_ROW):
+            look(call())
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) / IN_A_ROW)
+    return statistics.median(times[1:])
+
+
+def _kernels(named: Named, scheme: QuantScheme) -> Callable[[], object]:
+    # Imported here because it needs Triton, which is there wherever torch has CUDA.
+    from quant.triton_launch import launcher
+
+    sizes: dict[int, list[Tensor]] = {}
+    for _, weight in named:
+        sizes.setdefault(weight.numel(), []).append(weight)
+    jobs = []
+    for size, weights in sizes.items():
+        start = launcher(scheme, weights[0].shape[0], weights[0].shape[1], torch.bfloat16)
+        table = torch.tensor([weight.data_ptr() for weight in weights]).cuda()
+        words = torch.empty(len(weights) * size // 8, dtype=torch.int32, device="cuda")
+        scale = torch.empty(len(weights) * size // (scheme.group_size or 1), dtype=torch.bfloat16, device="cuda")
+        bad = torch.zeros(len(weights), dtype=torch.int32, device="cuda")
+        jobs.append((start.kernel[start.blocks, len(weights)], (table, words, scale, None, bad, *start.sizes), start.options))
+    return lambda: [kernel(*arguments, **options) for kernel, arguments, options in jobs]
+
+
+def _compiled(named: Named, scheme: QuantScheme) -> Callable[[], object]:
+    shapes: dict[torch.Size, list[Tensor]] = {}
+    for _, weight in named:
+        shapes.setdefault(weight.shape, []).append(weight)
+    stacks = [torch.stack(weights) for weights in shapes.values()]
+    torch.compiler.reset()
+    function = torch.compile(partial(_expression, group=scheme.group_size or 1, minmax=scheme.grid == "minmax"), dynamic=False)
+    return lambda: [function(stack) for stack in stacks]
+
+
+def _expression(weights: Tensor, group: int, minmax: bool) -> tuple[Tensor, Tensor]:
+    """Words and scales of [matrices, rows, columns], by the formulas of `quant.grids`."""
+    count, rows, columns = weights.shape
+    groups = weights.reshape(count, rows, columns // group, group)
+    high = groups.abs().amax(-1)
+    if minmax:
+        scale = high / 7.5
+        scale = torch.where(scale == 0, 0.0078125, scale)
+        codes = (groups / scale.unsqueeze(-1)).clamp(-8, 7).round()
+    else:
+        scale = (high.float() * (1 / 7)).clamp(min=1e-5)
+        codes = (groups.float() / scale.unsqueeze(-1)).round()
+    nibbles = (codes.to(torch.int32) + 8).reshape(count, rows, columns // 8, 8)
+    words = (nibbles << torch.arange(0, 32, 4, device=weights.device, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+    return words, scale.bfloat16()
+
+
+def _compressed_tensors(weights: Sequence[Tensor], group: int) -> None:
     args = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group)
     scheme = QuantizationScheme(targets=["Linear"], weights=args, format="pack-quantized")
-
-    def call() -> None:
-        for weight in weights:
-            scale, zero = compute_dynamic_scales_and_zp(weight, args, torch.nn.Linear(1, 1))
-            PackedQuantizationCompressor.compress({"weight": weight, "weight_scale": scale, "weight_zero_point": zero}, scheme)
-
-    seconds = _events(call) / len(weights)
-    return {"what": f"compressed-tensors, an expert, groups of {group}", "ms": round(seconds * 1e3, 3), "ratio to ours": round(seconds / ours, 1)}
+    for weight in weights:
+        scale, zero = compute_dynamic_scales_and_zp(weight, args, torch.nn.Linear(1, 1))
+        PackedQuantizationCompressor.compress({"weight": weight, "weight_scale": scale, "weight_zero_point": zero}, scheme)
 
 
 if __name__ == "__main__":
     for one in rows():
-        print(one)
+        print(*one.values(), sep=" | ")

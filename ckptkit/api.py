@@ -34,6 +34,7 @@ from converters.carried import FOLDER
 from converters.legacy import LegacyCheckpoint
 from converters.open import open_checkpoint
 from converters.planner import DIALECTS, MCORE, dims_of
+from converters.unsaid import UNSAID, unsaid
 from quant.readers import ALL_READERS
 
 if TYPE_CHECKING:
@@ -286,13 +287,20 @@ def _quantization(checkpoint: HfCheckpoint) -> str | None:
 def model_arguments(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
     """Megatron-LM arguments (argparse names) of the model at `path`, from its HF config; a lone config.json is enough.
 
-    Raises CkptkitError for a model that is not supported, or that Megatron has no arguments for.
+    Where they alone would build another model, `no_argument_for` lists what they do not say. Raises CkptkitError for a model
+    that is not supported, or that Megatron has no arguments for.
     """
     if (config := config_at(place(path))) is not None:
         refuse_hf(hf, path)
-        return megatron_args(dims_of(config))
+        return _arguments(config)
     with _read(path, hf) as (here, its_hf):
-        return megatron_args(dims_of(open_checkpoint(here, hf=its_hf).config))
+        return _arguments(open_checkpoint(here, hf=its_hf).config)
+
+
+def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    dims = dims_of(config)
+    lines = unsaid(dims)
+    return megatron_args(dims) | ({UNSAID: lines} if lines else {})
 
 
 def _format(location: Location) -> str:

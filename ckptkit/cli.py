@@ -153,7 +153,7 @@ def _print_written(written: Written, dry_run: bool, as_json: bool) -> None:
     from ckptkit.forecast import lines
 
     for note in written.notes:
-        click.echo(f"note: {note}", err=True)
+        _echo(f"note: {note}", err=True)
     size = f"{written.tensors} tensors, {written.bytes / 1e9:.3f} GB" + (f", dequantized from {written.dequantized}" if written.dequantized else "")
     if dry_run:
         _echo(f"would write {written.destination} ({written.format}): {size}")

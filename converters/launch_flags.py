@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from converters.mla import WITHOUT_FLAG
+from converters.unsaid import UNSAID
 
 # What follows from the others, or is a choice of the run and not of the model.
 _LEFT_OUT = {
@@ -26,11 +27,12 @@ _NEGATED = {"add_bias_linear": "--disable-bias-linear", "yarn_correction_range_r
 def launch_flags(args: Mapping[str, Any]) -> list[str]:
     """Each argument as one line (`--num-layers 48`), values quoted for a shell; what is off or Megatron's default None is left out.
 
-    What no flag can say, and Megatron's default is wrong for, is a comment.
+    What no flag can say is a comment: `converters.unsaid`, and arguments without a flag for which Megatron's default is wrong.
     """
     flags = [" ".join([flag, *map(shlex.quote, values)]) for flag, values in _flags(args)]
-    unsaid = {name: default for name, default in WITHOUT_FLAG.items() if args.get(name, default) != default}
-    return flags + [f"# no flag says this: set args.{name} = {args[name]} (else {default}) before the model is built" for name, default in unsaid.items()]
+    named = {name: default for name, default in WITHOUT_FLAG.items() if args.get(name, default) != default}
+    lines = [f"set args.{name} = {args[name]} (else {default}) before the model is built" for name, default in named.items()]
+    return flags + [f"# no flag says this: {line}" for line in (*lines, *args.get(UNSAID, ()))]
 
 
 def _flags(args: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
@@ -39,7 +41,7 @@ def _flags(args: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
         yield "--num-query-groups", [str(args["num_query_groups"])]
     for name, value in args.items():
         flag = "--" + name.replace("_", "-")
-        if name in _LEFT_OUT or name in WITHOUT_FLAG or value is None:
+        if name in _LEFT_OUT or name in WITHOUT_FLAG or name == UNSAID or value is None:
             continue
         if name in _NEGATED:
             yield from [] if value else [(_NEGATED[name], [])]

@@ -5,10 +5,10 @@ What SGLang cannot take online is refused before the first byte. The bytes are t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,14 @@ from quant.kernels import quantize_pack
 from quant.scheme import Grid, QuantScheme, read_scheme
 from quant.served import Served, served
 
+if TYPE_CHECKING:
+    from quant.online_cuda import BucketPlan
+
 # For one call of load_weights: names and tensors, parts of packed weights in the order packed, scale, shape.
-Bucket = list[tuple[str, Tensor]]
+Bucket = Sequence[tuple[str, Tensor]]
 Named = Iterable[tuple[str, Tensor]]
+
+_PLANS = 1024  # buckets whose plan is remembered
 
 
 class OnlineQuantizer:
@@ -48,6 +53,7 @@ class OnlineQuantizer:
         self.scheme = replace(scheme, grid=grid) if grid else scheme
         self.served = served(config, self.scheme, reference)
         self.waiting_bytes = waiting_bytes
+        self._plans: dict[tuple[int, str], BucketPlan] = {}
 
     def begin(self) -> Session:
         """Starts an update of all weights."""
@@ -61,8 +67,35 @@ class OnlineQuantizer:
         yield from session.finish()
 
     def quantize(self, named: Named) -> Bucket:
-        """These tensors as SGLang takes them, at once and without a session: nothing waits, and nobody counts what is missing."""
-        return quantize_bucket([(self.served.name(name, tensor), tensor) for name, tensor in named], self.served, self.scheme)
+        """These tensors as SGLang takes them, at once and without a session: nothing waits, and nobody counts what is missing.
+
+        Of many matrices on a GPU the work is started on the current stream, and the result is a sequence, not a list: its first look waits
+        for the GPU, and raises what is said below of weights that are not finite. Until then the weights are held, and must not change.
+
+        Raises CkptkitError, naming the tensor, for what the checkpoint does not have, what cannot be quantized and weights that are not finite.
+        """
+        pairs = list(named)
+        if not pairs:
+            return []
+        key = (len(pairs), pairs[0][0])
+        if (plan := self._plans.get(key)) and (bucket := plan.quantize(pairs)) is not None:
+            return bucket
+        known = [self.served.name(name, tensor) for name, tensor in pairs]
+        if plan := self._plan(pairs, known):
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+            if (bucket := plan.quantize(pairs)) is not None:
+                return bucket
+        return quantize_bucket([(name, tensor) for name, (_, tensor) in zip(known, pairs, strict=True)], self.served, self.scheme)
+
+    def _plan(self, pairs: Sequence[tuple[str, Tensor]], known: Sequence[str]) -> BucketPlan | None:
+        if not any(tensor.is_cuda for _, tensor in pairs):
+            return None
+        # Imported here because it needs Triton, which is there wherever torch has CUDA.
+        from quant.online_cuda import plan_bucket
+
+        return plan_bucket(pairs, known, self.served.packed, self.scheme)
 
 
 class Session:
@@ -73,8 +106,8 @@ class Session:
     """
 
     def __init__(self, quantizer: OnlineQuantizer) -> None:
-        self._served, self._scheme, self._limit = quantizer.served, quantizer.scheme, quantizer.waiting_bytes
-        self._waiting: dict[str, Bucket] = {}
+        self._quantizer, self._served, self._limit = quantizer, quantizer.served, quantizer.waiting_bytes
+        self._waiting: dict[str, list[tuple[str, Tensor]]] = {}
         self._left = dict(quantizer.served.sizes)
         self._bytes = dict.fromkeys(quantizer.served.sizes, 0)
         self._delivered: set[str] = set()
@@ -126,7 +159,7 @@ class Session:
 
     def _bucket(self, key: str) -> Bucket:
         self._bytes[key] = 0
-        return quantize_bucket(self._waiting.pop(key), self._served, self._scheme)
+        return self._quantizer.quantize(self._waiting.pop(key))
 
 
 def check_complete(packed: frozenset[str], delivered: Iterable[str], elsewhere: Iterable[str] = ()) -> None:
@@ -138,7 +171,7 @@ def check_complete(packed: frozenset[str], delivered: Iterable[str], elsewhere: 
         )
 
 
-def quantize_bucket(named: Bucket, what: Served, scheme: QuantScheme) -> Bucket:
+def quantize_bucket(named: Bucket, what: Served, scheme: QuantScheme) -> list[tuple[str, Tensor]]:
     """Tensors by their names in the checkpoint, all packed ones quantized together: one launch on a GPU.
 
     `N.weight` [rows, columns] gives `N.weight_packed` int32 [rows, columns / 8], `N.weight_scale` [rows, groups] and `N.weight_shape`
@@ -150,7 +183,7 @@ def quantize_bucket(named: Bucket, what: Served, scheme: QuantScheme) -> Bucket:
     # One copy to the device for all of them.
     shapes = torch.tensor([weight.shape for weight in weights], dtype=torch.int64).to(weights[0].device).unbind() if chosen else ()
     shape_of = dict(zip(names, shapes, strict=True))
-    bucket: Bucket = []
+    bucket: list[tuple[str, Tensor]] = []
     for name, tensor in named:
         if name not in packed:
             bucket.append((name, tensor.detach()))

@@ -13,7 +13,7 @@ import triton.language as tl
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23
 _MAGIC = tl.constexpr(12582912.0 + 8.0)  # and the 8 that is added to every code
 _MAGIC_BITS = 0x4B400000
-_MAGIC_SUM = tl.constexpr(((sum(_MAGIC_BITS << 4 * place for place in range(8)) + (1 << 31)) & 0xFFFFFFFF) - (1 << 31))  # wrapped to int32
+MAGIC_SUM = tl.constexpr(((sum(_MAGIC_BITS << 4 * place for place in range(8)) + (1 << 31)) & 0xFFFFFFFF) - (1 << 31))  # wrapped to int32
 _SEVENTH = tl.constexpr(0.14285714924335479736328125)  # float32(1 / 7)
 TINY = tl.constexpr(2.0**-64)  # reciprocals of smaller scales, and residuals, could leave float32's range
 BOOST = tl.constexpr(2.0**80)
@@ -62,7 +62,7 @@ def _rounded(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _nibbles(x, scale, inverse, zero, WIDE: tl.constexpr, MINMAX: tl.constexpr, ASYMMETRIC: tl.constexpr):  # type: ignore[no-untyped-def]
+def nibbles(x, scale, inverse, zero, WIDE: tl.constexpr, MINMAX: tl.constexpr, ASYMMETRIC: tl.constexpr):  # type: ignore[no-untyped-def]
     """`_MAGIC_BITS` + 8 + code, int32, for every weight; scale, inverse and zero broadcast."""
     quotient = x * inverse
     quotient = tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
@@ -104,8 +104,8 @@ def grouped(  # type: ignore[no-untyped-def]
             x = x * boost[:, None, None]
     inverse = tl.div_rn(1.0, divisor)
     first = matrix.to(tl.int64) * groups
-    bits = _nibbles(x, divisor[:, None, None], inverse[:, None, None], zero[:, None, None], WIDE, MINMAX, ASYMMETRIC)
-    packed = tl.sum(bits << (4 * tl.arange(0, 8))[None, None, :], 2) - _MAGIC_SUM
+    bits = nibbles(x, divisor[:, None, None], inverse[:, None, None], zero[:, None, None], WIDE, MINMAX, ASYMMETRIC)
+    packed = tl.sum(bits << (4 * tl.arange(0, 8))[None, None, :], 2) - MAGIC_SUM
     tl.store(words + first * WORDS + word, packed, mask=inside[:, None])
     stored = scale.to(STORED)
     tl.store(scales + first + group, stored, mask=inside)
@@ -146,8 +146,8 @@ def channelwise(  # type: ignore[no-untyped-def]
         tl.store(zeros + at, zero.to(tl.int8))
     for start in range(0, columns, TILE):
         x = tl.load(weight + start + place, mask=start + place < columns, other=0).to(tl.float32)
-        bits = _nibbles(x * boost, scale * boost, inverse, zero, WIDE, MINMAX, ASYMMETRIC)
-        packed = tl.sum(bits << (4 * tl.arange(0, 8))[None, :], 1) - _MAGIC_SUM
+        bits = nibbles(x * boost, scale * boost, inverse, zero, WIDE, MINMAX, ASYMMETRIC)
+        packed = tl.sum(bits << (4 * tl.arange(0, 8))[None, :], 1) - MAGIC_SUM
         word = start // 8 + tl.arange(0, TILE // 8)
         tl.store(words + at * (columns // 8) + word, packed, mask=word < columns // 8)
 

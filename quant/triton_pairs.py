@@ -1,6 +1,7 @@
-"""The `minmax` grid of bfloat16 weights with bfloat16 scales on a GPU, two weights in a register wherever the formula rounds to bfloat16.
+"""Groups of bfloat16 weights with bfloat16 scales on a GPU, two weights in a register as long as that is exact.
 
-Fewer instructions than `quant.triton_kernel` takes, and the same bytes:
+Fewer instructions than `quant.triton_kernel` takes, and the same bytes. Minima and maxima of both grids are found in pairs, and a thread
+has four words of one group. `qmax7` goes on in float32, with that module's arithmetic; of `minmax`, which rounds to bfloat16, the rest is in pairs, too:
 
 - x / s is x * (1 / s) in float32, rounded to bfloat16. Both are right to 2**-17: a quotient of two 8-bit significands is never a
   midpoint m of bfloat16 (9 bits: m * s = x asks that an odd number above 256 divide x), and x and m * s, 17 bits, differ by 2**-17
@@ -14,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quant.triton_kernel import BOOST, TINY, scales_of
+from quant.triton_kernel import BOOST, MAGIC_SUM, TINY, nibbles, scales_of
 
 
 def _word_of_eight(asymmetric: bool) -> str:
@@ -40,7 +41,7 @@ def _word_of_eight(asymmetric: bool) -> str:
 
 _SYMMETRIC_WORD, _ASYMMETRIC_WORD = tl.constexpr(_word_of_eight(False)), tl.constexpr(_word_of_eight(True))
 _THREE_INPUTS, _FOUR_INPUTS = (tl.constexpr(",".join(["=r"] * 4 + ["r"] * 4 * inputs)) for inputs in (3, 4))
-_MAGIC_SUM = tl.constexpr(((sum(0x43404340 << 4 * place for place in range(4)) + (1 << 31)) & 0xFFFFFFFF) - (1 << 31))  # wrapped to int32
+_PAIRS_MAGIC_SUM = tl.constexpr(((sum(0x43404340 << 4 * place for place in range(4)) + (1 << 31)) & 0xFFFFFFFF) - (1 << 31))  # wrapped to int32
 
 
 @triton.jit
@@ -89,9 +90,32 @@ def _extremes(pairs, ASYMMETRIC: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _words_of_qmax7(pairs, scale):  # type: ignore[no-untyped-def]
+    """Words [lanes, groups, turns, 1] of pairs [lanes, groups, turns, 4]: codes of both halves, as `quant.triton_kernel.grouped` makes them."""
+    inverse = tl.div_rn(1.0, scale)
+    low = nibbles(_lower_half(pairs), scale, inverse, 0.0, tl.bfloat16, False, False)
+    high = nibbles(_upper_half(pairs), scale, inverse, 0.0, tl.bfloat16, False, False)
+    return tl.sum((low + (high << 4)) << (8 * tl.arange(0, 4))[None, None, None, :], 3, keep_dims=True) - MAGIC_SUM
+
+
+@triton.jit
+def _words_of_minmax(pairs, scale, zero, ASYMMETRIC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `_words_of_qmax7`."""
+    boost = tl.where(scale < TINY, BOOST, 1.0)
+    inverse = tl.div_rn(1.0, scale * boost)
+    if ASYMMETRIC:
+        both = zero.to(tl.int32, bitcast=True)
+        both = both | (both >> 16) & 0xFFFF
+        quads = tl.inline_asm_elementwise(_ASYMMETRIC_WORD, _FOUR_INPUTS, [pairs, boost, inverse, both], dtype=tl.int32, is_pure=True, pack=4)
+    else:
+        quads = tl.inline_asm_elementwise(_SYMMETRIC_WORD, _THREE_INPUTS, [pairs, boost, inverse], dtype=tl.int32, is_pure=True, pack=4)
+    return tl.sum(quads, 3, keep_dims=True) - _PAIRS_MAGIC_SUM
+
+
+@triton.jit
 def paired(  # type: ignore[no-untyped-def]
     table, words, scales, zeros, bad, groups,
-    EPS: tl.constexpr, ASYMMETRIC: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    EPS: tl.constexpr, MINMAX: tl.constexpr, ASYMMETRIC: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One matrix of `groups` groups along the second grid axis, TILE // GROUP groups of it along the first."""
     BLOCK: tl.constexpr = TILE // GROUP
@@ -108,17 +132,10 @@ def paired(  # type: ignore[no-untyped-def]
     word = group.to(tl.int64) * WORDS + turn * LANES + lane
     pairs = tl.load(weight + word * 4 + tl.arange(0, 4)[None, None, None, :], mask=inside, other=0)
     low, high = _extremes(pairs, ASYMMETRIC)
-    scale, zero = scales_of(low, high, tl.bfloat16, tl.bfloat16, EPS, True, ASYMMETRIC)
-    boost = tl.where(scale < TINY, BOOST, 1.0)
-    inverse = tl.div_rn(1.0, scale * boost)
-    if ASYMMETRIC:
-        both = zero.to(tl.int32, bitcast=True)
-        both = both | (both >> 16) & 0xFFFF
-        quads = tl.inline_asm_elementwise(_ASYMMETRIC_WORD, _FOUR_INPUTS, [pairs, boost, inverse, both], dtype=tl.int32, is_pure=True, pack=4)
-    else:
-        quads = tl.inline_asm_elementwise(_SYMMETRIC_WORD, _THREE_INPUTS, [pairs, boost, inverse], dtype=tl.int32, is_pure=True, pack=4)
+    scale, zero = scales_of(low, high, tl.bfloat16, tl.bfloat16, EPS, MINMAX, ASYMMETRIC)
     first = matrix.to(tl.int64) * groups
-    tl.store(words + first * WORDS + word, tl.sum(quads, 3, keep_dims=True) - _MAGIC_SUM, mask=inside)
+    packed = _words_of_minmax(pairs, scale, zero, ASYMMETRIC) if MINMAX else _words_of_qmax7(pairs, scale)
+    tl.store(words + first * WORDS + word, packed, mask=inside)
     stored = scale.to(tl.bfloat16)
     tl.store(scales + first + group, stored, mask=inside)
     tl.store(bad + matrix + group * 0, 1, mask=inside & ~(stored.to(tl.float32) < float("inf")))

@@ -166,7 +166,7 @@ def _megatron(role: str, option: str, root: Path, step: int | None) -> Side:
     if not (root / TRACKER).exists():
         return _untracked(role, option, root, step)
     # Megatron loads release/ whatever the step is.
-    if step and (root / TRACKER).read_text().strip() != "release":
+    if step and (root / TRACKER).read_text(errors="replace").strip() != "release":
         return _step(role, option, root, step)
     try:
         path = tracked(root)

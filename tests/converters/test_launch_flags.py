@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from families import CASES
 
+from ckptkit.api import model_arguments
 from ckptkit.cli import cli
 from converters.arguments import megatron_args
 from converters.launch_flags import launch_flags, pattern
@@ -61,6 +64,7 @@ GLM_4_5: dict[str, Any] = {
     "num_nextn_predict_layers": 1,
 }
 
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e\+\d+)?(?![\w.])")
 EVERY_MOE = {"--moe-router-dtype fp32", "--moe-grouped-gemm", "--moe-router-topk 8", "--untie-embeddings-and-output-weights", "--disable-bias-linear"}
 
 
@@ -143,3 +147,103 @@ def test_nothing_is_missing_for_use_checkpoint_args(config: dict[str, Any]) -> N
     args = megatron_args(dims_of(config))
     assert [name for name in _TAKEN if name not in args] == []
     assert args["attention_dropout"] == args["hidden_dropout"] == 0.0
+
+
+# As published for google/gemma-3-27b-it, and for google/gemma-3-1b-it.
+GEMMA_3_27B: dict[str, Any] = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
+GEMMA_3_1B: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+
+
+def comments(tmp_path: Path, config: dict[str, Any]) -> list[str]:
+    """The comments of `inspect --megatron-args`, each without the words that all of them begin with."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = CliRunner().invoke(cli, ["inspect", "--megatron-args", str(tmp_path)])
+    assert done.exit_code == 0
+    return [line.strip().removeprefix("# no flag says this: ") for line in done.output.splitlines() if line.strip().startswith("#")]
+
+
+def test_what_gemma3_needs_beyond_flags_is_said(tmp_path: Path) -> None:
+    """Megatron-Bridge's Gemma3ModelProvider has all of these, Megatron-LM's options none. sqrt(5376) is 73.3212, 168**-0.5 is 0.0771517."""
+    said = comments(tmp_path, GEMMA_3_27B)
+    assert [line.partition(":")[0] for line in said] == [
+        "the gated MLP of gelu's tanh approximation",
+        "a rotary base of 10000 in layers with a window (--rotary-base is that of the others)",
+        "linear rope scaling by 8 in layers without a window",
+        "the scale of attention",
+        "embeddings times 73.3212",
+        "norms after attention and after the MLP, inside their last linear layers",
+    ]
+    assert said[3].startswith("the scale of attention: set config.softmax_scale = 0.077151674")
+    assert said[3].endswith("(else 0.08838834764831845, of the head size)")
+    as_json = json.loads(CliRunner().invoke(cli, ["inspect", "--megatron-args", "--json", str(tmp_path)]).output)
+    assert as_json["no_argument_for"] == said
+    assert (as_json["rotary_base"], as_json["swiglu"]) == (1000000, False)
+
+
+def test_what_follows_from_the_head_size_and_is_not_scaled_needs_no_word(tmp_path: Path) -> None:
+    assert [line.partition(":")[0] for line in comments(tmp_path, GEMMA_3_1B)] == [
+        "the gated MLP of gelu's tanh approximation",
+        "a rotary base of 10000 in layers with a window (--rotary-base is that of the others)",
+        "embeddings times 33.9411",
+        "norms after attention and after the MLP, inside their last linear layers",
+    ]
+
+
+@pytest.mark.parametrize("config", [QWEN3_30B_A3B, GLM_4_5])
+def test_a_model_that_flags_build_has_no_comment(config: dict[str, Any], tmp_path: Path) -> None:
+    assert comments(tmp_path, config) == []
+    assert "no_argument_for" not in model_arguments(tmp_path)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_family_says_its_gate_and_its_rotary_embedding(name: str, tmp_path: Path) -> None:
+    """Against the config classes of transformers: its activation, and how its rotary embedding is scaled."""
+    config = CASES[name].config()
+    text = config.get_text_config()
+    stated = CASES[name].edit(json.loads(config.to_json_string(use_diff=False)))
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    args = model_arguments(tmp_path)
+    lines = launch_flags(args)
+    gate = getattr(text, "hidden_activation", None) or text.hidden_act
+    said = {"silu": "--swiglu", "gelu_pytorch_tanh": "# no flag says this: the gated MLP of gelu's tanh approximation"}[gate]
+    if text.model_type == "gpt_oss":
+        said = "--quick-geglu"  # transformers `GptOssExperts`, whatever hidden_act says
+    assert [line for line in lines if line.startswith(said)]
+    ropes = text.rope_parameters
+    numbers = {kind: [float(number) for line in lines if kind in line for number in NUMBER.findall(line)] for kind in ("rotary", "scaling", "interpolation")}
+    for rope in ropes.values() if "full_attention" in ropes else [ropes]:
+        assert rope["rope_theta"] in numbers["rotary"]
+        assert rope["rope_type"] == "default" or rope["factor"] in numbers["scaling"] + numbers["interpolation"]
+    assert bool(args.get("no_argument_for")) == (text.model_type in ("gemma3_text", "minimax_m2"))

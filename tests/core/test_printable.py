@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -189,3 +190,16 @@ def test_printable_leaves_what_can_be_seen() -> None:
         assert printable(text) == text
     assert printable("\t\x00\u00ad\u061c\ud800\U000e0001") == "\\x09\\x00\\xad\\u061c\\ud800\\U000e0001"
     assert json.loads(json_text({EVIL: EVIL})) == {EVIL: EVIL}
+
+
+def test_nothing_is_printed_but_through_the_functions_that_escape() -> None:
+    root = Path(__file__).resolve().parents[2]
+    files = [file for package in ("ckptkit", "converters", "quant", "verify") for file in sorted((root / package).rglob("*.py"))]
+    calls = [(file, node) for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    prints = {"print", "click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write"}
+    found = [f"{file.relative_to(root)}: {ast.unparse(node)}" for file, node in calls if ast.unparse(node.func) in prints]
+    assert found == [
+        "ckptkit/cli.py: click.echo('\\n'.join(map(printable, lines)), err=err)",
+        "ckptkit/cli.py: click.echo(json_text(content))",
+        "ckptkit/cli.py: click.secho('error: ', fg='red', bold=True, nl=False, err=True)",
+    ]

@@ -21,7 +21,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "failure-modes.md"
 MODES = [f"F{number}" for number in range(1, 30)]
 # What files cannot show, and what is no defect of a checkpoint.
 WITHOUT_MUTATION = {"F11", "F16", "F17", "F26"}
-NORM = Mutation("test", "a test", ("F5",), "configuration", "CK702", lambda path, place: None, {"qwen2/hf": "norm_epsilon"}, with_source=True)
+NORM = Mutation("test", "a test", ("F5",), "configuration", "CK702", lambda path, place: None, {"qwen2/hf": "rms_norm_eps"}, with_source=True)
 
 
 def other_epsilon(path: Path, place: str) -> None:
@@ -95,15 +95,15 @@ def test_one_that_changes_something_is_found(starts: Starts, tmp_path: Path) -> 
 
 
 def judged(mutation: Mutation, *findings: Finding) -> str | None:
-    return missed(mutation, "norm_epsilon", Report("0", (), "here", None, [], findings, {}))
+    return missed(mutation, "rms_norm_eps", Report("0", (), "here", None, [], findings, {}))
 
 
 def test_what_is_not_found_as_it_should_be_is_missed() -> None:
-    right = Finding("CK702", "norm_epsilon = 1e-05", "norm_epsilon = 0.001", "")
+    right = Finding("CK702", "rms_norm_eps = 1e-05", "rms_norm_eps = 0.001", "")
     assert judged(NORM, right) is None
     assert judged(NORM) == "CK702 found nothing; findings are of no check"
     assert judged(NORM, replace(right, code="CK701")) == "CK702 found nothing; findings are of CK701"
-    assert "names norm_epsilon" in (judged(NORM, replace(right, expected="rotary_base = 1", actual="rotary_base = 2")) or "")
+    assert "names rms_norm_eps" in (judged(NORM, replace(right, expected="rotary_base = 1", actual="rotary_base = 2")) or "")
     assert judged(NORM, replace(right, severity="warning")) == "CK702 is only a warning"
     assert judged(NORM, right, replace(right, code="CK104")) == "the level is headers (CK104, CK702), the registry says configuration"
 

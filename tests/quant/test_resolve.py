@@ -134,7 +134,7 @@ def test_only_some_readers_must_agree() -> None:
         resolve(specs_of(QWEN), QWEN, scheme(*ignore), readers=["slime"])
     with pytest.raises(CkptkitError, match="unknown reader 'trtllm'"):
         resolve(specs_of(QWEN), QWEN, scheme(*ignore), readers=["trtllm"])
-    assert set(ALL_READERS) == {"sglang", "vllm", "transformers", "slime"}
+    assert set(ALL_READERS) == {"sglang", "vllm", "transformers", "slime", "miles"}
 
 
 # Rows and columns on a rank that fit a tile or do not: of a plain layer [64, 128] and, by group, of an expert.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -195,6 +196,20 @@ def test_report_onto_a_file_of_the_checkpoint_by_a_link_is_refused(releases: Pat
     assert (result.exit_code, result.stdout) == (2, "")
     assert "is no .json report of ckptkit" in result.stderr
     assert (model / "config.json").read_bytes() == before
+
+
+def test_report_onto_a_file_of_the_checkpoint_by_a_mount_is_refused(releases: Paths, copy_of: CopyOf, tmp_path: Path) -> None:
+    model, report = copy_of(releases("qwen2-tied")), tmp_path / "report.json"
+    before = (model / "config.json").read_bytes()
+    report.touch()
+    if (done := subprocess.run(["mount", "--bind", model / "config.json", report], check=False, capture_output=True, text=True)).returncode:
+        pytest.skip(f"no bind mount here: {done.stderr.strip()}")
+    try:
+        with pytest.raises(CkptkitError, match=r"is no .json report of ckptkit"):
+            write_report(REPORT, report)
+        assert (model / "config.json").read_bytes() == before
+    finally:
+        subprocess.run(["umount", report], check=True)
 
 
 def test_report_beside_a_file_named_like_its_partial_leaves_it(tmp_path: Path) -> None:

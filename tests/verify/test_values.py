@@ -105,6 +105,15 @@ def test_experts_shifted_by_one(releases: Make, copy_of: Copy, codes: Codes) -> 
     assert [(finding.tensor, finding.count) for finding in report.findings] == [("model.layers.2.mlp.experts.{0..11}.down_proj.weight", 12)]
 
 
+def test_two_exchanged_layers_are_one_finding_that_blames_no_pipeline_stage(releases: Make, copy_of: Copy, only: Only) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    for name in [name for name in models.tensors(path) if name.startswith("model.layers.3.")]:
+        swap(path, name, name.replace(".3.", ".8.", 1))
+    finding = only(verify(path, source=releases("qwen2-tied")))
+    assert (finding.code, finding.actual) == ("CK202", "layers 3 and 8 are exchanged")
+    assert "pipeline" not in finding.hint
+
+
 def test_the_hf_side_gives_the_config_where_megatron_has_none(releases: Make, converted: Make, copy_of: Copy) -> None:
     path = copy_of(converted("qwen2-tied"))
     shutil.rmtree(path / "hf")

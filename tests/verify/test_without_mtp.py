@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import models
@@ -12,7 +13,7 @@ import pytest
 import torch
 from families import CASES
 from families.case import save
-from families.mtp import with_tensors
+from families.mtp import small, with_tensors
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -164,3 +165,11 @@ def test_the_language_model_under_those_names_is_quantized_as_any_other(reap: Pa
     assert not any("embed_tokens" in name or name.endswith(".mlp.gate.weight_packed") for name in packed)
     passes(verify(tmp_path / "int4", source=reap))
     assert json.loads((tmp_path / "int4" / "config.json").read_text())["model_type"] == "qwen3_5_moe_text"
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_real_megatron_loads_it_as_a_model_without_the_layer(tmp_path: Path) -> None:
+    case = with_tensors(small(CASES["glm4_moe-mtp"], 3), lambda key: False)
+    save("mtp", case, tmp_path / "release", torch.bfloat16)
+    convert(tmp_path / "release", tmp_path / "megatron")
+    passes(verify(tmp_path / "megatron", source=tmp_path / "release", against=frozenset({"megatron"})))

@@ -1,0 +1,159 @@
+"""The online quantizer's public call on a GPU: the bytes of the CPU, whatever is sent, and errors that name the tensor."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from online_model import config, names_of, release, same
+from torch import Tensor
+
+from ckptkit.errors import CkptkitError
+from quant.grids import quantize
+from quant.online import OnlineQuantizer
+from quant.packing import pack
+from quant.scheme import QuantScheme
+
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(600)]
+
+Named = list[tuple[str, Tensor]]
+EXPERTS = 50
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the 150 matrices of a layer, 128 come first."""
+    from quant import online_cuda
+
+    monkeypatch.setattr(online_cuda, "_FIRST", 128 * 192 * 256)
+
+
+@pytest.fixture(params=["idle", "busy"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the GPU has nothing to do, as the host sees it."""
+    monkeypatch.setattr("quant.online_cuda.idle", lambda device: request.param == "idle")
+
+
+def layer(dtype: torch.dtype = torch.bfloat16, seed: int = 0, wide: tuple[int, int] = (192, 256)) -> Named:
+    """Experts of two shapes of one size, as gate, up and down are, and a router between them."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"gate_proj": wide, "up_proj": wide, "down_proj": wide[::-1]}
+    named = [
+        (f"model.layers.0.mlp.experts.{expert}.{projection}.weight", torch.randn(shape, generator=draw).to(dtype).cuda())
+        for expert in range(EXPERTS)
+        for projection, shape in shapes.items()
+    ]
+    return [*named[:7], ("model.layers.0.mlp.gate.weight", torch.randn((EXPERTS, 256), generator=draw).cuda()), *named[7:]]
+
+
+def quantizer(named: Iterable[tuple[str, Tensor]], group: int | None = 32, grid: str = "qmax7") -> OnlineQuantizer:
+    shape = {"strategy": "group", "group_size": group} if group else {"strategy": "channel", "group_size": None}
+    return OnlineQuantizer(config(grid=grid, **shape), names_of([name for name, _ in named]))
+
+
+def expected(named: Named, group: int | None = 32, grid: Any = "qmax7") -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in named:
+        if ".experts." not in name:
+            found[name] = tensor.cpu()
+            continue
+        codes, scale, _ = quantize(tensor.cpu(), QuantScheme(group, grid), name)
+        found |= {f"{name}_packed": pack(codes), f"{name}_scale": scale, f"{name}_shape": torch.tensor(tensor.shape)}
+    return found
+
+
+def on_the_cpu(bucket: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in bucket}
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("grid", ["qmax7", "minmax"])
+@pytest.mark.parametrize("group", [32, 64, None])
+def test_a_bucket_on_a_gpu_has_the_bytes_of_the_cpu_at_every_call(group: int | None, grid: str, dtype: torch.dtype) -> None:
+    online = quantizer(layer(), group, grid)
+    for seed in range(3):
+        named = layer(dtype, seed)
+        bucket = online.quantize(named)
+        wanted = expected(named, group, grid)
+        assert [name for name, _ in bucket] == list(wanted)
+        assert len(bucket) == len(wanted)
+        assert all(tensor.is_cuda and tensor.is_contiguous() for _, tensor in bucket)
+        same(on_the_cpu(bucket), wanted)
+
+
+def test_other_shapes_under_the_same_names_are_worked_out_anew() -> None:
+    online = quantizer(layer())
+    for named in (layer(), layer(wide=(64, 512)), layer(torch.float32), layer()):
+        same(on_the_cpu(online.quantize(named)), expected(named))
+
+
+def test_views_are_read_where_they_lie() -> None:
+    """Shifted by one weight, so that no load is aligned; and columns of a larger matrix."""
+    online = quantizer(layer())
+    for number, cut in enumerate((lambda whole: whole.view(-1)[1 : 1 + 192 * 256].view(192, 256), lambda whole: whole.view(193, 512)[1:, 100:356])):
+        whole = torch.randn(193 * 512, generator=torch.Generator().manual_seed(number)).bfloat16().cuda()
+        for _ in range(2):
+            named = [(name, cut(whole) if name.endswith("experts.3.up_proj.weight") else tensor) for name, tensor in layer()]
+            same(on_the_cpu(online.quantize(named)), expected(named))
+
+
+def test_buckets_stay_as_they_are_when_the_next_one_comes() -> None:
+    online = quantizer(layer())
+    sent = [layer(seed=seed) for seed in range(4)]
+    buckets = [online.quantize(named) for named in sent]
+    for named, bucket in zip(sent, buckets, strict=True):
+        wanted = expected(named)
+        assert bucket[0][0] == next(iter(wanted))
+        for _, tensor in named:
+            tensor.zero_()
+        same(
+            on_the_cpu(pair for pair in bucket if ".gate.weight" not in pair[0]), {name: tensor for name, tensor in wanted.items() if "gate.weight" not in name}
+        )
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("place", [0, 50, 120])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_broken_weights_are_named_at_the_first_look_and_the_next_call_is_sound(place: int, value: float) -> None:
+    online, named = quantizer(layer()), layer()
+    broken = [(name, tensor.clone()) for name, tensor in named]
+    broken[place][1][-1, -1] = value
+    broken[-1][1][0, 0] = value
+    for _ in range(2):
+        with pytest.raises(CkptkitError, match=f"{broken[place][0]} holds NaN or infinity".replace(".", r"\.")):
+            [*online.quantize(broken)]
+        same(on_the_cpu(online.quantize(named)), expected(named))
+
+
+def test_a_bucket_is_pickled_as_a_list() -> None:
+    bucket = quantizer(layer()).quantize(layer())
+    copied = pickle.loads(pickle.dumps(bucket))
+    assert type(copied) is list
+    same(on_the_cpu(copied), on_the_cpu(bucket))
+    before = [("lm_head.weight", torch.zeros(1))]
+    assert before + bucket == [*before, *bucket]
+    assert bucket + before == [*bucket, *before]
+
+
+def test_a_layer_takes_one_launch_a_part_and_one_that_clears_the_marks() -> None:
+    """150 matrices of one size: 128 and 22."""
+    online, named = quantizer(layer()), layer()
+    online.quantize(named)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        online.quantize(named)
+        torch.cuda.synchronize()
+    launches = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len([name for name in launches if not name.startswith("Mem")]) == 3, launches
+
+
+def test_a_stream_of_a_whole_model_has_the_bytes_of_the_cpu() -> None:
+    tensors = release(experts=32)
+    online = OnlineQuantizer(config(), names_of(tensors))
+    for _ in range(2):
+        there = dict(pair for bucket in online.stream((name, tensor.cuda()) for name, tensor in tensors.items()) for pair in bucket)
+        same(on_the_cpu(there.items()), dict(pair for bucket in online.stream(tensors.items()) for pair in bucket))
