@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,7 @@ from families.mtp import small, with_tensors
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ckptkit.api import convert, quantize
+from ckptkit.api import convert, model_arguments, quantize
 from ckptkit.safetensors_io import INDEX
 from quant.lint import lint
 from quant.scheme import QuantScheme
@@ -67,6 +68,16 @@ def test_a_release_without_its_mtp_layer_goes_to_megatron_and_back(pruned: Path,
     convert(tmp_path / "megatron", tmp_path / "back")
     files = sorted(file.name for file in pruned.glob("*.safetensors"))
     assert filecmp.cmpfiles(pruned, tmp_path / "back", files, shallow=False) == (files, [], [])
+
+
+def test_megatron_arguments_do_not_ask_for_a_layer_that_nothing_is_stored_of(tmp_path: Path) -> None:
+    """A launch with --mtp-num-layers would want it. A lone config.json is taken at its word."""
+    pruned = without_mtp("glm4_moe-mtp", tmp_path / "pruned")
+    convert(pruned, tmp_path / "megatron")
+    assert [model_arguments(path)["mtp_num_layers"] for path in (pruned, tmp_path / "megatron")] == [None, None]
+    (tmp_path / "lone").mkdir()
+    shutil.copy(pruned / "config.json", tmp_path / "lone")
+    assert model_arguments(tmp_path / "lone")["mtp_num_layers"] == 1
 
 
 def test_a_release_with_its_mtp_layer_has_no_note(releases: Callable[[str], Path], tmp_path: Path) -> None:
