@@ -27,7 +27,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 FAMILY = ModelFamily(
     ("kimi_k25",),
-    ("KimiK25ForConditionalGeneration",),
+    ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
     read_dims,
     deepseek_v3.mappings,
     carried=("vision_tower.", "mm_projector."),
