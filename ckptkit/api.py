@@ -22,7 +22,7 @@ from ckptkit.jobs import DTYPES, Job, planned
 from ckptkit.manifest import described_files, digests_of, replaceable_manifest, write_manifest
 from ckptkit.remote import config_at, opened
 from ckptkit.remote_file import spoken
-from ckptkit.safetensors_io import HfCheckpoint
+from ckptkit.safetensors_io import HfCheckpoint, stored_names
 from ckptkit.sidefiles import MANIFEST, is_quantized
 from ckptkit.specs import fold
 from ckptkit.store import absolute, is_url, place
@@ -34,6 +34,7 @@ from converters.carried import FOLDER
 from converters.legacy import LegacyCheckpoint
 from converters.open import open_checkpoint
 from converters.planner import DIALECTS, MCORE, dims_of
+from converters.stored import as_stored
 from converters.unsaid import UNSAID, unsaid
 from quant.readers import ALL_READERS
 
@@ -287,14 +288,17 @@ def _quantization(checkpoint: HfCheckpoint) -> str | None:
 def model_arguments(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
     """Megatron-LM arguments (argparse names) of the model at `path`, from its HF config; a lone config.json is enough.
 
-    Where they alone would build another model, `no_argument_for` lists what they do not say. Raises CkptkitError for a model
+    MTP layers that the config promises are left out where weights lie there and no tensor is of one. Where the arguments alone would
+    build another model, `no_argument_for` lists what they do not say. Raises CkptkitError for a model
     that is not supported, or that Megatron has no arguments for.
     """
     if (config := config_at(place(path))) is not None:
         refuse_hf(hf, path)
-        return _arguments(config)
+        names = () if is_url(path) else stored_names(Path(path))
+        return _arguments(as_stored(config, names) if names else config)
     with _read(path, hf) as (here, its_hf):
-        return _arguments(open_checkpoint(here, hf=its_hf).config)
+        checkpoint = open_checkpoint(here, hf=its_hf)
+        return _arguments(as_stored(checkpoint.config, checkpoint.specs))
 
 
 def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:

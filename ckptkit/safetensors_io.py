@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -177,6 +177,13 @@ def shard_names(root: Path) -> dict[str, str] | None:
             name = next(name for name, home in weight_map.items() if home == file)
             raise CkptkitError(f"{root / INDEX} puts {name} into {file!r}, which is not a file of this directory", "restore the index from the release")
     return weight_map
+
+
+def stored_names(root: Path) -> Collection[str]:
+    """The tensors of an HF directory by its index or its single file; none where it has neither. Raises CkptkitError as these are read."""
+    if (weight_map := shard_names(root)) is not None:
+        return weight_map
+    return read_shard(root / SINGLE).specs if (root / SINGLE).exists() else ()
 
 
 def has_weights(root: Path) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import filecmp
 import json
+import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import models
@@ -12,11 +14,11 @@ import pytest
 import torch
 from families import CASES
 from families.case import save
-from families.mtp import with_tensors
+from families.mtp import small, with_tensors
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ckptkit.api import convert, quantize
+from ckptkit.api import convert, model_arguments, quantize
 from ckptkit.safetensors_io import INDEX
 from quant.lint import lint
 from quant.scheme import QuantScheme
@@ -66,6 +68,16 @@ def test_a_release_without_its_mtp_layer_goes_to_megatron_and_back(pruned: Path,
     convert(tmp_path / "megatron", tmp_path / "back")
     files = sorted(file.name for file in pruned.glob("*.safetensors"))
     assert filecmp.cmpfiles(pruned, tmp_path / "back", files, shallow=False) == (files, [], [])
+
+
+def test_megatron_arguments_do_not_ask_for_a_layer_that_nothing_is_stored_of(tmp_path: Path) -> None:
+    """A launch with --mtp-num-layers would want it. A lone config.json is taken at its word."""
+    pruned = without_mtp("glm4_moe-mtp", tmp_path / "pruned")
+    convert(pruned, tmp_path / "megatron")
+    assert [model_arguments(path)["mtp_num_layers"] for path in (pruned, tmp_path / "megatron")] == [None, None]
+    (tmp_path / "lone").mkdir()
+    shutil.copy(pruned / "config.json", tmp_path / "lone")
+    assert model_arguments(tmp_path / "lone")["mtp_num_layers"] == 1
 
 
 def test_a_release_with_its_mtp_layer_has_no_note(releases: Callable[[str], Path], tmp_path: Path) -> None:
@@ -164,3 +176,11 @@ def test_the_language_model_under_those_names_is_quantized_as_any_other(reap: Pa
     assert not any("embed_tokens" in name or name.endswith(".mlp.gate.weight_packed") for name in packed)
     passes(verify(tmp_path / "int4", source=reap))
     assert json.loads((tmp_path / "int4" / "config.json").read_text())["model_type"] == "qwen3_5_moe_text"
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_real_megatron_loads_it_as_a_model_without_the_layer(tmp_path: Path) -> None:
+    case = with_tensors(small(CASES["glm4_moe-mtp"], 3), lambda key: False)
+    save("mtp", case, tmp_path / "release", torch.bfloat16)
+    convert(tmp_path / "release", tmp_path / "megatron")
+    passes(verify(tmp_path / "megatron", source=tmp_path / "release", against=frozenset({"megatron"})))
