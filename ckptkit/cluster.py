@@ -28,7 +28,7 @@ def connected(address: str, workers: int | None = None) -> Iterator[Any]:
     try:
         import ray
     except ImportError as error:
-        raise CkptkitError("Ray is not installed", "pip install 'ckptkit[ray]'") from error
+        raise CkptkitError("Ray is not installed", "pip install ray") from error
     if ray.is_initialized():
         yield ray
         return

@@ -41,6 +41,7 @@ _LOGIN = {
     "hf": "set HF_TOKEN, or run `hf auth login`, with an account that may",
 }
 _ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST", "hf": "HF_ENDPOINT"}
+_LIBRARY = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface-hub"}
 _ALIAS = {"s3a": "s3", "gcs": "gs"}
 
 
@@ -211,7 +212,7 @@ def _next(url: str, error: Exception) -> str:
     scheme = url.partition("://")[0].rpartition("::")[2].lower()
     scheme = _ALIAS.get(scheme, scheme)
     if isinstance(error, ImportError):
-        return "pip install 'ckptkit[remote]'" if scheme in _ENDPOINT else "install what it names"
+        return f"pip install {_LIBRARY[scheme]}" if scheme in _LIBRARY else "install what it names"
     if isinstance(error, NotImplementedError):
         return "this kind of store cannot do that; use another, or a local directory"
     login = _LOGIN.get(scheme, "give the credentials that its fsspec library asks for")

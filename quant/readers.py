@@ -46,7 +46,7 @@ def sglang(layer: str, pattern: str) -> bool:
 
 
 def sglang_suffix(layer: str, pattern: str) -> bool:
-    """A layer, as SGLang 0.5.23 reads it: `re:` from the start, else the whole name or a dotted ending of it. Read, not run."""
+    """A layer, as SGLang 0.5.23 reads it: `re:` from the start, else the whole name or a dotted ending of it."""
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), layer) is not None
     return pattern == layer or layer.endswith("." + pattern)

@@ -147,6 +147,7 @@ def run(root: Path, orders: Mapping[str, Mapping[str, Path]]) -> dict[str, dict[
 
 def main() -> None:
     from verify.sglang_load import load
+    from verify.witness_ending import Journal
 
     path = Path(sys.argv[1])
     without_cuda()
@@ -154,7 +155,7 @@ def main() -> None:
     for name, order in json.loads(path.read_text()).items():
         (scratch := path.parent / f"scratch-{name}").mkdir()
         reports[name] = {}
-        load(Path(order["int4"]), scratch, False, None, partial(examine, order, reports[name]))
+        load(Path(order["int4"]), scratch, False, None, partial(examine, order, reports[name]), Journal(scratch / "ending"))
     (path.parent / "report.json").write_text(json.dumps(reports))
 
 

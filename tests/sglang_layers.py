@@ -52,20 +52,12 @@ def main(configs: Path, out: Path) -> None:
 
 def _look_ups(directory: Path) -> dict[str, Any]:
     from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.layers.dp_attention import initialize_dp_attention
-    from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors as module
     from sglang.srt.model_loader import loader
 
-    from verify.sglang_load import allow_building_on_cpu, server_args, start_process_groups
+    from verify.sglang_load import configure
 
-    args = server_args(directory, False)
-    initialize_moe_config(args)
-    allow_building_on_cpu()
-    start_process_groups(directory.parent)
-    model_config = ModelConfig.from_server_args(args)
-    initialize_dp_attention(args, model_config)
+    _, model_config = configure(directory, directory.parent, False)
     names: list[str] = []
     original = module.should_ignore_layer
 

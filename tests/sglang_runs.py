@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from verify.sglang_job import SglangJob, SglangReport
-from verify.sglang_run import SglangRun, last_words
+from verify.sglang_job import SglangJob
+from verify.sglang_run import SglangRun, outcome
 
 Weights = Iterator[tuple[str, Tensor]]
 
@@ -39,7 +39,16 @@ def swapped_experts(weights: Weights) -> Weights:
 
 def swapped_gate_and_up(weights: Weights) -> Weights:
     """Gate and up of one expert under each other's names."""
-    gate, up = (f"model.layers.5.mlp.experts.11.{one}_proj.weight" for one in ("gate", "up"))
+    return _swapped(weights, "weight")
+
+
+def swapped_scales(weights: Weights) -> Weights:
+    """The scales of FP8 blocks of gate and up of one expert under each other's names."""
+    return _swapped(weights, "weight_scale_inv")
+
+
+def _swapped(weights: Weights, leaf: str) -> Weights:
+    gate, up = (f"model.layers.5.mlp.experts.11.{one}_proj.{leaf}" for one in ("gate", "up"))
     names = {gate: up, up: gate}
     for name, tensor in weights:
         yield names.get(name, name), tensor
@@ -74,8 +83,14 @@ def skipped_layer(weights: Weights) -> Weights:
     return ((name, tensor) for name, tensor in weights if name != "model.layers.2.input_layernorm.weight")
 
 
+def broken_feed(weights: Weights) -> Weights:
+    """What our own code does when it has a defect."""
+    yield next(weights)
+    raise KeyError("a defect of ours")
+
+
 ALTER: Mapping[str, Callable[[Weights], Weights]] = {
-    one.__name__: one for one in (unaltered, swapped_experts, swapped_gate_and_up, one_bit, half_written, skipped_layer)
+    one.__name__: one for one in (unaltered, swapped_experts, swapped_gate_and_up, one_bit, half_written, skipped_layer, broken_feed, swapped_scales)
 }
 
 
@@ -135,7 +150,7 @@ def run_cases(cases: Mapping[str, Case], root: Path, *, gpu: bool = False) -> di
         log = _start(list(left.values()), root, {} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
         for name, order in left.items():
             report = Path(order["job"]["report"])
-            runs[name] = SglangRun(SglangReport.load(report)) if report.exists() else SglangRun(None, last_words(log))
+            runs[name] = outcome(None if report.exists() else "it stopped", report, log)
             if not report.exists():
                 break
     return runs
@@ -157,7 +172,7 @@ def main() -> None:
 
     for case in json.loads(Path(sys.argv[1]).read_text()):
         job = SglangJob(**case["job"])
-        run(job, ALTER[case["alter"]]).save(Path(job.report))
+        run(job, ALTER[case["alter"]])
 
 
 if __name__ == "__main__":

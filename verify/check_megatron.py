@@ -9,7 +9,7 @@ from ckptkit.specs import ranges
 from ckptkit.torch_dist_names import norm_alias
 from ckptkit.torch_dist_reader import NOT_WEIGHTS
 from converters.planner import dims_of, rules_of
-from verify.checks import Skip, Tally, check
+from verify.checks import Skip, Tally, Unable, check
 from verify.expected import config_of
 from verify.folding import LAYER, by_pattern, chunk_ranges
 from verify.megatron_job import RankReport, TensorSeen
@@ -25,6 +25,8 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 def _finished(subject: Subject) -> MegatronRun:
     run = subject.megatron_run
+    if run.unable:
+        raise Unable(run.unable)
     if run.failures:
         raise Skip("a rank did not finish loading, see CK401")
     return run
@@ -39,6 +41,8 @@ def _finished(subject: Subject) -> MegatronRun:
 def strict_load(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """Every rank comes up, every key that it asks for is on disk, and every key on disk is asked for by some rank."""
     run = subject.megatron_run
+    if run.unable:
+        raise Unable(run.unable)
     versions = ", ".join(sorted({report.version for report in run.reports})) or "?"
     tally.facts["megatron"] = [f"megatron-core {versions}, {run.sizes}, {run.sizes.world} rank(s), {run.device}"]
     by_error: dict[str, list[int]] = defaultdict(list)

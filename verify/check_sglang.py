@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 
 from converters.planner import dims_of
 from verify.checks import Skip, Tally, Unable, check
-from verify.expected import is_quantized, usable_config
-from verify.folding import by_pattern
+from verify.expected import config_of, is_quantized, usable_config, weights_of
+from verify.folding import LAYER, by_pattern
 from verify.report import Finding, Severity
 from verify.sglang_job import SglangReport, Trouble
 from verify.subject import Subject
@@ -28,10 +29,12 @@ def no_routers(subject: Subject) -> str | None:
 
 
 def _report(subject: Subject) -> SglangReport:
-    report = subject.sglang_run.report
-    if report is None:
+    run = subject.sglang_run
+    if run.unable:
+        raise Unable(run.unable)
+    if run.report is None:
         raise Skip("not run because SGLang did not load the checkpoint (CK501)")
-    return report
+    return run.report
 
 
 def _one_rank(subject: Subject) -> str | None:
@@ -52,7 +55,7 @@ def _count(tally: Tally, tensors: int, nbytes: int = 0) -> None:
     tally.bytes += nbytes
 
 
-def _findings(code: str, troubles: Iterable[Trouble], expected: str, hint: Callable[[str], str], severity: Severity = "error") -> Iterator[Finding]:
+def _findings(code: str, troubles: Iterable[Trouble], expected: str, hint: Callable[[Trouble], str], severity: Severity = "error") -> Iterator[Finding]:
     """Troubles of one kind whose names differ only in layer and expert numbers as one finding, described by the first of them."""
     kinds: dict[str, dict[str, Trouble]] = defaultdict(dict)
     for trouble in troubles:
@@ -62,7 +65,7 @@ def _findings(code: str, troubles: Iterable[Trouble], expected: str, hint: Calla
             trouble = kind[names[0]]
             place = "" if trouble.param == trouble.tensor else f", at {trouble.param} in SGLang"
             example = "" if len(names) == 1 else f" ({names[0]}, for one)"
-            yield Finding(code, expected, trouble.what + place + example, hint(names[0]), text, len(names), severity=severity)
+            yield Finding(code, expected, trouble.what + place + example, hint(trouble), text, len(names), severity=severity)
 
 
 @check(
@@ -74,6 +77,8 @@ def _findings(code: str, troubles: Iterable[Trouble], expected: str, hint: Calla
 def loads(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """SGLang's own model class is built from the config and loaded by its own `load_weights`."""
     run = subject.sglang_run
+    if run.unable:
+        raise Unable(run.unable)
     if run.report is None:
         hint = "compare config.json with the release; run `python -m sglang.launch_server` on the directory to see the whole log"
         yield Finding("CK501", "SGLang's model is built and loads the weights", run.crash or "it ended without a report", hint, file=str(subject.path))
@@ -104,8 +109,13 @@ def all_written(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """Every element of every parameter, poisoned before loading, is looked at after it."""
     report = _report(subject)
     _count(tally, report.parameters)
-    hint = "the tensor is missing from the checkpoint, or CK503 says under which name it was dropped; convert or quantize again"
-    yield from _findings("CK502", report.unwritten, "every element written by load_weights", lambda name: hint)
+    yield from _findings("CK502", report.unwritten, "every element written by load_weights", _why_unwritten)
+
+
+def _why_unwritten(trouble: Trouble) -> str:
+    if trouble.tensor == trouble.param:
+        return "SGLang's class has a parameter that config.json promises no tensor for: it builds that layer otherwise; CK503 says which tensors it drops"
+    return "the tensor is missing from the checkpoint, or CK503 says under which name it was dropped; convert or quantize again"
 
 
 @check(
@@ -118,10 +128,17 @@ def none_dropped(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """Every tensor of the checkpoint was written into the parameter that is its own, and nowhere else."""
     report = _report(subject)
     _count(tally, report.fed)
-    yield from _findings("CK503", report.dropped, "written into its own parameter", _why_dropped)
+    config = config_of(subject)
+    packed = subject.kind == "hf" and bool(weights_of(config))
+
+    def why(trouble: Trouble) -> str:
+        return (_why_unpacked(trouble.tensor) if packed else None) or _why_unknown(trouble, report.model, config)
+
+    yield from _findings("CK503", report.dropped, "written into its own parameter", why)
 
 
-def _why_dropped(name: str) -> str:
+def _why_unpacked(name: str) -> str | None:
+    """The hint where SGLang wants the tensor quantized and it is not, or the other way round."""
     module = name.rpartition(".")[0]
     if name.endswith(_PACKED) and module.endswith(".mlp.gate"):
         return (
@@ -130,11 +147,19 @@ def _why_dropped(name: str) -> str:
         )
     if name.endswith(_PACKED):
         return f"SGLang builds {module} unquantized: store it unpacked and keep it in quantization_config.ignore"
-    if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-        return "SGLang reads one tensor an expert: save with save_original_format=True, or convert to Megatron and back"
     if name.endswith("_proj.weight"):
         return f"SGLang builds {module} quantized: pack it, or ignore it by a regex that also matches the fused name (qkv_proj, gate_up_proj)"
-    return "this model has no parameter of that name in SGLang: compare model_type and num_hidden_layers with the release, or remove the tensor"
+    return None
+
+
+def _why_unknown(trouble: Trouble, model: str, config: Mapping[str, Any]) -> str:
+    if trouble.tensor.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+        return "SGLang reads one tensor an expert: save with save_original_format=True, or convert to Megatron and back"
+    unknown = f"SGLang's {model} has no parameter {trouble.param}"
+    layer = LAYER.match(trouble.tensor)
+    if ".mlp." in trouble.tensor and layer and int(layer[1]) in (config.get("mlp_only_layers") or ()):
+        return f"{unknown}: it does not read mlp_only_layers of config.json and builds experts in layer {layer[1]}, so it cannot serve this model"
+    return f"{unknown}: compare model_type and num_hidden_layers with the release, or remove the tensor"
 
 
 @check(
@@ -148,10 +173,10 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Finding]:
     report = _report(subject)
     _count(tally, report.tensors, report.bytes)
     hint = "the values went into the wrong place, or the tensor was changed on the way: convert again, and compare with --source"
-    yield from _findings("CK504", report.differing, "the bits of the checkpoint", lambda name: hint)
+    yield from _findings("CK504", report.differing, "the bits of the checkpoint", lambda trouble: hint)
     expected = "a dtype that holds the value exactly"
     harmless = "nothing is wrong with the files; convert with --dtype if the loss matters"
-    yield from _findings("CK504", report.rounded, expected, lambda name: harmless, "warning")
+    yield from _findings("CK504", report.rounded, expected, lambda trouble: harmless, "warning")
 
 
 @check(
@@ -166,7 +191,7 @@ def routers_alive(subject: Subject, tally: Tally) -> Iterator[Finding]:
     report = _report(subject)
     _count(tally, report.routers_seen)
     hint = f"if the router was packed, add `{KEEP_ROUTER}` to quantization_config.ignore and quantize again; else restore it from the source"
-    yield from _findings("CK505", report.routers, "a router that tells experts apart", lambda name: hint)
+    yield from _findings("CK505", report.routers, "a router that tells experts apart", lambda trouble: hint)
 
 
 @check(
@@ -181,9 +206,16 @@ def repacked(subject: Subject, tally: Tally) -> Iterator[Finding]:
     report = _report(subject)
     if report.repacked is None:
         raise Unable("needs CUDA: SGLang's repacking kernels run on a GPU only")
+    if report.unchecked and not report.repacked:
+        raise Unable(f"{len(report.unchecked)} were repacked in ways that ckptkit cannot predict, for one {report.unchecked[0]}")
     _count(tally, report.repacked_seen)
-    hint = "the sizes may be outside the kernel's limits; try another group size, or load with an unquantized checkpoint to compare"
-    yield from _findings("CK506", report.repacked, "the loaded values in the kernel's order", lambda name: hint)
+    yield from _findings("CK506", report.repacked, "the loaded values in the kernel's order", _why_not_repacked)
+
+
+def _why_not_repacked(trouble: Trouble) -> str:
+    if trouble.param.partition("[")[0].endswith(("weight_packed", "weight_scale")):
+        return "the sizes may be outside the kernel's limits; try another group size, or load with an unquantized checkpoint to compare"
+    return "the kernel's limits are not the cause: please report it, with the version of SGLang"
 
 
 @check(

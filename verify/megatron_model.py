@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 import torch._dynamo
+
+import verify.megatron_import  # noqa: F401 - first
+
+# isort: split
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions import fused_softmax
 from megatron.core.models.gpt import GPTModel

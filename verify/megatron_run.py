@@ -21,10 +21,11 @@ import torch
 
 from ckptkit.sidefiles import main_dtype
 from converters.planner import MCORE, dialect_of, dims_of, to_megatron
-from verify.checks import Skip
+from verify.checks import Unable
 from verify.expected import config_of
 from verify.megatron_job import RankJob, RankReport
 from verify.megatron_layout import ParallelSizes, check_sizes, default_etp, with_remainder
+from verify.witness_ending import Ending, how_it_ended, journal_of
 
 if TYPE_CHECKING:
     from verify.subject import Subject
@@ -39,24 +40,36 @@ _GRACE_SECONDS = 5.0  # between the first rank that failed and the end of those 
 
 @dataclass(frozen=True)
 class MegatronRun:
-    """The outcome of one launch. `failures`: why a rank gave no report, for the ranks that failed first."""
+    """The outcome of one launch. `failures`: what Megatron raised of the checkpoint, on the ranks that failed first.
+
+    `unable`: why Megatron could not be asked, where that is no verdict on the checkpoint.
+    """
 
     sizes: ParallelSizes
     device: str
     reports: Sequence[RankReport]
     failures: Mapping[int, str]
+    unable: str | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank gave no report: its own words, and how they are to be read."""
+
+    said: str
+    ending: Ending
 
 
 def sizes_of(subject: Subject) -> ParallelSizes:
     """The parallel sizes asked for, known to be possible; costs nothing, so it can be called before anything is read.
 
-    Raises Skip where Megatron is not installed or the checkpoint is no Megatron one, CkptkitError where the model does not
+    Raises Unable where Megatron is not installed or the checkpoint is no Megatron one, CkptkitError where the model does not
     divide into these sizes.
     """
     if subject.kind == "hf":
-        raise Skip("this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source")
+        raise Unable("this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source")
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        raise Skip("megatron-core is not installed: pip install 'ckptkit[megatron]'")
+        raise Unable("megatron-core is not installed: pip install megatron-core")
     dims = dims_of(config_of(subject))
     etp = default_etp(subject.tp, subject.ep) if subject.etp is None else subject.etp
     sizes = with_remainder(ParallelSizes(subject.tp, subject.pp, subject.ep, etp if dims.experts else 1, subject.vpp), dims.layers)
@@ -72,13 +85,13 @@ def run_megatron(subject: Subject) -> MegatronRun:
     """
     sizes = sizes_of(subject)
     if (dialect := dialect_of(config_of(subject), subject.checkpoint.specs)) != MCORE:
-        raise Skip(f"these tensors are named for {dialect}'s own modules, which are no part of megatron-core")
+        raise Unable(f"these tensors are named for {dialect}'s own modules, which are no part of megatron-core")
     dims, found = dims_of(config_of(subject)), version("megatron-core")
     release = tuple(map(int, found.split(".")[:2]))
     if dims.indexer and release < _INDEXER_SINCE:
-        raise Skip(f"the indexer of megatron-core {found} wants other rows than that of 0.19, which this checkpoint is for; install 0.19")
+        raise Unable(f"the indexer of megatron-core {found} wants other rows than that of 0.19, which this checkpoint is for; install 0.19")
     if dims.mla and dims.mla.q_rank is None and release >= _QUERY_NORM_SINCE:
-        raise Skip(f"megatron-core {found} puts a norm before linear_q_proj, which no model without q_lora_rank has; install one before 0.19")
+        raise Unable(f"megatron-core {found} puts a norm before linear_q_proj, which no model without q_lora_rank has; install one before 0.19")
     if subject.source is not None and subject.source_kind == "hf":
         to_megatron(subject.source, str(subject.source_path))
     gpu = torch.cuda.device_count() >= sizes.world
@@ -88,7 +101,14 @@ def run_megatron(subject: Subject) -> MegatronRun:
         failures = run_ranks(jobs, Path(scratch), gpu, _START_SECONDS + nbytes / _BYTES_A_SECOND)
         reports = [] if failures else [RankReport.load(Path(job.report)) for job in jobs]
     spec = "Transformer Engine spec" if jobs[0].transformer_engine else "local spec"
-    return MegatronRun(sizes, f"{'NCCL on GPUs' if gpu else 'gloo on the CPU'}, {spec}", reports, failures)
+    device = f"{'NCCL on GPUs' if gpu else 'gloo on the CPU'}, {spec}"
+    verdicts = {rank: failure.said for rank, failure in failures.items() if failure.ending.verdict}
+    return MegatronRun(sizes, device, reports, verdicts, _unable(failures) if failures and not verdicts else None)
+
+
+def _unable(failures: Mapping[int, Failure]) -> str:
+    rank, failure = min(failures.items())
+    return f"rank {rank} failed while {failure.ending.phase}, which says nothing about the checkpoint: {failure.said}"
 
 
 def _job(subject: Subject, sizes: ParallelSizes, rank: int, scratch: Path, gpu: bool) -> RankJob:
@@ -105,7 +125,7 @@ def _job(subject: Subject, sizes: ParallelSizes, rank: int, scratch: Path, gpu: 
     )
 
 
-def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float) -> dict[int, str]:
+def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float) -> dict[int, Failure]:
     """Runs a process a job to the end and says why the first ones to fail failed; empty when all reported.
 
     On the CPU they are forked from one that has imported Megatron, which takes longer than to load a small model. CUDA bears no fork.
@@ -117,10 +137,14 @@ def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float)
         for process in processes.values():
             _end(process)
 
-    def words(codes: Mapping[int, int | None]) -> dict[int, str]:
-        return {rank: f"no answer within {seconds:.0f} s" if code is None else _last_words(scratch / f"stderr-{rank}", code) for rank, code in codes.items()}
+    reports = {job.rank: Path(job.report) for job in jobs}
 
-    return causes(words(first)) or causes(words(soon_after)) or words(first)
+    def words(codes: Mapping[int, int | None]) -> dict[int, str]:
+        late = f"no answer within {seconds:.0f} s"
+        return {rank: late if code is None else _last_words(scratch / f"stderr-{rank}", reports[rank], code) for rank, code in codes.items()}
+
+    said = causes(words(first)) or causes(words(soon_after)) or words(first)
+    return {rank: Failure(words, Ending.load(journal_of(reports[rank]))) for rank, words in said.items()}
 
 
 # What gloo, NCCL and torch's store say of a rank that is gone.
@@ -186,9 +210,12 @@ def _code(file: Path, ended: int | None) -> int | None:
     return int(file.read_text()) if file.exists() else ended
 
 
-def _last_words(path: Path, code: int) -> str:
-    """The exception that ended a rank: the last lines of its stderr that say something."""
-    lines = [line.removeprefix(f"[rank{path.name.partition('-')[2]}]:").strip() for line in path.read_text(errors="replace").splitlines()]
-    said = [line for line in lines if line and set(line) - set("^~ ")]
-    end = f"exit code {code}" if code > 0 else f"killed by signal {-code}"
-    return f"{' | '.join(said[-2:])[-1000:]} ({end})" if said else end
+def _last_words(errors: Path, report: Path, code: int) -> str:
+    """The exception that ended a rank, or the last lines of its stderr that say something where it left none."""
+    if ending := Ending.load(journal_of(report)).said:
+        said = [line.strip() for line in ending.splitlines()]
+    else:
+        lines = [line.removeprefix(f"[rank{errors.name.partition('-')[2]}]:").strip() for line in errors.read_text(errors="replace").splitlines()]
+        said = [line for line in lines if line and set(line) - set("^~ ")][-2:]
+    end = how_it_ended(code)
+    return f"{' | '.join(said)[-1000:]} ({end})" if said else str(end)

@@ -15,7 +15,7 @@ from converters.planner import dims_of
 from converters.registry import family_of
 from verify.sglang_bits import difference, place, poisoned
 from verify.sglang_job import Trouble
-from verify.sglang_slots import Slot, is_draft, left_empty, promised_names, slot_of
+from verify.sglang_slots import Slot, block_rows, is_draft, left_empty, promised_names, slot_of
 
 
 @dataclass
@@ -44,6 +44,11 @@ class Model:
         return dims_of(self.config)
 
     @cached_property
+    def block(self) -> int:
+        """Rows that share a scale of an FP8 checkpoint."""
+        return block_rows(self.config)
+
+    @cached_property
     def owners(self) -> dict[int, str]:
         """The place of every storage with the first name it has; empty tensors have no place."""
         owners: dict[int, str] = {}
@@ -54,7 +59,7 @@ class Model:
 
     def slot(self, name: str) -> Slot:
         """Where an HF tensor belongs."""
-        return slot_of(name, self.dims, fused_shared=self.fused_shared)
+        return slot_of(name, self.dims, fused_shared=self.fused_shared, block=self.block)
 
     def region(self, slot: Slot) -> Tensor | None:
         """What SGLang holds there, as the HF tensor would look; None when it has no such parameter or index."""

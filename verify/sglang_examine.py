@@ -14,9 +14,10 @@ from torch import Tensor
 from verify.sglang_bits import WriteRecord, poison
 from verify.sglang_compare import Comparison, Model, compare, dead_routers, dropped, unwritten
 from verify.sglang_job import SglangReport, Trouble
-from verify.sglang_load import Weights
-from verify.sglang_marlin import after_repacking, before_repacking, other_layout, repacked_parameters
+from verify.sglang_load import COMPARE, LOAD, REPACK, Weights
+from verify.sglang_marlin import after_repacking, before_repacking, free_to_change, other_layout, repacked_parameters
 from verify.sglang_slots import is_draft
+from verify.witness_ending import Journal
 
 
 class _NotFound(logging.Handler):
@@ -43,6 +44,7 @@ class Examination:
     fused_shared: bool
     reference: Callable[[], Iterable[tuple[str, Tensor]]]
     alter: Callable[[Weights], Weights]
+    journal: Journal
     parameters: int = 0
     landed: Mapping[str, set[str]] = field(default_factory=dict)
     comparison: Comparison = field(default_factory=Comparison)
@@ -52,6 +54,7 @@ class Examination:
     log: tuple[str, ...] = ()
     repacked: tuple[Trouble, ...] | None = None
     repacked_seen: int = 0
+    unchecked: tuple[str, ...] = ()
 
     def __call__(self, model: torch.nn.Module, weights: Weights, device: torch.device) -> None:
         seen = self._seen(model)
@@ -59,9 +62,11 @@ class Examination:
         poison(seen.tensors[name] for name in seen.owners.values())
         handler = _NotFound()
         logging.getLogger("sglang").addHandler(handler)
+        self.journal.enter(LOAD)
         with WriteRecord(seen.owners) as record:
             model.load_weights(record.feed(self.alter(weights)))  # type: ignore[operator]
         logging.getLogger("sglang").removeHandler(handler)
+        self.journal.enter(COMPARE)
         self.log = tuple(handler.lines)
         self.landed = record.landed
         self._examine(self._seen(model))
@@ -83,19 +88,25 @@ class Examination:
         """The quantization methods, module by module as SGLang's loader calls them; then everything else must be as before."""
         troubles: list[Trouble] = []
         changed: set[str] = set()
+        free: set[str] = set()
         for name, module in model.named_modules():
             method = getattr(module, "quant_method", None)
             if method is None:
                 continue
             if scheme := other_layout(module):
-                self.log += (f"{name}: {scheme} has a layout of its own, which is not checked",)
+                self.unchecked += (f"{name}: {scheme} has a layout of its own",)
             changed |= {f"{name}.{parameter}" for parameter in repacked_parameters(module)}
+            free |= {f"{name}.{parameter}" for parameter in free_to_change(module)}
             before = before_repacking(module)
+            self.journal.enter(REPACK)
             method.process_weights_after_loading(module)
+            self.journal.enter(COMPARE)
             troubles += after_repacking(module, name, before)
         after = self._seen(model)
         again = compare(after, self.reference(), lambda slot: slot.param not in changed)
-        troubles += [trouble for trouble in again.differing if trouble.tensor in self.comparison.equal]
+        moved = [trouble for trouble in again.differing if trouble.tensor in self.comparison.equal]
+        self.unchecked += tuple(f"{trouble.tensor}: its kernel has a layout of its own" for trouble in moved if trouble.param in free)
+        troubles += [trouble for trouble in moved if trouble.param not in free]
         troubles += [trouble for trouble in dead_routers(after) if trouble not in self.routers]
         self.repacked = tuple(troubles)
         self.repacked_seen = len(changed) + len(again.equal)
@@ -125,6 +136,7 @@ class Examination:
             log=self.log,
             repacked=self.repacked,
             repacked_seen=self.repacked_seen,
+            unchecked=self.unchecked,
         )
 
 

@@ -49,7 +49,7 @@ class SglangReport:
     `unwritten`: places that still hold the poison. `dropped`: names that were given and landed nowhere, or elsewhere.
     `differing`: places whose bits are not the file's. `rounded`: places of a smaller dtype than the file's, that lose bits.
     `routers`: dead ones. `draft`: names left to a draft model. `log`: what SGLang said of unknown names. `repacked`: what is
-    wrong after the quantization methods ran, None where they were not run.
+    wrong after the quantization methods ran, None where they were not run. `unchecked`: what they turned into a layout that is not known here.
     """
 
     version: str
@@ -71,6 +71,7 @@ class SglangReport:
     log: tuple[str, ...]
     repacked: tuple[Trouble, ...] | None
     repacked_seen: int
+    unchecked: tuple[str, ...] = ()
 
     def save(self, path: Path) -> None:
         """Writes the report as JSON."""
@@ -83,4 +84,4 @@ class SglangReport:
         for key in ("unwritten", "dropped", "differing", "rounded", "routers", "repacked"):
             if values[key] is not None:
                 values[key] = tuple(Trouble(**trouble) for trouble in values[key])
-        return SglangReport(**{**values, "draft": tuple(values["draft"]), "log": tuple(values["log"])})
+        return SglangReport(**{**values, **{key: tuple(values[key]) for key in ("draft", "log", "unchecked")}})

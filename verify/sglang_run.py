@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,11 +13,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ckptkit.safetensors_io import read_json
-from verify.checks import Skip, Unable
+from verify.checks import Unable
 from verify.expected import config_of, is_quantized
 from verify.sglang_job import SglangJob, SglangReport
-from verify.sglang_slots import PLACED
+from verify.sglang_slots import PLACED, unplaced
 from verify.subject import Subject
+from verify.witness_ending import Ending, how_it_ended, journal_of
 
 # The class in which the table of `sglang_slots` was seen to hold. For a name that is no class of its own SGLang would take transformers'
 # class, and to find it run the Python files that `auto_map` names, which come with the checkpoint.
@@ -30,24 +30,28 @@ _LAST_LINES = 8
 
 @dataclass(frozen=True)
 class SglangRun:
-    """The witness's report, or how it ended without one."""
+    """The witness's report, or SGLang's refusal (`crash`), or why SGLang could not be asked (`unable`)."""
 
     report: SglangReport | None
     crash: str | None = None
+    unable: str | None = None
 
 
 def run_sglang(subject: Subject) -> SglangRun:
-    """Loads the subject into real SGLang, in a subprocess whose output goes nowhere but into a crash's description.
+    """Loads the subject into real SGLang, in a subprocess whose output goes nowhere but into the description of how it ended.
 
-    Raises Skip where SGLang is not installed, Unable where SGLang would take a class that is not known here, CkptkitError where the
-    config is of no supported family.
+    Raises Unable where SGLang is not installed or would take a class or a layout that ckptkit does not know, CkptkitError where the config
+    is of no supported family.
     """
     if find_spec("sglang") is None:
-        raise Skip("SGLang is not installed here: pip install 'ckptkit[sglang]'")
-    model_type = config_of(subject)["model_type"]
+        raise Unable("SGLang is not installed here: pip install sglang")
+    config = config_of(subject)
+    model_type = config["model_type"]
     if model_type not in PLACED:
-        raise Skip(f"where SGLang keeps the tensors of {model_type!r} is not written down yet (it is for {', '.join(sorted(PLACED))})")
-    _check_class(config_of(subject))
+        raise Unable(f"where SGLang keeps the tensors of {model_type!r} is not written down yet (it is for {', '.join(sorted(PLACED))})")
+    _check_class(config)
+    if subject.kind == "hf" and (why := unplaced(config)):
+        raise Unable(why)
     with TemporaryDirectory(prefix="ckptkit-sglang-") as scratch:
         root = Path(scratch)
         (root / "scratch").mkdir()
@@ -60,8 +64,19 @@ def run_sglang(subject: Subject) -> SglangRun:
         )
         job.save(root / "job.json")
         size = sum(spec.nbytes for spec in subject.checkpoint.specs.values())
-        crash = start(root / "job.json", root / "log", _START_S + size / _BYTES_A_SECOND)
-        return SglangRun(None, crash) if crash else SglangRun(SglangReport.load(root / "report.json"))
+        ended = start(root / "job.json", root / "log", _START_S + size / _BYTES_A_SECOND)
+        return outcome(ended, Path(job.report), root / "log")
+
+
+def outcome(ended: str | None, report: Path, log: Path) -> SglangRun:
+    """What became of a witness that was to write `report`; `ended`: how it ended, None when well."""
+    if ended is None and report.exists():
+        return SglangRun(SglangReport.load(report))
+    ending = Ending.load(journal_of(report))
+    if ending.verdict:
+        return SglangRun(None, crash=f"{ended}; {ending.said}")
+    how = f"{ended or 'no report'}; {ending.said or last_words(log)}"
+    return SglangRun(None, unable=f"the witness failed while {ending.phase}, which says nothing about the checkpoint: {how}")
 
 
 def _check_class(config: Mapping[str, Any]) -> None:
@@ -80,7 +95,7 @@ def _source(subject: Subject) -> str | None:
 
 
 def start(job: Path, log: Path, limit_s: float) -> str | None:
-    """Runs the witness. None when it ended well, else how it ended, with the end of what it printed."""
+    """Runs the witness, which prints into `log`. None when it ended well, else how it ended."""
     environment = {key: value for key, value in os.environ.items() if key != "SGLANG_USE_CPU_ENGINE"}
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -89,11 +104,8 @@ def start(job: Path, log: Path, limit_s: float) -> str | None:
         try:
             code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, timeout=limit_s, check=False).returncode
         except subprocess.TimeoutExpired:
-            return f"it did not end within {limit_s:.0f} s; {last_words(log)}"
-    if code == 0:
-        return None
-    ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return f"{ended}; {last_words(log)}"
+            return f"it did not end within {limit_s:.0f} s"
+    return how_it_ended(code)
 
 
 def last_words(log: Path) -> str:

@@ -1,7 +1,7 @@
 """Ranks of a real Megatron that load a checkpoint: `python -m verify.witness_megatron FOLDER RANK...`, each by FOLDER/job-RANK.json.
 
 Builds the model, poisons every parameter, loads strictly with Megatron's own `dist_checkpointing`, and compares what it
-then holds with the slices predicted from the reference. An exception ends the process: the parent reports its last line.
+then holds with the slices predicted from the reference. An exception ends the process; its journal says what that means.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import multiprocessing.connection
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import verify.megatron_import  # noqa: F401 - first
+
+# isort: split
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.models.gpt import GPTModel
@@ -35,6 +39,7 @@ from verify.megatron_job import RankJob, RankReport, TensorSeen
 from verify.megatron_model import Build, build_chunks, connect
 from verify.megatron_slices import Position, compare_all, poison
 from verify.plain import plain
+from verify.witness_ending import Journal, Phase, journal_of
 
 
 def reference_of(source: str, hf: str | None) -> Checkpoint:
@@ -54,16 +59,31 @@ def layers_of(chunk: GPTModel) -> tuple[int, ...]:
     return tuple(int(layer.layer_number) - 1 for layer in chunk.decoder.layers)
 
 
-def load(chunks: list[GPTModel], checkpoint: str) -> tuple[int, set[str], set[str], list[str]]:
+OPEN = Phase("opening the checkpoint and its reference")
+CONNECT = Phase("joining the process groups")
+BUILD = Phase("building the model")
+ASK = Phase("asking the model which keys it wants")
+LOAD = Phase("loading the weights", ("megatron", "torch"))
+COMPARE = Phase("comparing what was loaded")
+
+
+def _ignore(phase: Phase) -> None:
+    """For callers that keep no journal."""
+
+
+def load(chunks: list[GPTModel], checkpoint: str, enter: Callable[[Phase], None] = _ignore) -> tuple[int, set[str], set[str], list[str]]:
     """Megatron's load: keys requested, keys on disk that no rank requested, keys requested that the disk lacks, names refused.
 
     `return_all` finds what `raise_all` finds, on all ranks, but goes on, so that the values can be looked at too.
     """
+    enter(LOAD)
     common = dist_checkpointing.load_common_state_dict(checkpoint)
     metadata: dict[str, Any] = dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {})
     metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    enter(ASK)
     wanted = {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
     requested = sum(1 for _ in nested_values(wanted))
+    enter(LOAD)
     loaded, missing, unexpected = dist_checkpointing.load(wanted, checkpoint, strict="return_all")
     refused: list[str] = []
     for index, chunk in enumerate(chunks):
@@ -93,18 +113,22 @@ def _seen(chunks: list[GPTModel], config: Any, reference: Checkpoint, at: Positi
         yield from compare_all(held_by(chunk), name_of, rules, reference, at)
 
 
-def witness(job: RankJob) -> RankReport:
+def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     """Runs one rank to its report. Raises whatever Megatron raises."""
+    enter(OPEN)
     checkpoint = TorchDistCheckpoint(job.checkpoint, hf=job.hf)
     config = as_stored(checkpoint.config, checkpoint.specs)
     dims = dims_of(config)
     reference: Checkpoint = reference_of(job.source, job.hf) if job.source else checkpoint
+    enter(CONNECT)
     connect(job.sizes, job.rank, job.store)
+    enter(BUILD)
     chunks = build_chunks(dims, Build(job.sizes, getattr(torch, job.dtype), job.transformer_engine))
     for chunk in chunks:
         for tensor in held_by(chunk).values():
             poison(tensor)
-    requested, missing, unexpected, refused = load(chunks, job.checkpoint)
+    requested, missing, unexpected, refused = load(chunks, job.checkpoint, enter)
+    enter(COMPARE)
     at = position(dims.experts, job.sizes.ep, not job.transformer_engine)
     return RankReport(
         rank=job.rank,
@@ -122,8 +146,8 @@ def witness(job: RankJob) -> RankReport:
 
 
 def _run(job: RankJob) -> None:
-    report = witness(job)
-    report.save(Path(job.report))
+    with Journal(journal_of(Path(job.report))) as journal:
+        witness(job, journal.enter).save(Path(job.report))
     torch.distributed.destroy_process_group()
 
 

@@ -31,23 +31,30 @@ from verify.sglang_examine import Examination
 from verify.sglang_job import SglangJob, SglangReport
 from verify.sglang_load import Weights, load
 from verify.sglang_slots import fuses_shared
+from verify.witness_ending import Journal, journal_of
 
 
-def run(job: SglangJob, alter: Callable[[Weights], Weights] = lambda weights: weights) -> SglangReport:
-    """Loads the checkpoint and reports. `alter` stands between the checkpoint and SGLang, for trying out a broken feed."""
+def run(job: SglangJob, alter: Callable[[Weights], Weights] = lambda weights: weights) -> None:
+    """Loads the checkpoint and writes the report; where that fails, the journal says how. `alter` stands between the checkpoint and SGLang."""
+    with Journal(journal_of(Path(job.report))) as journal:
+        witness(job, alter, journal).save(Path(job.report))
+
+
+def witness(job: SglangJob, alter: Callable[[Weights], Weights], journal: Journal) -> SglangReport:
+    """Loads the checkpoint into SGLang. Raises whatever SGLang raises."""
     location = locate(job.checkpoint)
     scratch = Path(job.scratch)
     if location.kind == "hf":
         fused = fuses_shared(HfCheckpoint(location.path).specs)
-        examination = Examination(read_json(location.path / "config.json"), fused, lambda: safetensors_of(location.path), alter)
-        return examination.report(load(location.path, scratch, fused, None, examination))
+        examination = Examination(read_json(location.path / "config.json"), fused, lambda: safetensors_of(location.path), alter, journal)
+        return examination.report(load(location.path, scratch, fused, None, examination, journal))
     checkpoint = TorchDistCheckpoint(location.path, hf=job.hf)
     view = to_hf(checkpoint, job.checkpoint)
     copy_side_files(checkpoint.hf_path, scratch / "model")
     write_config(scratch / "model", checkpoint.config, view.specs)
     source = source_of(Path(job.source)) if job.source else view
-    examination = Examination(checkpoint.config, False, lambda: stream(source), alter)
-    return examination.report(load(scratch / "model", scratch, False, stream(view), examination))
+    examination = Examination(checkpoint.config, False, lambda: stream(source), alter, journal)
+    return examination.report(load(scratch / "model", scratch, False, stream(view), examination, journal))
 
 
 def safetensors_of(root: Path) -> Iterator[tuple[str, Tensor]]:
@@ -71,9 +78,8 @@ def source_of(path: Path) -> Checkpoint:
 
 
 def main() -> None:
-    """Runs the job named on the command line and writes its report."""
-    job = SglangJob.load(Path(sys.argv[1]))
-    run(job).save(Path(job.report))
+    """Runs the job named on the command line."""
+    run(SglangJob.load(Path(sys.argv[1])))
 
 
 if __name__ == "__main__":

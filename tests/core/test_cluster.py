@@ -29,7 +29,7 @@ def closed_port() -> int:
 
 def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert str(refused("auto")) == "Ray is not installed\n  next: pip install 'ckptkit[ray]'"
+    assert str(refused("auto")) == "Ray is not installed\n  next: pip install ray"
 
 
 def test_an_address_where_nothing_answers(closed_port: int) -> None:

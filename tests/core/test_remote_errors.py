@@ -83,7 +83,7 @@ def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, url: s
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(CkptkitError, match=f"{url}: .*{module}") as error:
         use(url)
-    assert error.value.hint == "pip install 'ckptkit[remote]'"
+    assert error.value.hint == f"pip install {module}"
 
 
 @BOTH

@@ -17,6 +17,7 @@ def config() -> PretrainedConfig:
         use_qk_norm=True,
         attention_bias=True,
         routed_scaling_factor=2.5,
+        num_nextn_predict_layers=0,  # newer transformers would promise one
     )
 
 

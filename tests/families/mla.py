@@ -30,6 +30,7 @@ MLA: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "hea
 }
 UNGROUPED: dict[str, Any] = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
 DEEPSEEK_ROUTER: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+NO_MTP: dict[str, Any] = {"num_nextn_predict_layers": 0}  # newer transformers would promise one layer
 # The slope between fast and slow frequencies covers dimensions 2 to 7 of 8, and every number moves it.
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -74,13 +75,13 @@ def moonlight() -> PretrainedConfig:
     """Queries that are not compressed, plain rotary embedding, two shared experts."""
     rope = {"rope_type": "default", "rope_theta": 50000.0}
     sizes = MLA | UNGROUPED | {"q_lora_rank": None}
-    return DeepseekV3Config(**sizes, n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=2.446, rope_parameters=rope)
+    return DeepseekV3Config(**sizes, n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=2.446, rope_parameters=rope, **NO_MTP)
 
 
 def kimi() -> PretrainedConfig:
     """Kimi K2's yarn, which has no slope between fast and slow frequencies."""
     sizes = MLA | UNGROUPED | {"max_position_embeddings": 16384}
-    return DeepseekV3Config(**sizes, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=2.827, rope_parameters=KIMI_YARN)
+    return DeepseekV3Config(**sizes, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=2.827, rope_parameters=KIMI_YARN, **NO_MTP)
 
 
 def glm() -> PretrainedConfig:

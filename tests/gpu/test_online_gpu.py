@@ -20,7 +20,7 @@ from quant.scheme import QuantScheme
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install 'ckptkit[sglang]'"),
+    pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install sglang"),
     pytest.mark.timeout(1500),
 ]
 

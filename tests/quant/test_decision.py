@@ -317,6 +317,6 @@ def test_a_finished_checkpoint_is_checked_by_its_packed_names() -> None:
 
 
 def test_a_model_with_draft_layers_in_its_config_alone() -> None:
-    config = Glm4MoeConfig(num_hidden_layers=2, n_routed_experts=4).to_dict()
+    config = Glm4MoeConfig(num_hidden_layers=2, n_routed_experts=4, num_nextn_predict_layers=0).to_dict()
     assert not class_tree(config).drafts
     assert [draft.prefix for draft in class_tree(config | {"num_nextn_predict_layers": 2}).drafts] == ["model.layers.2.", "model.layers.3."]

@@ -15,7 +15,7 @@ from sglang_runs import int4_config
 from ckptkit.api import quantize
 from quant.scheme import QuantScheme
 
-pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install 'ckptkit[sglang]'")
+pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install sglang")
 
 GROUP = 32
 ATTENTION = r"re:.*\.self_attn\..*"

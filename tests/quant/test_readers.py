@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.utils.match import is_match
+from installed import release
 
 from ckptkit.errors import CkptkitError
 from quant.matrices import Matrix, names_in_sglang, names_in_vllm
@@ -83,8 +84,11 @@ def test_compressed_tensors_itself_agrees(row: tuple[str, str, bool, bool, bool,
     assert compressed_tensors(row[1], row[0]) == is_match(row[1], linear, row[0])
 
 
+INSTALLED = sglang_suffix if release("sglang") >= (0, 5, 23) else sglang
+
+
 def test_sglang_itself_agrees(sglang_quantization: Any) -> None:
-    differ = [row for row in TABLE if sglang(row[1], row[0]) != sglang_quantization.should_ignore_layer(row[1], [row[0]])]
+    differ = [row for row in TABLE if INSTALLED(row[1], row[0]) != sglang_quantization.should_ignore_layer(row[1], [row[0]])]
     assert differ == []
 
 
@@ -96,7 +100,7 @@ ENTRIES = sorted({row[0] for row in TABLE})
 def test_every_entry_on_every_name_as_the_readers_themselves(sglang_quantization: Any, entry: str) -> None:
     linear = torch.nn.Linear(1, 1, device="meta")
     assert [compressed_tensors(name, entry) for name in NAMES] == [is_match(name, linear, entry) for name in NAMES]
-    assert [sglang(name, entry) for name in NAMES] == [sglang_quantization.should_ignore_layer(name, [entry]) for name in NAMES]
+    assert [INSTALLED(name, entry) for name in NAMES] == [sglang_quantization.should_ignore_layer(name, [entry]) for name in NAMES]
 
 
 @pytest.mark.parametrize("reader", list(RULES))
@@ -161,7 +165,7 @@ def test_vllm_takes_every_fused_layer_apart_unless_the_release_has_it_so() -> No
 )
 def test_fused_layers_as_sglang_itself(sglang_quantization: Any, ignore: list[str], mapping: dict[str, tuple[str, ...]]) -> None:
     layer = f"{L0}.self_attn.qkv_proj"
-    verdicts = {any(sglang(name, entry) for entry in ignore) for name in names_in_sglang(matrix(layer), ignore, mapping)}
+    verdicts = {any(INSTALLED(name, entry) for entry in ignore) for name in names_in_sglang(matrix(layer), ignore, mapping)}
     if len(verdicts) == 2:
         with pytest.raises(ValueError, match="requires all to use the same scheme"):
             sglang_quantization.should_ignore_layer(layer, ignore, mapping)

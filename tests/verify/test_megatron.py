@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from families import case
 from families.case import MOE, SIZES, Case
+from processes import environment
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from transformers import Qwen3MoeConfig
@@ -20,8 +22,9 @@ from ckptkit.errors import CkptkitError
 from verify import megatron_run
 from verify.check_config import parallel_sizes_divide
 from verify.check_megatron import all_layers, right_slices, strict_load
-from verify.checks import Skip, Tally
+from verify.checks import Skip, Tally, Unable
 from verify.report import Finding
+from verify.run import verify
 from verify.subject import Subject
 
 needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
@@ -192,11 +195,34 @@ def test_a_rank_that_crashes_is_a_finding(converted: Paths, copy_of: Paths) -> N
 
 
 @needs_megatron
-def test_a_rank_that_hangs_is_a_finding(converted: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_hangs_is_inconclusive(converted: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_run, "_START_SECONDS", 0.5)
-    for stages, ranks in ((1, "rank 0"), (2, "ranks 0..1")):
-        (finding,) = strict_load(Subject(converted("qwen2-tied"), pp=stages), Tally())
-        assert (finding.actual, finding.rank) == ("no answer within 1 s", ranks)
+    for stages in (1, 2):
+        subject = Subject(converted("qwen2-tied"), pp=stages)
+        with pytest.raises(Unable, match=r"rank 0 failed while .*, which says nothing about the checkpoint: no answer within 1 s"):
+            list(strict_load(subject, Tally()))
+        with pytest.raises(Unable, match="no answer within 1 s"):
+            list(right_slices(subject, Tally()))
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("own", r"while comparing what was loaded, which says nothing about the checkpoint: KeyError: 'a defect of ours' .*\(exit code 1\)"),
+        ("kill", r"while joining the process groups, which .*killed by SIGKILL, as the kernel does when memory runs out\)"),
+        ("import", r"while importing what it needs, which .*: .*OSError: libcuda.so.1: cannot open shared object file \(exit code 1\)"),
+        ("signature", r"while asking the model which keys it wants, which .*: TypeError: .*'metadata'.*\(exit code 1\)"),
+    ],
+)
+def test_a_witness_that_breaks_is_inconclusive(converted: Paths, monkeypatch: pytest.MonkeyPatch, how: str, reason: str) -> None:
+    monkeypatch.setattr(megatron_run, "_WITNESS", "broken_witness")
+    monkeypatch.setenv("BREAK", how)
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    report = verify(converted("qwen2-tied"), against=frozenset({"megatron"}))
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert len(report.reasons) == 1
+    assert re.fullmatch(f"CK401, CK402, CK403: rank 0 failed {reason}", report.reasons[0], re.DOTALL)
 
 
 @pytest.mark.parametrize(
@@ -228,15 +254,15 @@ def test_expert_rows_that_etp_divides_and_tp_does_not_megatron_accepts(tmp_path:
     assert judge(whole)[0] == []
     assert [finding.expected for finding in parallel_sizes_divide(cut, Tally())] == ["moe_intermediate_size that divides by etp = 2"]
     monkeypatch.setattr(megatron_run, "check_sizes", lambda sizes, dims: None)
-    (finding,) = strict_load(cut, Tally())
-    assert "95 is not divisible by 2" in finding.actual
+    with pytest.raises(Unable, match="while building the model, .*95 is not divisible by 2"):
+        list(strict_load(cut, Tally()))
 
 
-def test_what_cannot_be_witnessed_is_skipped_with_the_next_move(releases: Paths, converted: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Skip, match="ckptkit convert"):
+def test_what_cannot_be_witnessed_is_inconclusive_with_the_next_move(releases: Paths, converted: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unable, match="ckptkit convert"):
         list(strict_load(Subject(releases("qwen2-tied")), Tally()))
     monkeypatch.setattr(megatron_run, "find_spec", lambda name: None)
-    with pytest.raises(Skip, match=r"pip install 'ckptkit\[megatron\]'"):
+    with pytest.raises(Unable, match="megatron-core is not installed: pip install megatron-core$"):
         list(strict_load(Subject(converted("qwen2-tied")), Tally()))
 
 

@@ -155,3 +155,13 @@ def test_a_list_that_only_slime_reads_differently_is_a_warning(with_config: Any,
     finding = only(report)
     assert (finding.code, finding.severity, report.status) == ("CK302", "warning", "passed")
     assert "slime would pack model.embed_tokens.weight" in finding.actual
+
+
+def test_method_that_is_not_known_beside_plain_weights_is_inconclusive(releases: Make, copy_of: Callable[[Path], Path]) -> None:
+    """No name and no dtype tells what an engine would make of it, so nothing of the checkpoint has been proved."""
+    path = copy_of(releases("qwen2-untied"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "exl9"}}))
+    report = verify(path)
+    assert report.status == "inconclusive"
+    assert any("quantization method 'exl9' is not supported" in reason for reason in report.reasons)

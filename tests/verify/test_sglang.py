@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
 import torch
+from quantized import fp8_blocks, write
 from sglang_runs import Case, int4_config, online_int4, run_cases, written
 
 from ckptkit.api import quantize
 from ckptkit.safetensors_io import INDEX
 from quant.scheme import QuantScheme
+from verify import sglang_run
 from verify.check_sglang import KEEP_ROUTER
 from verify.checks import all_checks, run_checks
 from verify.report import CheckResult, Finding
@@ -25,7 +29,7 @@ from verify.sglang_job import SglangReport
 from verify.sglang_run import SglangRun
 from verify.subject import Subject
 
-pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install 'ckptkit[sglang]'")
+pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install sglang")
 
 GROUP = 32
 ONLINE = ["lm_head", "model.embed_tokens"]
@@ -65,6 +69,42 @@ def sound_cases(root: Path, releases: Callable[..., Path], converted: Callable[[
     }
 
 
+def in_fp8(release: Path, path: Path, block: tuple[int, int] = (32, 64)) -> Path:
+    """The release with its Linear layers in FP8, as Qwen publishes it: a scale a block, gates and the output layer left out."""
+    write(release, path, lambda name: name.endswith("_proj.weight"), fp8_blocks(*block), lambda config: config | {"quantization_config": fp8_config(block)})
+    return path
+
+
+def fp8_config(block: tuple[int, int]) -> dict[str, Any]:
+    kept = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(12))]
+    known = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    return known | {"weight_block_size": list(block), "modules_to_not_convert": kept}
+
+
+def quantized_cases(root: Path, releases: Callable[..., Path]) -> dict[str, Case]:
+    """Formats beside symmetric INT4: zero points, of experts in SGLang's own layout, and FP8 in blocks."""
+    asymmetric = QuantScheme(GROUP, "minmax", (), symmetric=False)
+    quantize(releases("qwen2-tied"), root / "zeros", asymmetric)
+    quantize(releases("qwen3_moe"), root / "zeros-moe", asymmetric, readers=("sglang",))
+    fp8 = in_fp8(releases("qwen3_moe"), root / "fp8")
+    # An expert has 96 rows: three blocks of 32, and one and a half of 64.
+    return {
+        "zero points int4 qwen2-tied": Case(root / "zeros"),
+        "zero points int4 qwen3_moe": Case(root / "zeros-moe"),
+        "fp8 qwen3_moe": Case(fp8),
+        "swapped_scales": Case(fp8, alter="swapped_scales"),
+        "fp8 uneven": Case(in_fp8(releases("qwen3_moe"), root / "fp8-uneven", (64, 64))),
+        "mlp_only_layers": Case(written(root, "dense", releases("qwen3_moe"), dense_layer(models.tensors(releases("qwen3_moe"))), mlp_only_layers=[5])),
+    }
+
+
+def dense_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Layer 5 as a dense one of 288 rows, as `mlp_only_layers: [5]` means it."""
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.5.mlp.")}
+    dense = {"gate": torch.randn(288, 128), "up": torch.randn(288, 128), "down": torch.randn(128, 288)}
+    return kept | {f"model.layers.5.mlp.{part}_proj.weight": tensor.bfloat16() for part, tensor in dense.items()}
+
+
 def broken_cases(root: Path, releases: Callable[..., Path], converted: Callable[[str], Path]) -> dict[str, Case]:
     qwen, glm = releases("qwen3_moe"), releases("glm4_moe")
     tensors = models.tensors(qwen)
@@ -93,7 +133,7 @@ def broken_cases(root: Path, releases: Callable[..., Path], converted: Callable[
 @pytest.fixture(scope="module")
 def cases(releases: Callable[..., Path], converted: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     root = tmp_path_factory.mktemp("sglang")
-    return sound_cases(root, releases, converted) | broken_cases(root, releases, converted)
+    return sound_cases(root, releases, converted) | quantized_cases(root, releases) | broken_cases(root, releases, converted)
 
 
 @pytest.fixture
@@ -109,8 +149,8 @@ def runs(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> di
 
 @pytest.fixture(scope="module")
 def reports(runs: dict[str, SglangRun]) -> dict[str, SglangReport]:
-    """What SGLang made of every case; none of them stops it."""
-    assert {name: run.crash for name, run in runs.items() if run.crash} == {}
+    """What SGLang made of every case; only one of them stops it."""
+    assert {name: run.crash or run.unable for name, run in runs.items() if run.report is None and name != "fp8 uneven"} == {}
     return {name: run.report for name, run in runs.items() if run.report}
 
 
@@ -127,6 +167,7 @@ def checked(case: Case, run: SglangRun) -> tuple[dict[str, CheckResult], list[Fi
 SOUND = (
     *("qwen2-tied", "qwen2-untied", "qwen3_moe", "glm4_moe", "int4 qwen3_moe", "int4 glm4_moe", "online int4", "online int4 glm4_moe"),
     *("megatron qwen2-tied", "megatron qwen3_moe", "megatron glm4_moe", "draft layers"),
+    *("zero points int4 qwen2-tied", "zero points int4 qwen3_moe", "fp8 qwen3_moe"),
 )
 
 
@@ -136,9 +177,9 @@ def test_sound_checkpoints_pass(name: str, cases: dict[str, Case], reports: dict
     assert findings == []
     status = {code: result.status for code, result in results.items()}
     routers = {} if "qwen2" in name else {"CK505": "passed"}
-    repacking = {"CK506": "skipped"} if "int4" in name else {}
-    assert status == {"CK501": "passed", "CK502": "passed", "CK503": "passed", "CK504": "passed", **routers, **repacking}
-    assert all((results[code].reason or "").startswith("needs CUDA") for code in repacking)
+    packed = {"CK506": "skipped"} if "int4" in name or "fp8" in name else {}
+    assert status == {"CK501": "passed", "CK502": "passed", "CK503": "passed", "CK504": "passed", **routers, **packed}
+    assert all((results[code].reason or "").startswith("needs CUDA") for code in packed)
     assert facts["SGLang"][0].startswith(f"SGLang {reports[name].version}, ")
 
 
@@ -202,6 +243,11 @@ BROKEN: dict[str, set[tuple[str, str, int]]] = {
     "swapped_gate_and_up": {("CK504", f"model.layers.5.mlp.experts.11.{part}_proj.weight", 1) for part in ("gate", "up")},
     "one_bit": {("CK504", "model.layers.7.self_attn.k_proj.weight", 1)},
     "half_written": {("CK502", f"{EXPERTS}down_proj.weight", 144), ("CK504", f"{EXPERTS}down_proj.weight", 144)},
+    "swapped_scales": {("CK504", f"model.layers.5.mlp.experts.11.{part}_proj.weight_scale_inv", 1) for part in ("gate", "up")},
+    "mlp_only_layers": {
+        *(("CK502", f"model.layers.5.mlp.{param}", 1) for param in ("gate.weight", "experts.w13_weight", "experts.w2_weight")),
+        *(("CK503", f"model.layers.5.mlp.{part}_proj.weight", 1) for part in ("gate", "up", "down")),
+    },
     "skipped_layer": {("CK502", "model.layers.2.input_layernorm.weight", 1), ("CK503", "model.layers.2.input_layernorm.weight", 1)},
 }
 
@@ -226,6 +272,22 @@ def test_findings_say_what_to_do(cases: dict[str, Case], reports: dict[str, Sgla
     assert "the checkpoint never gave it, at model.layers.4.mlp.experts.w13_weight in SGLang" in first("lost", "CK502").actual
     assert "one tensor an expert" in first("fused", "CK503").hint
     assert "fused name" in first("bf16 shards", "CK503").hint
+
+
+def test_a_name_that_sglangs_class_does_not_know_is_said_without_talk_of_packing(cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
+    """SGLang's class of Qwen3-MoE does not read `mlp_only_layers`."""
+    _, findings, _ = checked(cases["mlp_only_layers"], SglangRun(reports["mlp_only_layers"]))
+    hints = {finding.tensor: finding.hint for finding in findings}
+    assert not [hint for hint in hints.values() if "pack" in hint or "quantize" in hint]
+    assert hints["model.layers.5.mlp.up_proj.weight"].startswith(
+        "SGLang's Qwen3MoeForCausalLM has no parameter model.layers.5.mlp.gate_up_proj.weight: it does not read mlp_only_layers of config.json"
+    )
+
+
+def test_blocks_that_do_not_divide_an_experts_rows_are_refused_by_sglang(cases: dict[str, Case], runs: dict[str, SglangRun]) -> None:
+    (finding,) = checked(cases["fp8 uneven"], runs["fp8 uneven"])[1]
+    assert finding.code == "CK501"
+    assert "is not divisible by weight quantization block_n = 64" in finding.actual
 
 
 def test_a_smaller_dtype_is_a_warning(cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
@@ -255,3 +317,38 @@ def test_a_model_that_sglang_cannot_load_is_a_finding(releases: Callable[[str], 
     assert [(finding.code, "exit code 1" in finding.actual) for finding in findings] == [("CK501", True)]
     assert "AssertionError" in findings[0].actual or "RuntimeError" in findings[0].actual
     assert {result.status for result in results[1:] if result.code != "CK507"} == {"skipped"}
+
+
+# An SGLang that is found before the real one, and what becomes of the witness that imports it.
+FAKES = {
+    "raise OSError('libcuda.so.1: cannot open shared object file')": "exit code 1; OSError: libcuda.so.1: cannot open shared object file",
+    "import a_package_that_nobody_has": "exit code 1; ModuleNotFoundError: No module named 'a_package_that_nobody_has'",
+    "import os; os.kill(os.getpid(), 9)": "while setting SGLang up, which says nothing about the checkpoint: killed by SIGKILL, as the kernel does when memory",
+    "import time; time.sleep(600)": "it did not end within 5 s",
+    "raise SystemExit(0)": "no report",
+}
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("statement", FAKES)
+def test_an_sglang_that_cannot_be_asked_is_inconclusive(
+    statement: str, releases: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text(statement)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(sglang_run, "_START_S", 5 if "sleep" in statement else 300)
+    monkeypatch.setattr(sglang_run, "_BYTES_A_SECOND", 1e12)
+    report = verify(releases("qwen2-tied"), against=frozenset({"sglang"}))
+    assert (report.status, report.findings) == ("inconclusive", [])
+    (reason,) = report.reasons
+    assert reason.startswith("CK501, CK502, CK503, CK504: the witness failed while ")
+    assert FAKES[statement] in reason
+
+
+def test_an_exception_of_ours_while_sglang_loads_is_inconclusive(releases: Callable[[str], Path], tmp_path: Path) -> None:
+    """Our feed, in the middle of SGLang's load_weights: raised by us, so nothing about the checkpoint."""
+    run = run_cases({"broken": Case(releases("qwen2-tied"), alter="broken_feed")}, tmp_path)["broken"]
+    assert (run.report, run.crash) == (None, None)
+    assert "while loading the weights, which says nothing about the checkpoint: " in (run.unable or "")
+    assert "KeyError: 'a defect of ours'" in (run.unable or "")
