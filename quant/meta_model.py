@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ckptkit.errors import CkptkitError
 from quant.released import Released
@@ -57,12 +56,12 @@ _OVERRIDING = ("per_layer_config",)
 _OFFLINE = Lock()
 
 
-def text_model(names: Released, config: Mapping[str, Any]) -> nn.Module:
+def text_model(names: Released, config: Mapping[str, Any]) -> PreTrainedModel:
     """The language model alone. Raises CkptkitError naming the key by which it cannot be built."""
     return _build(config, names.model_type, _language(names, config))
 
 
-def whole_model(names: Released, config: Mapping[str, Any]) -> nn.Module | None:
+def whole_model(names: Released, config: Mapping[str, Any]) -> PreTrainedModel | None:
     """The language model (its `language_model`) with all that stands beside it; None where transformers or the config has no such model.
 
     Raises as `text_model`.
@@ -121,11 +120,11 @@ def _indexers(pattern: Any, config: Mapping[str, Any], where: str) -> list[str]:
     return list(kinds)
 
 
-def _build(config: Mapping[str, Any], model_type: str, fields: dict[str, Any]) -> nn.Module:
+def _build(config: Mapping[str, Any], model_type: str, fields: dict[str, Any]) -> PreTrainedModel:
     try:
         with _hub_offline(), torch.device("meta"):
             parsed = AutoConfig.for_model(model_type, **fields)
-            model: nn.Module = AutoModel.from_config(parsed, attn_implementation="eager", experts_implementation="eager", trust_remote_code=False)
+            model: PreTrainedModel = AutoModel.from_config(parsed, attn_implementation="eager", experts_implementation="eager", trust_remote_code=False)
     except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, StrictDataclassError) as error:
         raise _refused(config, str(error).partition("\n")[0][:300]) from error
     return model

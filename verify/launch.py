@@ -143,13 +143,17 @@ def _supported_hf(path: Path) -> bool:
     return True
 
 
+def _or_verl(path: Path) -> str:
+    return _VERL if (path / ".metadata").exists() else ""
+
+
 def _fall_through(load: Path, ref_load: Path | None) -> Trouble:
     """A directory that is not there yet is how a first run starts; one that holds something is a mistake."""
     inside = sorted(entry.name for entry in load.iterdir()) if load.is_dir() else []
     expected = f"{TRACKER} or a supported config.json"
     if ITERATION.fullmatch(load.name) or ".metadata" in inside or is_legacy(load):
         step = f" --ckpt-step {int(load.name[5:])}" if ITERATION.fullmatch(load.name) else ""
-        return Trouble("--load", load, expected, "an iteration directory, which has no tracker", f"give its parent: --load {load.parent}{step}{_VERL}")
+        return Trouble("--load", load, expected, "an iteration directory, which has no tracker", f"give its parent: --load {load.parent}{step}{_or_verl(load)}")
     if iterations := [name for name in inside if ITERATION.fullmatch(name) or name == "release"]:
         hint = f"write `release` or the number into {load / TRACKER}, if that save is whole"
         return Trouble("--load", load, expected, f"{', '.join(iterations)} but no tracker: the last save did not finish", hint)
@@ -180,7 +184,7 @@ def _untracked(role: str, option: str, root: Path, step: int | None) -> Side:
     """A directory without a tracker: HF, or nothing that a trainer loads."""
     expected = f"a directory with {TRACKER}"
     if ITERATION.fullmatch(root.name) or (root / ".metadata").exists() or is_legacy(root):
-        trouble = Trouble(option, root, expected, "an iteration directory, which has no tracker", f"give its parent: {option} {root.parent}{_VERL}")
+        trouble = Trouble(option, root, expected, "an iteration directory, which has no tracker", f"give its parent: {option} {root.parent}{_or_verl(root)}")
         random = bool(ITERATION.fullmatch(root.name)) and not step
         why = "Megatron finds no tracker and only prints a warning" if random else _stops(root)
         return Side(role, None, None, f"{option} {root} has no tracker; {why}", (trouble,), random)

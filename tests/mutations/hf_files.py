@@ -93,6 +93,13 @@ def shard_without_index(path: Path, name: str) -> str:
     return name
 
 
+def draft_shard_without_index(path: Path, name: str) -> str:
+    """As `shard_without_index`; all that is left to see it by is the number of the shard, which the finding names."""
+    lost = json.loads((path / INDEX).read_text())["weight_map"][name]
+    shard_without_index(path, name)
+    return f"number {int(lost[6:11])}"
+
+
 def ghost_key(path: Path, name: str) -> None:
     edit_index(path, lambda weight_map: weight_map.update({name: "model-00001-of-" + shard_of(path, "model.norm.weight").name[-17:]}))
 
@@ -183,7 +190,7 @@ MUTATIONS = (
         "headers",
         "CK104",
         last_shards_lost,
-        {QWEN3: "model.norm.weight", GLM: "model.layers.12.eh_proj.weight", "glm4_moe/int4": "model.layers.12.enorm.weight"},
+        {QWEN3: "model.norm.weight", GLM: "model.norm.weight", "glm4_moe/int4": "model.norm.weight"},
         ("Megatron-Bridge#4188", "Megatron-Bridge#4189"),
     ),
     Mutation(
@@ -193,7 +200,17 @@ MUTATIONS = (
         "headers",
         "CK104",
         shard_without_index,
-        {QWEN: "model.layers.3.mlp.up_proj.weight", DEEPSEEK: "model.layers.12.shared_head.norm.weight"},
+        {QWEN: "model.layers.3.mlp.up_proj.weight"},
+        ("verl#6821",),
+    ),
+    Mutation(
+        "shard with all of multi-token prediction never written, index agrees",
+        "the shards of the draft layer were not exported, and releases that leave it out on purpose look like this but for the numbers of their shards",
+        ("F1", "F6"),
+        "headers",
+        "CK108",
+        draft_shard_without_index,
+        {DEEPSEEK: "model.layers.12.shared_head.norm.weight"},
         ("verl#6821",),
     ),
     Mutation(
