@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from converters.planner import dims_of
+from converters.planner import dims_of, expected_hf
 from verify.checks import Skip, Tally, Unable, check
 from verify.expected import config_of, is_quantized, usable_config, weights_of
 from verify.folding import LAYER, by_pattern
@@ -109,11 +109,12 @@ def all_written(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """Every element of every parameter, poisoned before loading, is looked at after it."""
     report = _report(subject)
     _count(tally, report.parameters)
-    yield from _findings("CK502", report.unwritten, "every element written by load_weights", _why_unwritten)
+    promised = expected_hf(config_of(subject))
+    yield from _findings("CK502", report.unwritten, "every element written by load_weights", lambda trouble: _why_unwritten(trouble, promised))
 
 
-def _why_unwritten(trouble: Trouble) -> str:
-    if trouble.tensor == trouble.param:
+def _why_unwritten(trouble: Trouble, promised: Collection[str]) -> str:
+    if trouble.tensor == trouble.param and trouble.tensor not in promised:
         return "SGLang's class has a parameter that config.json promises no tensor for: it builds that layer otherwise; CK503 says which tensors it drops"
     return "the tensor is missing from the checkpoint, or CK503 says under which name it was dropped; convert or quantize again"
 

@@ -265,6 +265,7 @@ def test_findings_say_what_to_do(cases: dict[str, Case], reports: dict[str, Sgla
 
     assert KEEP_ROUTER in first("packed router qwen3_moe", "CK503").hint
     assert KEEP_ROUTER in first("packed router qwen3_moe", "CK505").hint
+    assert first("packed router qwen3_moe", "CK502").hint.startswith("the tensor is missing from the checkpoint, or CK503 says under which name")
     assert "1536 of 1536 elements were never written" in first("packed router qwen3_moe", "CK505").actual
     assert [finding.actual for finding in checked(cases["dead routers"], SglangRun(reports["dead routers"]))[1]] == ["all zero", "every element is 0.5"]
     assert first("one_bit", "CK504").actual.startswith("1 of 8192 elements differ, first at [3, 4]: ")
