@@ -65,6 +65,8 @@ def strong_layer(make: Callable[[Any, int], nn.Module]) -> Callable[[PreTrainedM
 
 def in_pairs(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`compute` with transformers' GLM-5 indexer turning in pairs: the function that its attention calls in place of its own."""
+    if not hasattr(modeling_glm_moe_dsa, "apply_rotary_pos_emb"):  # corrected: there is nothing but pairs
+        return compute
 
     def run(*args: Any) -> Tensor:
         with mock.patch.object(modeling_glm_moe_dsa, "apply_rotary_pos_emb", modeling_glm_moe_dsa.apply_rotary_pos_emb_interleave):
