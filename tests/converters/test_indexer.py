@@ -18,6 +18,7 @@ import pytest
 import torch
 from families import CASES
 from families.case import save
+from installed import before
 from processes import environment
 
 from ckptkit.api import convert
@@ -52,6 +53,7 @@ def choices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     return dict(json.loads(answer.read_text()))
 
 
+@before("transformers", (5, 19, 0), "its indexer wants an attention mask, which the comparison does not make")
 def test_rows_that_megatrons_indexer_wants(choices: dict[str, int]) -> None:
     """Exactly one arrangement of the release's rows is right, and every other is wrong nearly everywhere."""
     if SINCE_0_19:
