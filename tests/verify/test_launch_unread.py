@@ -25,10 +25,10 @@ VERL = shlex.split(
 )
 # As slime's scripts launch it, with the environment that ray gets.
 SLIME = shlex.split(
-    "no_proxy=127.0.0.1 PYTHONPATH=/root/Megatron-LM/ python3 train.py --actor-num-nodes 8 --tensor-model-parallel-size 2 --sequence-parallel "
+    "no_proxy=127.0.0.1 PYTHONPATH=/data/Megatron-LM/ python3 train.py --actor-num-nodes 8 --tensor-model-parallel-size 2 --sequence-parallel "
     "--pipeline-model-parallel-size 1 --context-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 "
     "--recompute-granularity full --rollout-num-gpus-per-engine 8 --sglang-ep-size 8 --sglang-dp-size 4 --sglang-mem-fraction-static 0.7 "
-    "--eval-prompt-data aime /root/aime.jsonl --no-load-optim --load-debug-rollout-data /root/a.pt --lr 1e-6 --save /root/out --save-interval 20 "
+    "--eval-prompt-data aime /data/aime.jsonl --no-load-optim --load-debug-rollout-data /data/a.pt --lr 1e-6 --save /data/out --save-interval 20 "
     "--custom-rm-path rm.module.function --wandb-group a.b --seq-length 4096"
 )
 
