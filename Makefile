@@ -33,7 +33,7 @@ help:  ## list the targets
 setup: $(stamp)  ## make the environment (about 4 minutes and 9 GB) or bring it up to date
 
 demo: $(stamp)  ## convert, quantize, break and verify a small model, in DEMO_OUT
-	@$(python) -m ckptkit.demo "$(DEMO_OUT)"
+	@$(python) -m ckptkit.app.demo "$(DEMO_OUT)"
 
 # Two processes already use two cores, and many tests start more, one a rank. In the order of their names, long files are not left for the end.
 # A process that dies ends the run, with the name of its test: pytest-xdist 3.8 would replace it, and then wait for ever.

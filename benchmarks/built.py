@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptkit.safetensors_files import cut_shards
-from ckptkit.specs import TensorSpec
-from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.hf.writer import cut_shards
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.planner import dims_of, rules_of, to_hf, to_megatron
 
 
@@ -41,10 +41,10 @@ def to_megatron_built(source: Path, target: Path) -> None:
     from megatron.core import dist_checkpointing, parallel_state
     from transformers import AutoModelForCausalLM
 
-    from converters.module_names import global_name
-    from verify.megatron_layout import ParallelSizes
-    from verify.megatron_model import Build, build_chunks, connect
-    from verify.witness_megatron import held_by, layers_of
+    from converters.megatron.module_names import global_name
+    from verify.witnesses.megatron.layout import ParallelSizes
+    from verify.witnesses.megatron.model import Build, build_chunks, connect
+    from verify.witnesses.megatron.process import held_by, layers_of
 
     config = json.loads((source / "config.json").read_text())
     release = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
@@ -60,7 +60,9 @@ def to_megatron_built(source: Path, target: Path) -> None:
             held[: whole.shape[0]].copy_(whole)
         metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
         (target / "iter_0000000").mkdir(parents=True)
-        dist_checkpointing.save(model.sharded_state_dict(metadata=metadata), str(target / "iter_0000000"), content_metadata={})
+        dist_checkpointing.save(
+            model.sharded_state_dict(metadata=metadata), str(target / "iter_0000000"), content_metadata={}
+        )
         torch.distributed.destroy_process_group()
 
 
@@ -72,7 +74,11 @@ def to_hf_loaded(source: Path, target: Path, hf: Path) -> None:
 
     reader = FileSystemReader(source)
     entries = reader.read_metadata().state_dict_metadata
-    state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    state = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
     load(state, storage_reader=reader, no_dist=True)
     checkpoint = TorchDistCheckpoint(source, hf=hf)
     tensors = {name: state[parts[0].stored.key][parts[0].index] for name, parts in checkpoint._logical.items()}

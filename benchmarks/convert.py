@@ -60,7 +60,15 @@ def _commands(work: Path) -> dict[str, Command]:
         "cat Megatron": (["sh", "-c", f"cat {megatron}/release/*.distcp"], megatron, None),
         "cp -r Megatron": (["cp", "-r", str(megatron), str(work / "cp")], megatron, work / "cp"),
         "Megatron -> HF": ([*ckptkit, "convert", str(megatron), str(work / "back")], megatron, work / "back"),
-        "Megatron -> INT4": ([*ckptkit, "convert", str(megatron), str(work / "int4"), "--quantize", "w4a16"], megatron, work / "int4"),
-        "DCP load, save_file -> HF": ([*built, "to-hf", str(megatron / "release"), str(work / "loaded"), str(hf)], megatron, work / "loaded"),
+        "Megatron -> INT4": (
+            [*ckptkit, "convert", str(megatron), str(work / "int4"), "--quantize", "w4a16"],
+            megatron,
+            work / "int4",
+        ),
+        "DCP load, save_file -> HF": (
+            [*built, "to-hf", str(megatron / "release"), str(work / "loaded"), str(hf)],
+            megatron,
+            work / "loaded",
+        ),
     }
     return {what: one for what, one in found.items() if os.environ.get("BENCH_BUILT") or one[0][:4] != built}

@@ -29,10 +29,10 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
 from torch import Tensor
 
-from quant.grids import quantize
-from quant.online import OnlineQuantizer
-from quant.packing import pack
-from quant.scheme import QuantScheme, quantization_config
+from quant.formats.grids import quantize
+from quant.formats.packing import pack
+from quant.formats.scheme import QuantScheme, quantization_config
+from quant.online.quantizer import OnlineQuantizer
 
 ROUNDS = 15
 IN_A_ROW = 12
@@ -55,7 +55,10 @@ class Layer:
     def named(self) -> Named:
         """BF16 matrices by name, as a trainer has them."""
         return [
-            (f"model.layers.0.mlp.experts.{expert}.{projection}.weight", torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(0.02))
+            (
+                f"model.layers.0.mlp.experts.{expert}.{projection}.weight",
+                torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(0.02),
+            )
             for expert in range(self.experts)
             for projection, shape in self.shapes
         ]
@@ -66,7 +69,12 @@ def _experts(features: int, hidden: int) -> tuple[tuple[str, tuple[int, int]], .
 
 
 LAYERS = (
-    Layer("Qwen3-30B-A3B, a layer: 128 x 3", 128, _experts(768, 2048), (("minmax", 128), ("qmax7", 128), ("minmax", 32), ("qmax7", 32))),
+    Layer(
+        "Qwen3-30B-A3B, a layer: 128 x 3",
+        128,
+        _experts(768, 2048),
+        (("minmax", 128), ("qmax7", 128), ("minmax", 32), ("qmax7", 32)),
+    ),
     Layer("128 x [1536, 2048]", 128, (("gate_proj", (1536, 2048)),), (("minmax", 128), ("qmax7", 128))),
     Layer("Kimi K2, a layer: 384 x 3", 384, _experts(2048, 7168), (("minmax", 32), ("qmax7", 32))),
 )
@@ -102,7 +110,9 @@ def _rows(what: str, named: Named, scheme: QuantScheme, speed: float) -> list[di
         "torch.compile from a graph": partial(_graph, compiled),
     }
     if scheme.grid == "minmax":
-        ways["compressed-tensors"] = lambda: _clock(partial(_compressed_tensors, sample, group)) / len(sample) * len(named)
+        ways["compressed-tensors"] = lambda: (
+            _clock(partial(_compressed_tensors, sample, group)) / len(sample) * len(named)
+        )
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(PASSES):
         for way, measure in ways.items():
@@ -201,7 +211,7 @@ def _in_a_row(call: Callable[[], Any], look: Callable[[Any], object]) -> float:
 
 def _kernels(named: Named, scheme: QuantScheme) -> Callable[[], object]:
     # Imported here because it needs Triton, which is there wherever torch has CUDA.
-    from quant.triton_launch import launcher
+    from quant.kernels.triton_launch import launcher
 
     sizes: dict[int, list[Tensor]] = {}
     for _, weight in named:
@@ -213,7 +223,9 @@ def _kernels(named: Named, scheme: QuantScheme) -> Callable[[], object]:
         words = torch.empty(len(weights) * size // 8, dtype=torch.int32, device="cuda")
         scale = torch.empty(len(weights) * size // (scheme.group_size or 1), dtype=torch.bfloat16, device="cuda")
         bad = torch.zeros(len(weights), dtype=torch.int32, device="cuda")
-        jobs.append((start.kernel[start.blocks, len(weights)], (table, words, scale, None, bad, *start.sizes), start.options))
+        jobs.append(
+            (start.kernel[start.blocks, len(weights)], (table, words, scale, None, bad, *start.sizes), start.options)
+        )
     return lambda: [kernel(*arguments, **options) for kernel, arguments, options in jobs]
 
 
@@ -223,12 +235,14 @@ def _compiled(named: Named, scheme: QuantScheme) -> Callable[[], object]:
         shapes.setdefault(weight.shape, []).append(weight)
     stacks = [torch.stack(weights) for weights in shapes.values()]
     torch.compiler.reset()
-    function = torch.compile(partial(_expression, group=scheme.group_size or 1, minmax=scheme.grid == "minmax"), dynamic=False)
+    function = torch.compile(
+        partial(_expression, group=scheme.group_size or 1, minmax=scheme.grid == "minmax"), dynamic=False
+    )
     return lambda: [function(stack) for stack in stacks]
 
 
 def _expression(weights: Tensor, group: int, minmax: bool) -> tuple[Tensor, Tensor]:
-    """Words and scales of [matrices, rows, columns], by the formulas of `quant.grids`."""
+    """Words and scales of [matrices, rows, columns], by the formulas of `quant.formats.grids`."""
     count, rows, columns = weights.shape
     groups = weights.reshape(count, rows, columns // group, group)
     high = groups.abs().amax(-1)
@@ -249,7 +263,9 @@ def _compressed_tensors(weights: Sequence[Tensor], group: int) -> None:
     scheme = QuantizationScheme(targets=["Linear"], weights=args, format="pack-quantized")
     for weight in weights:
         scale, zero = compute_dynamic_scales_and_zp(weight, args, torch.nn.Linear(1, 1))
-        PackedQuantizationCompressor.compress({"weight": weight, "weight_scale": scale, "weight_zero_point": zero}, scheme)
+        PackedQuantizationCompressor.compress(
+            {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}, scheme
+        )
 
 
 if __name__ == "__main__":

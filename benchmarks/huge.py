@@ -24,14 +24,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptkit.estimate import Volume
-from ckptkit.files import FILE_BYTES
-from ckptkit.formats import TRACKER
-from ckptkit.safetensors_files import cut_shards
-from ckptkit.safetensors_io import INDEX
-from ckptkit.specs import CODE_OF_DTYPE, TensorSpec
-from ckptkit.torch_dist_names import disk_key, extra_states
-from converters.arguments import megatron_args
+from ckptkit.app.estimate import Volume
+from ckptkit.core.specs import CODE_OF_DTYPE, TensorSpec
+from ckptkit.formats.detect import TRACKER
+from ckptkit.formats.files import FILE_BYTES
+from ckptkit.formats.hf.reader import INDEX
+from ckptkit.formats.hf.writer import cut_shards
+from ckptkit.formats.torch_dist.names import disk_key, extra_states
+from converters.megatron.arguments import megatron_args
 from converters.planner import dims_of, expected_hf, rules_of
 
 Form = Literal["bfloat16", "fp8", "int4"]
@@ -60,14 +60,23 @@ QWEN3_30B: dict[str, Any] = {
 QWEN3_235B: dict[str, Any] = QWEN3_30B | {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94, "num_attention_heads": 64, "moe_intermediate_size": 1536,
 }  # fmt: skip
-_FP8: dict[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+_FP8: dict[str, Any] = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
 _INT4: dict[str, Any] = {
     "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
     "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "re:.*mlp\\.gate$"],
     "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "output_activations": None, "weights": {
         "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False, "observer": "minmax"}}},
 }  # fmt: skip
-_QUANTIZATION: dict[Form, dict[str, Any]] = {"bfloat16": {}, "fp8": {"quantization_config": _FP8}, "int4": {"quantization_config": _INT4}}
+_QUANTIZATION: dict[Form, dict[str, Any]] = {
+    "bfloat16": {},
+    "fp8": {"quantization_config": _FP8},
+    "int4": {"quantization_config": _INT4},
+}
 _IN_FP8 = re.compile(r".+\.(self_attn|mlp)\.(.+\.)?\w+_proj(_with_mqa)?\.weight")
 HF_FILE = MEGATRON_FILE = FILE_BYTES
 _RANKS = 64  # that Megatron's save came from: a file each
@@ -92,7 +101,11 @@ def parts_of(name: str, shape: tuple[int, ...], form: Form) -> list[TensorSpec]:
         return [TensorSpec(name, shape, torch.float8_e4m3fn), TensorSpec(f"{name}_scale_inv", blocks, torch.float32)]
     if form == "int4" and ".mlp.experts." in name:
         rows, columns = shape
-        parts = {"packed": ((rows, columns // 8), torch.int32), "scale": ((rows, columns // 32), torch.bfloat16), "shape": ((2,), torch.int32)}
+        parts = {
+            "packed": ((rows, columns // 8), torch.int32),
+            "scale": ((rows, columns // 32), torch.bfloat16),
+            "shape": ((2,), torch.int32),
+        }
         return [TensorSpec(f"{name}_{part}", size, dtype) for part, (size, dtype) in parts.items()]
     return [TensorSpec(name, shape, torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16)]
 
@@ -111,7 +124,12 @@ def works(config: Mapping[str, Any], form: Form) -> dict[str, Volume]:
     plain = stored(config, "bfloat16")
     total, step = sum(spec.nbytes for spec in plain.values()), 2 * max(spec.nbytes for spec in plain.values())
     return {
-        "HF -> Megatron": Volume(sum(spec.nbytes for spec in stored(config, form).values()), _sizes(plain, MEGATRON_FILE, "bfloat16"), step, total),
+        "HF -> Megatron": Volume(
+            sum(spec.nbytes for spec in stored(config, form).values()),
+            _sizes(plain, MEGATRON_FILE, "bfloat16"),
+            step,
+            total,
+        ),
         "Megatron -> HF": Volume(total, _sizes(plain, HF_FILE, "bfloat16"), step, total),
         "Megatron -> INT4": Volume(total, _sizes(plain, HF_FILE, "int4"), step, total),
     }
@@ -155,7 +173,11 @@ def _write_header(path: Path, specs: Iterable[TensorSpec]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in specs:
-        header[spec.name] = {"dtype": CODE_OF_DTYPE[spec.dtype], "shape": spec.shape, "data_offsets": [end, end + spec.nbytes]}
+        header[spec.name] = {
+            "dtype": CODE_OF_DTYPE[spec.dtype],
+            "shape": spec.shape,
+            "data_offsets": [end, end + spec.nbytes],
+        }
         end += spec.nbytes
     text = json.dumps(header).encode()
     with path.open("wb") as file:
@@ -189,7 +211,9 @@ def _keys(config: Mapping[str, Any]) -> dict[str, TensorSpec]:
         key, expert = disk_key(rule.megatron)
         experts[key] += expert is not None
         axis = (experts[key],) if expert is not None else ()
-        found[key] = TensorSpec(key, (*axis, *shapes[id(rule.mapping)]), torch.float32 if rule.mapping.fp32 else torch.bfloat16)
+        found[key] = TensorSpec(
+            key, (*axis, *shapes[id(rule.mapping)]), torch.float32 if rule.mapping.fp32 else torch.bfloat16
+        )
     return found
 
 
@@ -199,7 +223,10 @@ def _metadata(release: Path, keys: Mapping[str, TensorSpec], objects: Iterable[s
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for index, (key, spec) in enumerate(keys.items()):
-        rank, chunks = index % _RANKS, [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in _boxes(spec)]
+        rank, chunks = (
+            index % _RANKS,
+            [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in _boxes(spec)],
+        )
         for number, chunk in enumerate(chunks):
             length = chunk.sizes.numel() * spec.dtype.itemsize + 1600  # about what torch.save adds
             storage[MetadataIndex(key, chunk.offsets, number)] = _StorageInfo(f"__{rank}_0.distcp", ends[rank], length)

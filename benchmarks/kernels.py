@@ -16,8 +16,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
 from torch import Tensor
 
-from quant.kernels import quantize_pack
-from quant.scheme import Grid, QuantScheme
+from quant.formats.scheme import Grid, QuantScheme
+from quant.kernels.dispatch import quantize_pack
 
 ROUNDS = 5
 MATRICES, ROWS, COLUMNS = 1, 2048, 7168  # a projection of an expert of Kimi K2, 29 MB
@@ -57,12 +57,19 @@ def _row(what: str, weights: list[Tensor], scheme: QuantScheme) -> dict[str, obj
         seconds.append(_timed(own))
         baseline.append(_timed(other))
     ours, reference = statistics.median(seconds), statistics.median(baseline)
-    return {"what": what, "seconds": round(ours, 5), "baseline": round(reference, 3), "ratio": round(reference / ours, 1)}
+    return {
+        "what": what,
+        "seconds": round(ours, 5),
+        "baseline": round(reference, 3),
+        "ratio": round(reference / ours, 1),
+    }
 
 
 def _scheme(scheme: QuantScheme) -> QuantizationScheme:
     strategy = "group" if scheme.group_size else "channel"
-    args = QuantizationArgs(num_bits=4, type="int", symmetric=scheme.symmetric, strategy=strategy, group_size=scheme.group_size)
+    args = QuantizationArgs(
+        num_bits=4, type="int", symmetric=scheme.symmetric, strategy=strategy, group_size=scheme.group_size
+    )
     return QuantizationScheme(targets=["Linear"], weights=args, format="pack-quantized")
 
 

@@ -90,7 +90,9 @@ def forget(files: Sequence[Path]) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
     if (share := cached(files)) > 0.01:
-        raise SystemExit(f"{share:.0%} of {files[0].parent} stays in the page cache: a run on cold files cannot be measured here")
+        raise SystemExit(
+            f"{share:.0%} of {files[0].parent} stays in the page cache: a run on cold files cannot be measured here"
+        )
 
 
 def remember(files: Sequence[Path]) -> None:
@@ -105,7 +107,10 @@ def cached(files: Sequence[Path]) -> float:
     """The share of files that is in the page cache, 0 to 1 (mincore(2))."""
     libc, pages, found = ctypes.CDLL(None, use_errno=True), 0, 0
     for file in files:
-        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE) as mapped:
+        with (
+            file.open("rb") as stream,
+            mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE) as mapped,
+        ):
             state = (ctypes.c_ubyte * (-(-len(mapped) // mmap.PAGESIZE)))()
             window = (ctypes.c_char * 1).from_buffer(mapped)
             failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(window)), ctypes.c_size_t(len(mapped)), state)

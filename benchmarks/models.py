@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from ckptkit.files import FILE_BYTES, FilesWriter
-from ckptkit.safetensors_files import SafetensorsFiles, cut_shards
-from ckptkit.specs import TensorSpec
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.files import FILE_BYTES
+from ckptkit.formats.hf.writer import SafetensorsFiles, cut_shards
+from ckptkit.transfer.files import FilesWriter
 from converters.planner import expected_hf
 
 _COMMON: dict[str, Any] = {
@@ -77,7 +78,12 @@ def make(config: dict[str, Any], path: Path, shard: int = FILE_BYTES) -> None:
     for name, spec in specs.items():
         size = torch.Size(spec.shape).numel()
         start = int(torch.randint(max(1, len(pool) - size), (1,), generator=generator))
-        writer.write(name, (pool if size <= len(pool) else pool.repeat(-(-size // len(pool))))[start : start + size].reshape(spec.shape))
+        writer.write(
+            name,
+            (pool if size <= len(pool) else pool.repeat(-(-size // len(pool))))[start : start + size].reshape(
+                spec.shape
+            ),
+        )
     writer.finish()
 
 

@@ -31,7 +31,11 @@ def _rows_of(model: str) -> Iterator[dict[str, Any]]:
             "cat HF": (["sh", "-c", f"cat {hf}/*.safetensors"], hf, None),
             "HF -> INT4": ([*ckptkit, "quantize", str(hf), str(int4)], hf, int4),
             "cat Megatron": (["sh", "-c", f"cat {megatron}/release/*.distcp"], megatron, None),
-            "Megatron -> INT4": ([*ckptkit, "convert", str(megatron), str(int4), "--quantize", "w4a16"], megatron, int4),
+            "Megatron -> INT4": (
+                [*ckptkit, "convert", str(megatron), str(int4), "--quantize", "w4a16"],
+                megatron,
+                int4,
+            ),
         }
         runs = cold_runs(commands, [])
         size = sum(path.stat().st_size for path in hf.glob("*.safetensors"))

@@ -12,17 +12,21 @@ from typing import Any
 COLOURS = {"cp -r": "#8a8f98", "HF -> Megatron": "#2f81f7", "Megatron -> HF": "#d9730d"}  # seen on white and on black
 PANELS = (("on disk", "time until it is on the disk (s)"), ("anonymous MiB", "peak anonymous memory (MiB)"))
 WIDTH, HEIGHT, LEFT, TOP = 330, 220, 60, 40
-_STYLE = (
-    "text{font:12px sans-serif;fill:#57606a}line{stroke:#57606a;stroke-opacity:.35}@media (prefers-color-scheme:dark){text{fill:#c9d1d9}line{stroke:#c9d1d9}}"
-)
+_STYLE = "text{font:12px sans-serif;fill:#57606a}line{stroke:#57606a;stroke-opacity:.35}@media (prefers-color-scheme:dark){text{fill:#c9d1d9}line{stroke:#c9d1d9}}"
 
 
 def svg(rows: Sequence[Mapping[str, Any]]) -> str:
     """Two panels with both axes in doublings: a cost that grows with size is a line of slope one, and one that does not a flat line."""
-    body = [part for index, (column, words) in enumerate(PANELS) for part in _panel(rows, column, words, index * (WIDTH + LEFT + 20) + LEFT)]
+    body = [
+        part
+        for index, (column, words) in enumerate(PANELS)
+        for part in _panel(rows, column, words, index * (WIDTH + LEFT + 20) + LEFT)
+    ]
     for index, (what, colour) in enumerate(COLOURS.items()):
         x = LEFT + index * 160
-        body.append(f'<circle cx="{x}" cy="16" r="4" fill="{colour}"/><text x="{x + 10}" y="20">{what.replace(">", "&gt;")}</text>')
+        body.append(
+            f'<circle cx="{x}" cy="16" r="4" fill="{colour}"/><text x="{x + 10}" y="20">{what.replace(">", "&gt;")}</text>'
+        )
     size = f'viewBox="0 0 {2 * (WIDTH + LEFT + 20)} {HEIGHT + TOP + 50}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{_STYLE}</style>\n' + "\n".join(body) + "\n</svg>\n"
 
@@ -41,7 +45,9 @@ def _panel(rows: Sequence[Mapping[str, Any]], column: str, words: str, left: flo
     yield f'<text x="{left - 44}" y="{middle}" text-anchor="middle" transform="rotate(-90 {left - 44} {middle})">{words}</text>'
     for what, colour in COLOURS.items():
         found = sorted((row["GB"], row[column]) for row in rows if row["what"] == what)
-        points = [(left + _place(size, across) * WIDTH, TOP + HEIGHT - _place(value, up) * HEIGHT) for size, value in found]
+        points = [
+            (left + _place(size, across) * WIDTH, TOP + HEIGHT - _place(value, up) * HEIGHT) for size, value in found
+        ]
         yield f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
         yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points)
 

@@ -17,11 +17,17 @@ from typing import Any
 from measure import ROUNDS
 from models import DENSE, make
 
-from ckptkit.api import int4_scheme, quantize
-from ckptkit.cluster import connected
+from ckptkit.app.api import int4_scheme, quantize
+from ckptkit.transfer.ray.cluster import connected
 
 # 0.13 GB, of which 0.1 GB is quantized: the search takes a core half a minute. No matrix and no file is so large that one worker waits for it.
-CONFIG = DENSE | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIG = DENSE | {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 SHARD_BYTES = 2_000_000
 WORKERS = (1, 2)
 

@@ -1,4 +1,4 @@
-"""How long models of 30B to 1T parameters take on 1, 4 and 16 nodes: the closed form of `ckptkit.estimate`, held against a simulation.
+"""How long models of 30B to 1T parameters take on 1, 4 and 16 nodes: the closed form of `ckptkit.app.estimate`, held against a simulation.
 
 `python benchmarks/simulate.py` prints the tables of docs/scale.md; with `--read`, `--write`, `--workers` and `--shared` one for other machines.
 The simulation moves every piece of every file through storage, a core and storage again, each of which serves one piece at a time in
@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-from ckptkit.estimate import GB, START, Estimate, Machines, Throughput, Volume, estimate
+from ckptkit.app.estimate import GB, START, Estimate, Machines, Throughput, Volume, estimate
 
 PIECE = 256e6  # bytes of output that are read, computed and written together
 DEPTH = 3  # pieces of a file in flight: one being read, one being computed, one being written
@@ -118,7 +118,11 @@ Jobs = Mapping[str, tuple[float, Volume]]  # what a core transforms in GB/s, and
 
 def jobs_of(models: Mapping[str, tuple[Any, Any]], works: Callable[[Any, Any], Mapping[str, Volume]]) -> Jobs:
     """Every way to convert these models (`huge.MODELS`, `huge.works`)."""
-    return {f"{model}, {way}": (TRANSFORM[_kind(way, form)], work) for model, (config, form) in models.items() for way, work in works(config, form).items()}
+    return {
+        f"{model}, {way}": (TRANSFORM[_kind(way, form)], work)
+        for model, (config, form) in models.items()
+        for way, work in works(config, form).items()
+    }
 
 
 def _kind(way: str, form: str) -> str:
@@ -126,13 +130,18 @@ def _kind(way: str, form: str) -> str:
     return "to INT4" if way.endswith("INT4") else "from FP8" if way.startswith("HF") and form == "fp8" else "plain"
 
 
-Cells = Mapping[str, Sequence[tuple[Estimate, float]]]  # of each job, at each of NODES: the closed form, and the simulation in seconds
+Cells = Mapping[
+    str, Sequence[tuple[Estimate, float]]
+]  # of each job, at each of NODES: the closed form, and the simulation in seconds
 
 
 def cells_of(site: Site, jobs: Jobs) -> Cells:
     """What both say of these jobs at a site."""
     return {
-        what: [_cell(work, Throughput(site.read, transform, site.write), Machines(nodes, site.workers, shared=site.shared)) for nodes in NODES]
+        what: [
+            _cell(work, Throughput(site.read, transform, site.write), Machines(nodes, site.workers, shared=site.shared))
+            for nodes in NODES
+        ]
         for what, (transform, work) in jobs.items()
     }
 

@@ -39,9 +39,15 @@ def _values(work: Path, size: str) -> list[dict[str, Any]]:
     subprocess.run([*ckptkit, "convert", str(hf), str(megatron)], check=True, stdout=subprocess.DEVNULL)
     shutil.copytree(hf, work / "copy")
     found = []
-    for name, checkpoint, pattern in (("an HF copy", work / "copy", "*.safetensors"), ("Megatron", megatron, "release/*.distcp")):
+    for name, checkpoint, pattern in (
+        ("an HF copy", work / "copy", "*.safetensors"),
+        ("Megatron", megatron, "release/*.distcp"),
+    ):
         files = sorted([*hf.glob("*.safetensors"), *checkpoint.glob(pattern)])
-        commands = {f"cat of HF and {name}": ["cat", *map(str, files)], f"verify {name} against HF": [*ckptkit, "verify", str(checkpoint), "--source", str(hf)]}
+        commands = {
+            f"cat of HF and {name}": ["cat", *map(str, files)],
+            f"verify {name} against HF": [*ckptkit, "verify", str(checkpoint), "--source", str(hf)],
+        }
         for state, prepare in (("cold", forget), ("warm", remember)):
             runs: dict[str, list[Run]] = {what: [] for what in commands}
             for _ in range(ROUNDS):
@@ -55,14 +61,20 @@ def _values(work: Path, size: str) -> list[dict[str, Any]]:
 
 def _apart(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     smaller, larger = ([row for row in found if row["GB"] == size] for size in SIZES)
-    slopes = [(above["seconds"] - below["seconds"]) / (float(SIZES[1]) - float(SIZES[0])) for below, above in zip(smaller, larger, strict=True)]
+    slopes = [
+        (above["seconds"] - below["seconds"]) / (float(SIZES[1]) - float(SIZES[0]))
+        for below, above in zip(smaller, larger, strict=True)
+    ]
     reading = 0.0
     for row, slope in zip(smaller, slopes, strict=True):
         about = {"GB": "", "what": row["what"], "page cache": row["page cache"]}
         if row["what"].startswith("cat "):
             reading = slope
             continue
-        yield about | {"what": f"{row['what']}, start-up", "seconds": round(row["seconds"] - float(SIZES[0]) * slope, 2)}
+        yield about | {
+            "what": f"{row['what']}, start-up",
+            "seconds": round(row["seconds"] - float(SIZES[0]) * slope, 2),
+        }
         ratio = {"ratio to cat": round(slope / reading, 2)} if reading > 0 else {}
         yield about | {"what": f"{row['what']}, each further GB", "seconds": round(slope, 2), **ratio}
 
@@ -75,5 +87,14 @@ def _headers(path: Path) -> list[dict[str, Any]]:
 
 def _row(what: str, runs: list[Run], reading: float | None, state: str) -> dict[str, Any]:
     seconds = statistics.median(one.seconds for one in runs)
-    memory = {"peak MiB": max(one.resident for one in runs) >> 20, "anonymous MiB": max(one.anonymous for one in runs) >> 20}
-    return {"what": what, "page cache": state, "seconds": round(seconds, 2), "ratio to cat": round(seconds / reading, 2) if reading else "", **memory}
+    memory = {
+        "peak MiB": max(one.resident for one in runs) >> 20,
+        "anonymous MiB": max(one.anonymous for one in runs) >> 20,
+    }
+    return {
+        "what": what,
+        "page cache": state,
+        "seconds": round(seconds, 2),
+        "ratio to cat": round(seconds / reading, 2) if reading else "",
+        **memory,
+    }

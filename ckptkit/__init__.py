@@ -7,23 +7,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError
 
 if TYPE_CHECKING:
-    from ckptkit.api import convert, inspect, make_manifest, quantize
-    from quant.lint import lint
-    from verify.preflight import preflight
+    from ckptkit.app.api import convert, inspect, make_manifest, quantize
+    from quant.lint.lint import lint
+    from verify.launch.preflight import preflight
     from verify.run import verify
 
 __all__ = ["CkptkitError", "convert", "inspect", "lint", "make_manifest", "preflight", "quantize", "verify"]
 
 _HOME = {
-    "convert": "ckptkit.api",
-    "inspect": "ckptkit.api",
-    "lint": "quant.lint",
-    "make_manifest": "ckptkit.api",
-    "preflight": "verify.preflight",
-    "quantize": "ckptkit.api",
+    "convert": "ckptkit.app.api",
+    "inspect": "ckptkit.app.api",
+    "lint": "quant.lint.lint",
+    "make_manifest": "ckptkit.app.api",
+    "preflight": "verify.launch.preflight",
+    "quantize": "ckptkit.app.api",
     "verify": "verify.run",
 }
 

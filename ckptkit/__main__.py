@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ckptkit.cli import main
+from ckptkit.app.cli import main
 
 main()

@@ -1,1 +1,4 @@
-"""HF <-> Megatron mappings: one declarative file a model family, the ops they compose, and the planner that expands them."""
+"""HF <-> Megatron mappings: one declarative file a model family, and the planner that expands them.
+
+May import core, storage, formats and transfer of ckptkit.
+"""

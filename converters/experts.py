@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptkit.errors import CkptkitError
-from ckptkit.plan import Plan, Step, identity
-from ckptkit.specs import TensorSpec
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.plan import Plan, Step, identity
+from ckptkit.core.specs import TensorSpec
 from converters.registry import family_of
 from converters.rules import FusedExperts
 
@@ -90,10 +90,18 @@ def _unfuse_step(spec: TensorSpec, layout: FusedExperts) -> Step:
     experts, rows, *columns = (spec.shape[0], *reversed(spec.shape[1:])) if layout.transposed else spec.shape
     kinds = ("gate", "up") if match[2] == "gate_up" else ("down",)
     shape = (rows // len(kinds), *columns)
-    outputs = tuple(TensorSpec(f"{match[1]}.{expert}.{kind}_proj.{leaf}", shape, spec.dtype) for expert in range(experts) for kind in kinds)
+    outputs = tuple(
+        TensorSpec(f"{match[1]}.{expert}.{kind}_proj.{leaf}", shape, spec.dtype)
+        for expert in range(experts)
+        for kind in kinds
+    )
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [part for expert in tensors[0] for part in _parts(expert.T if layout.transposed and leaf == "weight" else expert, len(kinds), layout)]
+        return [
+            part
+            for expert in tensors[0]
+            for part in _parts(expert.T if layout.transposed and leaf == "weight" else expert, len(kinds), layout)
+        ]
 
     return Step((spec.name,), outputs, run, "unfuse")
 
@@ -103,7 +111,9 @@ def _parts(expert: Tensor, count: int, layout: FusedExperts) -> Sequence[Tensor]
     return [expert[part::count] for part in range(count)] if layout.interleaved else expert.chunk(count)
 
 
-def _fuse_step(name: str, experts: Mapping[tuple[int, str], TensorSpec], kinds: tuple[str, ...], layout: FusedExperts) -> Step:
+def _fuse_step(
+    name: str, experts: Mapping[tuple[int, str], TensorSpec], kinds: tuple[str, ...], layout: FusedExperts
+) -> Step:
     count = 1 + max(expert for expert, _ in experts)
     inputs = [experts[expert, kind] for expert in range(count) for kind in kinds]
     rows, *columns = inputs[0].shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ckptkit.errors import UnsupportedError
+from ckptkit.core.errors import UnsupportedError
 
 _BITSANDBYTES = (".weight.absmax", ".weight.nested_absmax", ".weight.quant_map", ".SCB")
 _START = "start from the unquantized release"
@@ -19,7 +19,9 @@ _HINTS = {
 def refuse_foreign(names: Collection[str], where: object) -> None:
     """Raises UnsupportedError, naming the format, where tensors of these names are quantized in one of them."""
     if (found := foreign_format(names)) is not None:
-        raise UnsupportedError(f"{where} holds weights in the quantized format of {found}, which ckptkit does not read", _HINTS[found])
+        raise UnsupportedError(
+            f"{where} holds weights in the quantized format of {found}, which ckptkit does not read", _HINTS[found]
+        )
 
 
 def foreign_format(names: Collection[str]) -> str | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.formats import Location, locate
-from ckptkit.safetensors_io import HfCheckpoint
-from ckptkit.torch_dist_reader import TorchDistCheckpoint
-from converters.legacy import LegacyCheckpoint
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.formats.detect import Location, locate
+from ckptkit.formats.hf.reader import HfCheckpoint
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from converters.megatron.legacy import LegacyCheckpoint
 
 
 def open_checkpoint(path: str | Path, hf: str | Path | None = None) -> Checkpoint:

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CkptkitError
-from ckptkit.plan import Plan, Step, View, require
-from ckptkit.sidefiles import is_quantized, main_dtype
-from ckptkit.specs import TensorSpec
-from converters.carried import carried_names
-from converters.dims import ModelDims
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.plan import Plan, Step, View, require
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.hf.side_files import is_quantized, main_dtype
+from converters.config.dims import ModelDims
 from converters.experts import fuse, is_fused, unfuse
-from converters.ops import Copy, GateUp, GateUpInOne
+from converters.ops.basic import Copy, GateUp, GateUpInOne
+from converters.ops.shapes import Shape
+from converters.passthrough import carried_names
 from converters.registry import family_of
 from converters.rules import ParamMapping
-from converters.shapes import Shape
 from converters.stored import as_stored
 
 MCORE = "mcore"
@@ -63,7 +63,9 @@ def rules_of(config: Mapping[str, Any], dialect: str = MCORE) -> Iterator[Rule]:
 def dialect_of(config: Mapping[str, Any], names: Collection[str]) -> str:
     """The dialect that Megatron tensors of these names are in; megatron-core's when none fits, so that what lacks is told in its names."""
     candidates = [MCORE, *family_of(config).dialects]
-    return next((dialect for dialect in candidates if all(rule.megatron in names for rule in rules_of(config, dialect))), MCORE)
+    return next(
+        (dialect for dialect in candidates if all(rule.megatron in names for rule in rules_of(config, dialect))), MCORE
+    )
 
 
 def rules_in(config: Mapping[str, Any], names: Collection[str]) -> list[Rule]:
@@ -97,7 +99,10 @@ def to_megatron(source: Checkpoint, where: str, dtype: torch.dtype | None = None
     or of the wrong shape, before anything is read.
     """
     if is_quantized(source.config):
-        raise CkptkitError(f"{where} is quantized (config.json has quantization_config)", "dequantize it first, as `ckptkit convert` does")
+        raise CkptkitError(
+            f"{where} is quantized (config.json has quantization_config)",
+            "dequantize it first, as `ckptkit convert` does",
+        )
     if is_fused(source.specs):
         source = View(source, unfuse(source.specs, source.config, where))
     config = as_stored(source.config, source.specs)
@@ -109,7 +114,14 @@ def to_megatron(source: Checkpoint, where: str, dtype: torch.dtype | None = None
     return View(source, Plan(tuple(steps), converted, family.dropped(dims_of(config)), where, config))
 
 
-def to_hf(source: Checkpoint, where: str, *, fused: bool = False, dtype: torch.dtype | None = None, release: Collection[str] = ()) -> View:
+def to_hf(
+    source: Checkpoint,
+    where: str,
+    *,
+    fused: bool = False,
+    dtype: torch.dtype | None = None,
+    release: Collection[str] = (),
+) -> View:
     """Megatron's global tensors seen as an HF checkpoint; the inverse of `to_megatron`.
 
     `fused` chooses transformers v5's 3-D expert tensors. `release` are the names in the release: tensors that it repeats are
@@ -132,7 +144,10 @@ _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.flo
 def _target(spec: TensorSpec, rule: Rule, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype to write. Raises CkptkitError for one that no model is trained in: such bytes are something else than weights."""
     if spec.dtype not in _DTYPES:
-        raise CkptkitError(f"{spec}: a weight must be bfloat16, float16 or float32", "a quantized source must say so in config.json; start from the release")
+        raise CkptkitError(
+            f"{spec}: a weight must be bfloat16, float16 or float32",
+            "a quantized source must say so in config.json; start from the release",
+        )
     return spec.dtype if dtype is None or rule.mapping.fp32 else dtype
 
 
@@ -145,14 +160,20 @@ def _cast(name: str, tensor: Tensor, target: torch.dtype) -> Tensor:
     """The tensor in another dtype. Raises CkptkitError when a finite value does not fit it."""
     result = tensor.to(target)
     if target == torch.float16 and tensor.dtype != target and bool((result.isinf() & tensor.isfinite()).any()):
-        raise CkptkitError(f"{name} holds values beyond float16 (largest {float(tensor.abs().max()):.3g})", "convert with --dtype bfloat16 or float32")
+        raise CkptkitError(
+            f"{name} holds values beyond float16 (largest {float(tensor.abs().max()):.3g})",
+            "convert with --dtype bfloat16 or float32",
+        )
     return result
 
 
 def _check_shape(spec: TensorSpec, expected: Shape, *, may_pad: bool = False) -> None:
     padded = may_pad and spec.shape[:1] > expected[:1] and spec.shape[1:] == expected[1:]
     if spec.shape != expected and not padded:
-        raise CkptkitError(f"{spec}: the config promises shape {list(expected)}", "config.json describes another model, or the shard is wrong")
+        raise CkptkitError(
+            f"{spec}: the config promises shape {list(expected)}",
+            "config.json describes another model, or the shard is wrong",
+        )
 
 
 def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: torch.dtype | None) -> Step:
@@ -160,7 +181,9 @@ def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: torch.dtype 
     for spec in inputs:
         _check_shape(spec, rule.hf[spec.name])
     if len({spec.dtype for spec in inputs}) > 1:
-        raise CkptkitError(f"one Megatron tensor, two dtypes: {'; '.join(map(str, inputs))}", "give --dtype or cast the source first")
+        raise CkptkitError(
+            f"one Megatron tensor, two dtypes: {'; '.join(map(str, inputs))}", "give --dtype or cast the source first"
+        )
     narrow = _target(inputs[0], rule, dtype)
     target = _WIDER[narrow] if rule.mapping.wide else narrow
     copies = [name for name in rule.mapping.copies if name in specs]
@@ -178,7 +201,13 @@ def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: torch.dtype 
         return [merged]
 
     output = TensorSpec(rule.megatron, rule.megatron_shape, target)
-    return Step((*rule.hf, *copies), (output,), run, type(rule.mapping.op).__name__, _passes(rule, inputs[0], target) and not copies)
+    return Step(
+        (*rule.hf, *copies),
+        (output,),
+        run,
+        type(rule.mapping.op).__name__,
+        _passes(rule, inputs[0], target) and not copies,
+    )
 
 
 def _passes(rule: Rule, spec: TensorSpec, target: torch.dtype) -> bool:
@@ -202,7 +231,9 @@ def _check_copies(tensor: Tensor, copies: Mapping[str, Tensor], name: str) -> No
             raise CkptkitError(f"{copy} is not the same as {name}, but Megatron holds one tensor for both", hint)
 
 
-def _split_step(rule: Rule, spec: TensorSpec, dtype: torch.dtype | None, main: torch.dtype, release: Collection[str]) -> Step:
+def _split_step(
+    rule: Rule, spec: TensorSpec, dtype: torch.dtype | None, main: torch.dtype, release: Collection[str]
+) -> Step:
     expected = rule.megatron_shape
     _check_shape(spec, expected, may_pad=rule.mapping.vocab)
     target = _narrowed(spec, dtype, main) if rule.mapping.wide else _target(spec, rule, dtype)
@@ -217,4 +248,6 @@ def _split_step(rule: Rule, spec: TensorSpec, dtype: torch.dtype | None, main: t
 
     shapes = list(rule.hf.items()) + [(name, next(iter(rule.hf.values()))) for name in copies]
     outputs = tuple(TensorSpec(name, shape, target) for name, shape in shapes)
-    return Step((rule.megatron,), outputs, run, type(rule.mapping.op).__name__, _passes(rule, spec, target) and not copies)
+    return Step(
+        (rule.megatron,), outputs, run, type(rule.mapping.op).__name__, _passes(rule, spec, target) and not copies
+    )

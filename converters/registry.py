@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.errors import CkptkitError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, UnsupportedError
 from converters.families import (
     deepseek_v3,
     deepseek_v32,
@@ -55,12 +55,18 @@ _MODULES = (
     qwen3_next,
     qwen3_vl,
 )
-FAMILIES: dict[str, ModelFamily] = {model_type: module.FAMILY for module in _MODULES for model_type in module.FAMILY.model_types}
+FAMILIES: dict[str, ModelFamily] = {
+    model_type: module.FAMILY for module in _MODULES for model_type in module.FAMILY.model_types
+}
 
 
 # What such a model is, by its class name, where many are published; the first that fits.
 _OTHERS = (
-    (r"(?i).*(eagle|nextn|mtp|medusa|speculator|draft).*", "a draft model for speculative decoding", "convert the model that it drafts for"),
+    (
+        r"(?i).*(eagle|nextn|mtp|medusa|speculator|draft).*",
+        "a draft model for speculative decoding",
+        "convert the model that it drafts for",
+    ),
     (
         r"(?i).*(classification|reward).*",
         "a classifier or reward model",
@@ -77,7 +83,9 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise CkptkitError(f"config.json: model_type {model_type!r} is not supported", f"supported: {', '.join(sorted(FAMILIES))}")
+        raise CkptkitError(
+            f"config.json: model_type {model_type!r} is not supported", f"supported: {', '.join(sorted(FAMILIES))}"
+        )
     _check_architectures(config.get("architectures"), FAMILIES[model_type], model_type)
     return FAMILIES[model_type]
 
@@ -86,9 +94,17 @@ def _check_architectures(stated: Any, family: ModelFamily, model_type: str) -> N
     """Passes an absent key, and a list with a class of the family in it."""
     names = [stated] if isinstance(stated, str) else stated or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CkptkitError(f"config.json: architectures is {stated!r:.80}, not a list of class names", "restore it from the release")
+        raise CkptkitError(
+            f"config.json: architectures is {stated!r:.80}, not a list of class names", "restore it from the release"
+        )
     if not names or set(names) & set(family.architectures):
         return
-    what, hint = next((words for pattern, *words in _OTHERS if re.fullmatch(pattern, names[0])), ("another model", "compare config.json with the release"))
+    what, hint = next(
+        (words for pattern, *words in _OTHERS if re.fullmatch(pattern, names[0])),
+        ("another model", "compare config.json with the release"),
+    )
     known = ", ".join(family.architectures)
-    raise UnsupportedError(f"config.json: {names[0]} of model_type {model_type!r} is {what}, which is not supported", f"{hint}; supported: {known}")
+    raise UnsupportedError(
+        f"config.json: {names[0]} of model_type {model_type!r} is {what}, which is not supported",
+        f"{hint}; supported: {known}",
+    )

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from converters.dims import ModelDims
-from converters.ops import Copy, Op
-from converters.shapes import Shape, shape_of
+from converters.config.dims import ModelDims
+from converters.ops.basic import Copy, Op
+from converters.ops.shapes import Shape, shape_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ class Place:
     hf: str
     layers: Sequence[int] | None
 
-    def rule(self, megatron: str, hf: Mapping[str, Shape], op: Op | None = None, *, fp32: bool = False, wide: bool = False) -> ParamMapping:
+    def rule(
+        self, megatron: str, hf: Mapping[str, Shape], op: Op | None = None, *, fp32: bool = False, wide: bool = False
+    ) -> ParamMapping:
         """The rule between names of this place."""
         names = {self.hf + name: shape for name, shape in hf.items()}
         return ParamMapping(self.megatron + megatron, names, op or Copy(), self.layers, fp32=fp32, wide=wide)

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
-from ckptkit.errors import CkptkitError
-from converters.config_values import NESTED_ROOT
+from ckptkit.core.errors import CkptkitError
+from converters.config.values import NESTED_ROOT
 from converters.registry import family_of
 
 _QUANTIZATION = ("quantization_config", "compression_config")
@@ -32,7 +32,9 @@ def as_spelled(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, 
     Raises CkptkitError as `family_of`.
     """
     whole = family_of(config).language_models.get(config["model_type"])
-    return _nested(config, whole) if whole is not None and any(name.startswith(NESTED_ROOT) for name in names) else config
+    return (
+        _nested(config, whole) if whole is not None and any(name.startswith(NESTED_ROOT) for name in names) else config
+    )
 
 
 def lacks_mtp(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -61,7 +63,9 @@ def remarks(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
     if not lacks_mtp(config, names):
         return []
     count = family_of(config).read_dims(config).mtp_layers
-    said = f"config.json promises {count} multi-token prediction layer{'s' * (count > 1)}, and no tensor of one is stored"
+    said = (
+        f"config.json promises {count} multi-token prediction layer{'s' * (count > 1)}, and no tensor of one is stored"
+    )
     return [f"{said}: taken for a model without, which cannot draft for itself"]
 
 

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CkptkitError
-from ckptkit.plan import Plan, Step, View, identity, require
-from ckptkit.specs import TensorSpec
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.plan import Plan, Step, View, identity, require
+from ckptkit.core.specs import TensorSpec
 from converters.stored import as_stored
-from quant.class_tree import class_tree
-from quant.decision import default_ignore, resolve
-from quant.kernels import quantize_pack
-from quant.packing import CODES_PER_WORD
-from quant.readers import ALL_READERS, compressed_tensors
+from quant.formats.packing import CODES_PER_WORD
+from quant.formats.scheme import QuantScheme, quantization_config, read_scheme
+from quant.formats.zero_points import check_zero_point_layout, for_sglang_experts, is_expert
+from quant.kernels.dispatch import quantize_pack
 from quant.requantize import recorded, requantize, stored_parts
-from quant.scheme import QuantScheme, quantization_config, read_scheme
-from quant.zero_points import check_zero_point_layout, for_sglang_experts, is_expert
+from quant.selection.class_tree import class_tree
+from quant.selection.decision import default_ignore, resolve
+from quant.selection.readers import ALL_READERS, compressed_tensors
 
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
 
@@ -54,8 +54,13 @@ def quantized(
     verdicts = resolve(source.specs, config, whole, like=like, tp=tp, readers=readers)
     require(where, [f"{module}.weight" for module in sorted(class_tree(config).packable)], source.specs)
     keeps = reference if reference is not None and _same_groups(reference, whole) else None
-    special = check_zero_point_layout(whole, any(verdict.quantize and is_expert(name) for name, verdict in verdicts.items()), readers)
-    steps = [quantize_step(spec, whole, keeps, special, device) if verdicts[name].quantize else identity(spec) for name, spec in source.specs.items()]
+    special = check_zero_point_layout(
+        whole, any(verdict.quantize and is_expert(name) for name, verdict in verdicts.items()), readers
+    )
+    steps = [
+        quantize_step(spec, whole, keeps, special, device) if verdicts[name].quantize else identity(spec)
+        for name, spec in source.specs.items()
+    ]
     written = dict(source.config) | {"quantization_config": quantization_config(whole, sglang_experts=special)}
     return View(source, Plan(tuple(steps), source.specs, where=where, config=written))
 
@@ -66,7 +71,8 @@ def _check_used(ignore: Sequence[str], names: Collection[str], where: str) -> No
     for pattern in ignore:
         if not any(compressed_tensors(module, pattern) for module in modules):
             raise CkptkitError(
-                f"ignore entry {pattern!r} covers no module of {where}", "entries are whole module names, or `re:` and a regex; leave it out or correct it"
+                f"ignore entry {pattern!r} covers no module of {where}",
+                "entries are whole module names, or `re:` and a regex; leave it out or correct it",
             )
 
 
@@ -75,10 +81,16 @@ def _same_groups(reference: Checkpoint, scheme: QuantScheme) -> bool:
     return before is not None and before.fits(scheme)
 
 
-def quantize_step(spec: TensorSpec, scheme: QuantScheme, reference: Checkpoint | None = None, sglang_experts: bool = False, device: str = "cpu") -> Step:
+def quantize_step(
+    spec: TensorSpec,
+    scheme: QuantScheme,
+    reference: Checkpoint | None = None,
+    sglang_experts: bool = False,
+    device: str = "cpu",
+) -> Step:
     """A weight to its parts; with scales of `reference`, an INT4 checkpoint with the same groups, wherever they still give the weight.
 
-    `sglang_experts`: zero points of routed experts are stored as SGLang reads them (`quant.zero_points`).
+    `sglang_experts`: zero points of routed experts are stored as SGLang reads them (`quant.formats.zero_points`).
     """
     rows, columns = spec.shape
     groups, special = scheme.groups(columns), sglang_experts and is_expert(spec.name)
@@ -99,11 +111,24 @@ def quantize_step(spec: TensorSpec, scheme: QuantScheme, reference: Checkpoint |
     return Step((spec.name,), tuple(outputs), run, f"quantize {scheme.grid}")
 
 
-def _parts(spec: TensorSpec, scheme: QuantScheme, reference: Checkpoint | None, special: bool, device: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _parts(
+    spec: TensorSpec,
+    scheme: QuantScheme,
+    reference: Checkpoint | None,
+    special: bool,
+    device: str,
+    tensors: Sequence[Tensor],
+) -> list[Tensor]:
     """The parts of a weight, as `quantize_step` announces them."""
-    before = stored_parts(reference, spec.name.removesuffix(".weight"), scheme.symmetric) if reference is not None else None
+    before = (
+        stored_parts(reference, spec.name.removesuffix(".weight"), scheme.symmetric) if reference is not None else None
+    )
     weight = tensors[0].to(device)
-    one = requantize(weight, before, scheme, spec.name) if before is not None else quantize_pack([weight], scheme, [spec.name])[0]
+    one = (
+        requantize(weight, before, scheme, spec.name)
+        if before is not None
+        else quantize_pack([weight], scheme, [spec.name])[0]
+    )
     parts = [one.words, one.scale, torch.tensor(spec.shape)]
     if one.zero_point is not None:
         parts.append(for_sglang_experts(one.zero_point, spec.shape[0], spec.name) if special else one.zero_point)
@@ -115,7 +140,9 @@ def _part_names(name: str) -> tuple[str, ...]:
     return tuple(f"{module}.{part}" for part in PARTS)
 
 
-def quantized_layout(layout: Mapping[str, Sequence[str]], before: Collection[str], after: Collection[str]) -> dict[str, list[str]]:
+def quantized_layout(
+    layout: Mapping[str, Sequence[str]], before: Collection[str], after: Collection[str]
+) -> dict[str, list[str]]:
     """The shard layout of the names `before` quantization for the names `after` it: where a weight stood, its parts stand."""
     replaced = set(before) - set(after)
     made = {name: [part for part in _part_names(name) if part in after] for name in replaced}

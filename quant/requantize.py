@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CkptkitError
-from ckptkit.sidefiles import quantization_of
-from quant.grids import check, dequantize
-from quant.kernels import Packed, quantize_pack
-from quant.packing import pack, pack_zero_point, unpack_zero_point
-from quant.scheme import GRIDS, Grid, QuantScheme
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.side_files import quantization_of
+from quant.formats.grids import check, dequantize
+from quant.formats.packing import pack, pack_zero_point, unpack_zero_point
+from quant.formats.scheme import GRIDS, Grid, QuantScheme
+from quant.kernels.dispatch import Packed, quantize_pack
 
 _BLOCK = 1 << 20  # weights at a time: temporaries stay in the cache
 
@@ -43,8 +43,8 @@ def recorded(config: Mapping[str, Any]) -> Recorded | None:
     # Imported here because it brings transformers with it, which takes seconds.
     from compressed_tensors.quantization import QuantizationConfig
 
-    from quant.dequantize import format_of
-    from quant.int4 import PackedInt4
+    from quant.formats.dequantize import format_of
+    from quant.formats.int4 import PackedInt4
 
     if quantization_of(config) is None or not isinstance(form := format_of(config), PackedInt4):
         return None
@@ -59,11 +59,16 @@ def stored_parts(reference: Checkpoint, module: str, symmetric: bool) -> Packed 
 
     Raises CkptkitError when a part is missing.
     """
-    names = [f"{module}.{part}" for part in ("weight_packed", "weight_scale", *([] if symmetric else ["weight_zero_point"]))]
+    names = [
+        f"{module}.{part}" for part in ("weight_packed", "weight_scale", *([] if symmetric else ["weight_zero_point"]))
+    ]
     if names[0] not in reference.specs:
         return None
     if missing := [name for name in names if name not in reference.specs]:
-        raise CkptkitError(f"the reference has {names[0]} but no {missing[0]}", "download the missing shard, or leave the reference out")
+        raise CkptkitError(
+            f"the reference has {names[0]} but no {missing[0]}",
+            "download the missing shard, or leave the reference out",
+        )
     found = [*reference.read(names).values()]
     return Packed(found[0], found[1], None if symmetric else found[2])
 
@@ -80,9 +85,16 @@ def requantize(weight: Tensor, before: Packed, scheme: QuantScheme, name: str) -
     rows, columns = weight.shape
     if before.scale.shape != (rows, scheme.groups(columns)):
         wanted = [rows, scheme.groups(columns)]
-        raise CkptkitError(f"{name}: the reference has scales {list(before.scale.shape)}, not {wanted}", "give a reference of the same model")
+        raise CkptkitError(
+            f"{name}: the reference has scales {list(before.scale.shape)}, not {wanted}",
+            "give a reference of the same model",
+        )
     scale = before.scale.to(device=weight.device, dtype=scheme.scale_dtype)
-    zero_point = None if before.zero_point is None else unpack_zero_point(before.zero_point.to(weight.device), before.scale.shape)
+    zero_point = (
+        None
+        if before.zero_point is None
+        else unpack_zero_point(before.zero_point.to(weight.device), before.scale.shape)
+    )
     codes, kept = _codes(weight, scale, zero_point, scheme)
     if bool(kept.all()):
         return Packed(pack(codes), scale, None if zero_point is None else pack_zero_point(zero_point))

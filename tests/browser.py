@@ -36,7 +36,9 @@ class Page:
     def call(self, method: str, **parameters: Any) -> Any:
         self._last += 1
         message: dict[str, Any] = {"id": self._last, "method": method, "params": parameters}
-        os.write(self._writer, json.dumps(message | ({"sessionId": self._session} if self._session else {})).encode() + b"\0")
+        os.write(
+            self._writer, json.dumps(message | ({"sessionId": self._session} if self._session else {})).encode() + b"\0"
+        )
         while True:
             answer = self._next()
             if answer.get("id") == self._last:
@@ -50,7 +52,12 @@ class Page:
             self._rest += chunk
         text, _, self._rest = self._rest.partition(b"\0")
         message = json.loads(text)
-        if message.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Network.loadingFailed"):
+        if message.get("method") in (
+            "Log.entryAdded",
+            "Runtime.exceptionThrown",
+            "Runtime.consoleAPICalled",
+            "Network.loadingFailed",
+        ):
             self.problems.append(json.dumps(message["params"]))
         return message
 
@@ -89,8 +96,18 @@ def page(profile: Path) -> Iterator[Page]:
         os.dup2(other, 4)
 
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses to be started by root
-    command = [str(found()), "--headless", *sandbox, f"--user-data-dir={profile}", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe"]
-    browser = subprocess.Popen(command, preexec_fn=arrange, pass_fds=(3, 4), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [
+        str(found()),
+        "--headless",
+        *sandbox,
+        f"--user-data-dir={profile}",
+        "--disable-gpu",
+        "--no-first-run",
+        "--remote-debugging-pipe",
+    ]
+    browser = subprocess.Popen(
+        command, preexec_fn=arrange, pass_fds=(3, 4), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     os.close(read_there)
     os.close(write_there)
     try:

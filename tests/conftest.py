@@ -12,8 +12,8 @@ import pytest
 from filelock import FileLock
 from megatron_saves import SAVES, Save, save_with_megatron
 
-from ckptkit.api import convert
-from ckptkit.safetensors_io import HfCheckpoint
+from ckptkit.app.api import convert
+from ckptkit.formats.hf.reader import HfCheckpoint
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +44,9 @@ def converted(releases: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(scope="session")
-def saved(releases: Callable[[str], Path], converted: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(
+    releases: Callable[[str], Path], converted: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The directory with what real Megatron saved, one checkpoint for every label of `megatron_saves.SAVES`. Read only."""
     pytest.importorskip("megatron.core")
     root = _shared(tmp_path_factory) / "saved"
@@ -53,7 +55,10 @@ def saved(releases: Callable[[str], Path], converted: Callable[[str], Path], tmp
         if not root.exists():
             making = root.with_suffix(".making")
             save_with_megatron(
-                [Save(HfCheckpoint(releases(name)).config, converted(name) / "release", making / label, **how) for label, (name, how) in SAVES.items()],
+                [
+                    Save(HfCheckpoint(releases(name)).config, converted(name) / "release", making / label, **how)
+                    for label, (name, how) in SAVES.items()
+                ],
                 world=4,
             )
             making.rename(root)

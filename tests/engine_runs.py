@@ -13,7 +13,8 @@ from unittest import mock
 
 import torch
 
-from verify import megatron_model, witness_megatron
+from verify.witnesses.megatron import model as megatron_model
+from verify.witnesses.megatron import process as witness_megatron
 
 
 @contextlib.contextmanager

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ckptkit.cluster import connected
-from ckptkit.errors import CkptkitError
-from ckptkit.ray_tasks import outcomes
+from ckptkit.core.errors import CkptkitError
+from ckptkit.transfer.ray.cluster import connected
+from ckptkit.transfer.ray.tasks import outcomes
 
 PIECES = [["ends"]] * 8 + [["fails"]] + [["ends"]] * 40
 

@@ -38,10 +38,16 @@ def _handler(repository: str, root: Path, asked: list[str]) -> type[BaseHTTPRequ
             if path in (api, f"{api}/revision/main"):
                 self.answer_json({"id": repository, "sha": SHA, "siblings": []})
             elif path.startswith(f"{api}/tree/main"):
-                self.answer_json([_entry(root, one) for one in sorted(root.rglob("*"))] if path == f"{api}/tree/main" else [])
+                self.answer_json(
+                    [_entry(root, one) for one in sorted(root.rglob("*"))] if path == f"{api}/tree/main" else []
+                )
             elif path == f"{api}/paths-info/main":
                 content = self.rfile.read(int(self.headers["Content-Length"]))
-                wanted = json.loads(content)["paths"] if "json" in self.headers["Content-Type"] else parse_qs(content.decode())["paths"]
+                wanted = (
+                    json.loads(content)["paths"]
+                    if "json" in self.headers["Content-Type"]
+                    else parse_qs(content.decode())["paths"]
+                )
                 self.answer_json([_entry(root, root / name) for name in wanted if name and (root / name).exists()])
             elif path.startswith(files) and (root / path.removeprefix(files).partition("/")[2]).is_file():
                 self.answer_file((root / path.removeprefix(files).partition("/")[2]).read_bytes())
@@ -51,7 +57,10 @@ def _handler(repository: str, root: Path, asked: list[str]) -> type[BaseHTTPRequ
         do_HEAD = do_POST = do_GET  # noqa: N815
 
         def answer_file(self, content: bytes) -> None:
-            status, headers = 200, {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
+            status, headers = (
+                200,
+                {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"},
+            )
             if (asked_for := self.headers.get("Range")) is not None:
                 first, last = asked_for.removeprefix("bytes=").split("-")
                 begin, end = int(first), min(int(last), len(content) - 1) if last else len(content) - 1
@@ -77,4 +86,9 @@ def _entry(root: Path, path: Path) -> dict[str, Any]:
     name = str(path.relative_to(root))
     if path.is_dir():
         return {"type": "directory", "path": name, "oid": SHA}
-    return {"type": "file", "path": name, "oid": hashlib.sha1(path.read_bytes(), usedforsecurity=False).hexdigest(), "size": path.stat().st_size}
+    return {
+        "type": "file",
+        "path": name,
+        "oid": hashlib.sha1(path.read_bytes(), usedforsecurity=False).hexdigest(),
+        "size": path.stat().st_size,
+    }

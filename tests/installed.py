@@ -17,9 +17,13 @@ def release(package: str) -> tuple[int, ...]:
 
 def before(package: str, first: tuple[int, ...], reason: str) -> pytest.MarkDecorator:
     """Marks a test of what a package did before its release `first`, with the reason why it no longer holds."""
-    return pytest.mark.skipif(release(package) >= first, reason=f"{package} {'.'.join(map(str, release(package)))}: {reason}")
+    return pytest.mark.skipif(
+        release(package) >= first, reason=f"{package} {'.'.join(map(str, release(package)))}: {reason}"
+    )
 
 
 def since(package: str, first: tuple[int, ...], reason: str) -> pytest.MarkDecorator:
     """Marks a test of what a package does from its release `first` on, with the reason why it did not before."""
-    return pytest.mark.skipif(release(package) < first, reason=f"{package} {'.'.join(map(str, release(package)))}: {reason}")
+    return pytest.mark.skipif(
+        release(package) < first, reason=f"{package} {'.'.join(map(str, release(package)))}: {reason}"
+    )

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import models  # it brings transformers with it, so that no run has to import them
 
-from ckptkit.api import convert, int4_scheme, quantize
-from ckptkit.journal import JOURNAL
+from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.transfer.journal import JOURNAL
 
 FILE_BYTES = 300_000
 PATIENCE_S = 300

@@ -36,7 +36,13 @@ def logits_of(cases: Mapping[str, Case], tokens: Tensor) -> dict[str, Tensor]:
 def run_python(script: str, arguments: list[str]) -> None:
     """Runs a script of the tests in a process of its own, without a GPU. Raises RuntimeError with what it said when it fails."""
     found = environment(OMP_NUM_THREADS="1")
-    done = subprocess.run([sys.executable, "-W", "ignore", script, *arguments], env=found, stderr=subprocess.PIPE, timeout=540, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script, *arguments],
+        env=found,
+        stderr=subprocess.PIPE,
+        timeout=540,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(done.stderr.decode()[-5000:])
 
@@ -46,9 +52,9 @@ def run_python(script: str, arguments: list[str]) -> None:
 
 def _run_logits(scratch: Path) -> None:
     from converters.planner import dims_of
-    from verify.megatron_layout import ParallelSizes
-    from verify.megatron_model import Build, build_chunks, connect, logits
-    from verify.witness_megatron import load
+    from verify.witnesses.megatron.layout import ParallelSizes
+    from verify.witnesses.megatron.model import Build, build_chunks, connect, logits
+    from verify.witnesses.megatron.process import load
 
     content = torch.load(scratch / "in.pt", weights_only=False)
     connect(ParallelSizes(), 0, str(scratch / "store"))
@@ -68,9 +74,9 @@ def _run_logits(scratch: Path) -> None:
 
 
 def _assign(model: Any, case: Case, experts: int) -> None:
-    from converters.module_names import global_name
+    from converters.megatron.module_names import global_name
     from converters.planner import rules_of
-    from verify.witness_megatron import held_by, layers_of
+    from verify.witnesses.megatron.process import held_by, layers_of
 
     tensors = case.tensors or {}
     rules = {rule.megatron: rule for rule in rules_of(case.config)}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from megatron_runs import run_python
 
-from verify.megatron_layout import ParallelSizes
+from verify.witnesses.megatron.layout import ParallelSizes
 
 ITERATION = 10
 
@@ -54,10 +54,16 @@ SAVES: dict[str, tuple[str, dict[str, Any]]] = {
     "one key an expert": ("qwen3_moe", {"sizes": ParallelSizes(tp=2, ep=2), "singleton": True}),
     "legacy": ("qwen2-tied", {"sizes": ParallelSizes(), "release": True, "legacy": True}),
     "legacy, two chunks a stage": ("qwen2-tied", {"sizes": ParallelSizes(tp=2, pp=2, vpp=2), "legacy": True}),
-    "legacy, embedding and loss": ("qwen2-untied", {"sizes": ParallelSizes(pp=2, embedding=True, loss=True), "legacy": True}),
+    "legacy, embedding and loss": (
+        "qwen2-untied",
+        {"sizes": ParallelSizes(pp=2, embedding=True, loss=True), "legacy": True},
+    ),
     "legacy, experts": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2, first=5), "legacy": True}),
     "legacy, experts cut": ("glm4_moe", {"sizes": ParallelSizes(tp=2, ep=2, etp=2), "legacy": True}),
-    "legacy, layout": ("qwen3_moe", {"sizes": ParallelSizes(pp=2, ep=2, vpp=2, layout="E|t*5|(t|)*1t*6L"), "legacy": True}),
+    "legacy, layout": (
+        "qwen3_moe",
+        {"sizes": ParallelSizes(pp=2, ep=2, vpp=2, layout="E|t*5|(t|)*1t*6L"), "legacy": True},
+    ),
 }
 
 
@@ -74,7 +80,7 @@ def save_with_megatron(saves: Sequence[Save], world: int) -> None:
 def main() -> None:
     """Forks the ranks, so that Megatron is imported once and not once a rank."""
     folder, world = Path(sys.argv[1]), int(sys.argv[2])
-    from verify import witness_megatron  # noqa: F401
+    from verify.witnesses.megatron import process as witness_megatron  # noqa: F401
 
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=_rank, args=(folder, rank, world)) for rank in range(world)]
@@ -95,26 +101,30 @@ def main() -> None:
 def _rank(folder: Path, rank: int, world: int) -> None:
     from megatron.core import parallel_state
 
-    from verify.megatron_model import lay_out, pretend_cuda
+    from verify.witnesses.megatron.model import lay_out, pretend_cuda
 
     pretend_cuda()
     # The limit ends ranks whose parent was killed.
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(minutes=5))
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(minutes=5)
+    )
     for values in torch.load(folder / "in.pt", weights_only=False):
         save = Save(**values)
         lay_out(save.sizes)
         _save(save, rank)
         torch.distributed.barrier()
         if rank == 0:
-            (save.target / "latest_checkpointed_iteration.txt").write_text("release" if save.release else str(ITERATION))
+            (save.target / "latest_checkpointed_iteration.txt").write_text(
+                "release" if save.release else str(ITERATION)
+            )
         parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
 
 
 def _save(save: Save, rank: int) -> None:
     from converters.planner import dims_of
-    from verify.megatron_model import Build, build_chunks
-    from verify.witness_megatron import load
+    from verify.witnesses.megatron.model import Build, build_chunks
+    from verify.witnesses.megatron.process import load
 
     dims = dims_of(save.config)
     chunks = build_chunks(dims, Build(save.sizes, torch.bfloat16))
@@ -126,7 +136,12 @@ def _save(save: Save, rank: int) -> None:
     if rank == 0:
         path.mkdir(parents=True)
     torch.distributed.barrier()
-    state = {"args": _args(save, dims), "checkpoint_version": 3.0, "iteration": ITERATION, "opt_param_scheduler": {"max_lr": 1e-4}}
+    state = {
+        "args": _args(save, dims),
+        "checkpoint_version": 3.0,
+        "iteration": ITERATION,
+        "opt_param_scheduler": {"max_lr": 1e-4},
+    }
     (_save_legacy if save.legacy else _save_torch_dist)(save, chunks, state, path)
 
 
@@ -136,7 +151,7 @@ def _args(save: Save, dims: Any) -> Any:
 
     from megatron.core.transformer.enums import AttnBackend
 
-    from converters.arguments import megatron_args
+    from converters.megatron.arguments import megatron_args
 
     sizes = save.sizes
     return Namespace(
@@ -169,12 +184,18 @@ def _save_torch_dist(save: Save, chunks: Sequence[Any], state: dict[str, Any], p
     metadata = {"singleton_local_shards": save.singleton}
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    model = {name: chunk.sharded_state_dict(metadata={**metadata, "dp_cp_group": group}) for name, chunk in _named(chunks).items()}
+    model = {
+        name: chunk.sharded_state_dict(metadata={**metadata, "dp_cp_group": group})
+        for name, chunk in _named(chunks).items()
+    }
     state |= model
     # Mixture-of-experts models have one optimizer for the experts and one for the rest.
     prefix = "chained_1.optimizer" if save.config.get("model_type") != "qwen2" else "optimizer"
     moments = {
-        f"{name}.{key}": moment for name, keys in model.items() for key, sharded in keys.items() if (moment := _moment(sharded, f"{prefix}.state.exp_avg"))
+        f"{name}.{key}": moment
+        for name, keys in model.items()
+        for key, sharded in keys.items()
+        if (moment := _moment(sharded, f"{prefix}.state.exp_avg"))
     }
     state["optimizer"] = {"state": moments, "param_groups": [{"lr": 1e-4, "betas": (0.9, 0.95)}]}
     state["rng_state"] = ShardedObject("rng_state", [{"random_rng_state": (3, (1, 2), None)}], (1, world), (0, rank))
@@ -206,8 +227,15 @@ def _save_legacy(save: Save, chunks: Sequence[Any], state: dict[str, Any], path:
     for chunk in chunks:
         _into_one_buffer(chunk)
     state |= {name: chunk.state_dict_for_save_checkpoint() for name, chunk in _named(chunks).items()}
-    moments = {index: {"exp_avg": torch.zeros(value.shape)} for chunk in chunks for index, value in enumerate(chunk.parameters())}
-    state["optimizer"] = {"optimizer": {"state": moments, "param_groups": [{"lr": 1e-4, "betas": (0.9, 0.95)}]}, "grad_scaler": None}
+    moments = {
+        index: {"exp_avg": torch.zeros(value.shape)}
+        for chunk in chunks
+        for index, value in enumerate(chunk.parameters())
+    }
+    state["optimizer"] = {
+        "optimizer": {"state": moments, "param_groups": [{"lr": 1e-4, "betas": (0.9, 0.95)}]},
+        "grad_scaler": None,
+    }
     state["rng_state"] = [{"torch_rng_state": torch.get_rng_state(), "random_rng_state": (3, (1, 2), None)}]
     (path / name).mkdir()
     torch.save(state, path / name / "model_optim_rng.pt")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ckptkit.specs import TensorSpec
+from ckptkit.core.specs import TensorSpec
 
 NAMES = ("qwen2-tied", "qwen2-untied", "qwen3_moe", "glm4_moe")
 
@@ -28,7 +28,9 @@ def build(name: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     return case.build(name, CASES[name], dtype)
 
 
-def save(name: str, path: Path, dtype: torch.dtype = torch.bfloat16, *, fused: bool = False, shard_size: str = "400KB") -> PreTrainedModel:
+def save(
+    name: str, path: Path, dtype: torch.dtype = torch.bfloat16, *, fused: bool = False, shard_size: str = "400KB"
+) -> PreTrainedModel:
     """Builds the model and saves it as its release would look: several shards, one tensor an expert unless `fused`."""
     model, _ = case.save(name, CASES[name], path, dtype, fused=fused, shard_size=shard_size)
     return model

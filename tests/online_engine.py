@@ -22,10 +22,10 @@ from typing import Any
 from online_runs import swapped, trainer
 from torch import Tensor
 
-from ckptkit.safetensors_io import HfCheckpoint
-from quant.online import Bucket, OnlineQuantizer
+from ckptkit.formats.hf.reader import HfCheckpoint
+from quant.online.quantizer import Bucket, OnlineQuantizer
 
-BEGIN, END = "quant.sglang_reload.begin", "quant.sglang_reload.end"
+BEGIN, END = "quant.online.sglang_reload.begin", "quant.online.sglang_reload.end"
 PROMPTS = [[5, 17, 42, 256, 9, 31], [7, 7, 100, 3, 250]]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 LIMIT_S = 540
@@ -82,7 +82,10 @@ def generate(engine: Any) -> list[list[int]]:
 def judged(engine: Any) -> list[list[float]]:
     """What the model makes of each prompt: log-probabilities of its tokens but the first."""
     asked = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
-    answers = [engine.generate(input_ids=prompt, sampling_params=asked, return_logprob=True, logprob_start_len=0) for prompt in PROMPTS]
+    answers = [
+        engine.generate(input_ids=prompt, sampling_params=asked, return_logprob=True, logprob_start_len=0)
+        for prompt in PROMPTS
+    ]
     return [[float(found[0]) for found in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]
 
 
@@ -126,7 +129,11 @@ def run(root: Path, orders: Sequence[Mapping[str, str]]) -> tuple[dict[str, dict
     here = Path(__file__).resolve()
     (root / "orders.json").write_text(json.dumps(orders))
     paths = [str(here.parents[1]), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
     with (root / "log").open("wb") as log:
         command = [sys.executable, "-W", "ignore", str(here), str(root / "orders.json")]
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)

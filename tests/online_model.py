@@ -9,7 +9,7 @@ import torch
 from sglang_runs import int4_config
 from torch import Tensor
 
-from quant.online import Bucket, OnlineQuantizer
+from quant.online.quantizer import Bucket, OnlineQuantizer
 
 GROUP = 32
 # The ignore list of Kimi K2 Thinking: neither router nor embeddings, which are no Linear layers.
@@ -32,7 +32,9 @@ def release(prefix: str = "model.", layers: int = 2, experts: int = 3) -> dict[s
     shapes = {f"{prefix}embed_tokens.weight": (96, 128), f"{prefix}norm.weight": (128,), "lm_head.weight": (96, 128)}
     for layer in range(layers):
         here = f"{prefix}layers.{layer}."
-        shapes |= {f"{here}self_attn.{name}.weight": (64, 128) for name in ATTENTION} | {f"{here}mlp.gate.weight": (experts, 128)}
+        shapes |= {f"{here}self_attn.{name}.weight": (64, 128) for name in ATTENTION} | {
+            f"{here}mlp.gate.weight": (experts, 128)
+        }
         shapes[f"{here}self_attn.indexer.weights_proj.weight"] = (4, 128)
         for expert in range(experts):
             shapes |= {f"{here}mlp.experts.{expert}.{name}.weight": shape for name, shape in PROJECTIONS.items()}
@@ -42,7 +44,9 @@ def release(prefix: str = "model.", layers: int = 2, experts: int = 3) -> dict[s
 
 def names_of(tensors: Iterable[str], packed: Callable[[str], bool] = lambda name: ".mlp.experts." in name) -> list[str]:
     """The names of an INT4 checkpoint of these tensors."""
-    return [name + ending for name in tensors for ending in (("_packed", "_scale", "_shape") if packed(name) else ("",))]
+    return [
+        name + ending for name in tensors for ending in (("_packed", "_scale", "_shape") if packed(name) else ("",))
+    ]
 
 
 def quantizer(**options: Any) -> OnlineQuantizer:
@@ -57,4 +61,6 @@ def flat(buckets: Iterable[Bucket]) -> dict[str, Tensor]:
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
     assert one.keys() == other.keys()
-    assert [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])] == []
+    assert [
+        name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
+    ] == []

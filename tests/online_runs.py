@@ -1,7 +1,7 @@
 """Updates real SGLang models online, on the CPU, many in one process: `python tests/online_runs.py ORDERS.json` writes REPORT beside it.
 
 An order is {"int4": the directory that is served, "bf16": the weights of the trainer}, and "broken" where that is tried. The model is SGLang's own with its own
-`load_weights`; of the repacking for Marlin only the CUDA kernels are replaced, by `verify.sglang_marlin`. `run` starts that.
+`load_weights`; of the repacking for Marlin only the CUDA kernels are replaced, by `verify.witnesses.sglang.marlin`. `run` starts that.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckptkit.errors import CkptkitError
-from ckptkit.safetensors_io import HfCheckpoint
-from quant import sglang_reload
-from quant.online import OnlineQuantizer
-from verify.sglang_bits import bits, poison
-from verify.sglang_marlin import marlin_weight
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import HfCheckpoint
+from quant.online import sglang_reload
+from quant.online.quantizer import OnlineQuantizer
+from verify.witnesses.sglang.bits import bits, poison
+from verify.witnesses.sglang.marlin import marlin_weight
 
 State = Mapping[str, Tensor]
 
@@ -81,7 +81,13 @@ def message(call: Callable[[], object]) -> str:
     return ""
 
 
-def examine(order: Mapping[str, str], report: dict[str, Any], model: nn.Module, weights: Iterator[tuple[str, Tensor]], device: torch.device) -> None:
+def examine(
+    order: Mapping[str, str],
+    report: dict[str, Any],
+    model: nn.Module,
+    weights: Iterator[tuple[str, Tensor]],
+    device: torch.device,
+) -> None:
     """Loads from disk and updates twice with the same weights; then, with "broken", tries what must not work."""
     poison(parameter for _, parameter in model.named_parameters())
     model.load_weights(weights)
@@ -92,7 +98,9 @@ def examine(order: Mapping[str, str], report: dict[str, Any], model: nn.Module, 
             module.scheme.process_weights_after_loading(module)
     ready = state(model)
     report["parameters"] = len(ready)
-    report["repacked"] = sorted({name.rpartition(".")[2] for name in loaded.keys() & ready.keys() if loaded[name].shape != ready[name].shape})
+    report["repacked"] = sorted(
+        {name.rpartition(".")[2] for name in loaded.keys() & ready.keys() if loaded[name].shape != ready[name].shape}
+    )
     path = Path(order["bf16"])
     online = OnlineQuantizer(HfCheckpoint(order["int4"]).config, order["int4"])
     report["updates"] = []
@@ -146,8 +154,8 @@ def run(root: Path, orders: Mapping[str, Mapping[str, Path]]) -> dict[str, dict[
 
 
 def main() -> None:
-    from verify.sglang_load import load
-    from verify.witness_ending import Journal
+    from verify.witnesses.ending import Journal
+    from verify.witnesses.sglang.load import load
 
     path = Path(sys.argv[1])
     without_cuda()
@@ -155,7 +163,14 @@ def main() -> None:
     for name, order in json.loads(path.read_text()).items():
         (scratch := path.parent / f"scratch-{name}").mkdir()
         reports[name] = {}
-        load(Path(order["int4"]), scratch, False, None, partial(examine, order, reports[name]), Journal(scratch / "ending"))
+        load(
+            Path(order["int4"]),
+            scratch,
+            False,
+            None,
+            partial(examine, order, reports[name]),
+            Journal(scratch / "ending"),
+        )
     (path.parent / "report.json").write_text(json.dumps(reports))
 
 

@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
 from torch import Tensor
 
-from quant.scheme import QuantScheme
+from quant.formats.scheme import QuantScheme
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -66,6 +66,10 @@ def ct_packed(weight: Tensor, scheme: QuantScheme) -> Mapping[str, Tensor]:
     fails = torch.finfo(stored).max > torch.finfo(weight.dtype).max
     args = ct_scheme(replace(scheme, scale_dtype=None)).weights if fails else own.weights
     scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
-    epsilon = (scale == torch.finfo(weight.dtype).eps) & (groups.abs().amax(-1).float() < 1e-6)  # not the scale of these weights
+    epsilon = (scale == torch.finfo(weight.dtype).eps) & (
+        groups.abs().amax(-1).float() < 1e-6
+    )  # not the scale of these weights
     scale = torch.where(epsilon, torch.finfo(stored).eps, scale.to(stored)) if fails else scale.to(stored)
-    return PackedQuantizationCompressor.compress({"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}, own)
+    return PackedQuantizationCompressor.compress(
+        {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}, own
+    )

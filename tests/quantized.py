@@ -22,7 +22,9 @@ Edit = Callable[[dict[str, Any]], dict[str, Any]]
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
 
-def write(plain: Path, target: Path, wanted: Callable[[str], bool], quantizer: Quantizer, edit: Edit) -> dict[str, Tensor]:
+def write(
+    plain: Path, target: Path, wanted: Callable[[str], bool], quantizer: Quantizer, edit: Edit
+) -> dict[str, Tensor]:
     """A copy of an HF directory with its `wanted` tensors quantized and its config edited. Returns every plain tensor that it means."""
     shutil.copytree(plain, target)
     meant: dict[str, Tensor] = {}
@@ -35,7 +37,9 @@ def write(plain: Path, target: Path, wanted: Callable[[str], bool], quantizer: Q
         save_file(stored, file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(stored, file.name)
         total += sum(tensor.nbytes for tensor in stored.values())
-    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    (target / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
+    )
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(edit(config), indent=2))
     return meant
@@ -47,13 +51,18 @@ def fp8_blocks(height: int, width: int, dtype: torch.dtype = torch.float32, endi
     def quantize(weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
         rows, columns = weight.shape
         across = width or columns
-        codes, meant = torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(rows, columns, dtype=torch.bfloat16)
+        codes, meant = (
+            torch.empty(rows, columns, dtype=torch.float8_e4m3fn),
+            torch.empty(rows, columns, dtype=torch.bfloat16),
+        )
         scales = torch.empty(-(-rows // height), -(-columns // across), dtype=dtype)
         for down in range(scales.shape[0]):
             for right in range(scales.shape[1]):
                 block = slice(down * height, (down + 1) * height), slice(right * across, (right + 1) * across)
                 scale = weight[block].float().abs().max() / 448
-                scales[down, right] = torch.exp2(torch.ceil(torch.log2(scale))) if dtype is torch.float8_e8m0fnu else scale
+                scales[down, right] = (
+                    torch.exp2(torch.ceil(torch.log2(scale))) if dtype is torch.float8_e8m0fnu else scale
+                )
                 exact = float(scales[down, right].float())
                 codes[block] = (weight[block].float() / exact).clamp(-448, 448).to(torch.float8_e4m3fn)
                 meant[block] = (codes[block].float() * exact).to(torch.bfloat16)
@@ -70,7 +79,9 @@ def int4(**arguments: Any) -> Quantizer:
     def quantize(weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
         together = weight.reshape(weight.shape[0], -1, args.group_size or weight.shape[1])
         scale, zero_point = calculate_qparams(together.amin(-1), together.amax(-1), args)
-        stored = PackedQuantizationCompressor.compress({"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}, scheme)
+        stored = PackedQuantizationCompressor.compress(
+            {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}, scheme
+        )
         meant = PackedQuantizationCompressor.decompress(dict(stored), scheme)["weight"]
         return {name.removeprefix("weight"): part for name, part in stored.items()}, meant
 
@@ -84,12 +95,22 @@ def mxfp4(experts: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
     codes = (groups.unsqueeze(-1) / torch.exp2(exponents)[..., None, None] - E2M1).abs().argmin(-1)
     meant = (E2M1[codes] * torch.exp2(exponents).unsqueeze(-1)).flatten(-2).transpose(1, 2)
     blocks = codes[..., 0::2] + 16 * codes[..., 1::2]
-    return {"_blocks": blocks.to(torch.uint8), "_scales": (exponents + 127).to(torch.uint8)}, meant.to(torch.bfloat16).contiguous()
+    return {"_blocks": blocks.to(torch.uint8), "_scales": (exponents + 127).to(torch.uint8)}, meant.to(
+        torch.bfloat16
+    ).contiguous()
 
 
 def compressed_config(form: str, **weights: Any) -> dict[str, Any]:
     """A quantization_config as the releases have it."""
-    arguments = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "observer": "minmax", "observer_kwargs": {}, **weights}
+    arguments = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "dynamic": False,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        **weights,
+    }
     group = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": arguments}
     return {
         "quant_method": "compressed-tensors",

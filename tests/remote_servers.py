@@ -70,7 +70,13 @@ class Bucket:
 @contextmanager
 def use_s3(monkeypatch: pytest.MonkeyPatch, address: str) -> Iterator[None]:
     """Meanwhile s3:// means the server at this address, and nothing of this machine's own settings is used."""
-    settings = {"AWS_ENDPOINT_URL": address, "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true", "AWS_MAX_ATTEMPTS": "1", **KEYS}
+    settings = {
+        "AWS_ENDPOINT_URL": address,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_MAX_ATTEMPTS": "1",
+        **KEYS,
+    }
     nowhere = {"AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null"}
     for name, value in {**settings, **nowhere}.items():
         monkeypatch.setenv(name, value)
@@ -93,7 +99,9 @@ def s3_server(log: Path) -> Iterator[str]:
     """The address of a running S3 server with nothing in it; what it says goes to `log`."""
     port = free_port()
     with log.open("wb") as output:
-        server = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=output, stderr=output)
+        server = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=output, stderr=output
+        )
     try:
         wait_for(port, server, log)
         yield f"http://127.0.0.1:{port}"
@@ -149,7 +157,9 @@ class Request:
     bytes: int
 
 
-def breaking(target: str, seen: list[Request], breaks: Callable[[Request], bool] = lambda request: False) -> type[BaseHTTPRequestHandler]:
+def breaking(
+    target: str, seen: list[Request], breaks: Callable[[Request], bool] = lambda request: False
+) -> type[BaseHTTPRequestHandler]:
     """A handler that hands every request on to `target`, notes it in `seen`, and breaks off in the middle of the answer when `breaks(request)`."""
     host = target.removeprefix("http://")
 
@@ -165,7 +175,9 @@ def breaking(target: str, seen: list[Request], breaks: Callable[[Request], bool]
             for name, value in answer.getheaders():
                 if name.lower() not in {"transfer-encoding", "connection", "content-length", "date", "server"}:
                     self.send_header(name, value)
-            self.send_header("Content-Length", answer.getheader("Content-Length") if self.command == "HEAD" else str(len(content)))
+            self.send_header(
+                "Content-Length", answer.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
+            )
             self.end_headers()
             seen.append(Request(self.command, self.path, self.headers.get("Range"), len(content)))
             if breaks(seen[-1]):

@@ -55,7 +55,7 @@ def _look_ups(directory: Path) -> dict[str, Any]:
     from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors as module
     from sglang.srt.model_loader import loader
 
-    from verify.sglang_load import configure
+    from verify.witnesses.sglang.load import configure
 
     _, model_config = configure(directory, directory.parent, False)
     names: list[str] = []
@@ -72,7 +72,11 @@ def _look_ups(directory: Path) -> dict[str, Any]:
             model = loader._initialize_model(model_config, LoadConfig(), quant_config)
     finally:
         module.should_ignore_layer = original
-    return {"class": type(model).__name__, "names": names, "packed_modules_mapping": quant_config.packed_modules_mapping}
+    return {
+        "class": type(model).__name__,
+        "names": names,
+        "packed_modules_mapping": quant_config.packed_modules_mapping,
+    }
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ class Block(nn.Module):
         self.layer = layer
         self.__dict__["rotary"] = rotary
 
-    def forward(self, positions: Tensor, hidden_states: Tensor, forward_batch: Any, residual: None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, forward_batch: Any, residual: None
+    ) -> tuple[Tensor, Tensor]:
         length = len(hidden_states)
         mask = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
         rotary = self.__dict__["rotary"](hidden_states[None], position_ids=positions[None])
@@ -69,10 +71,14 @@ def _mimo(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
     from sglang.srt.models.mimo_mtp import MiMoMTP, MiMoMultiTokenPredictorLayer
     from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
-    model = _bare(MiMoMultiTokenPredictorLayer, config, ("token_layernorm", "hidden_layernorm", "final_layernorm"), "input_proj")
+    model = _bare(
+        MiMoMultiTokenPredictorLayer, config, ("token_layernorm", "hidden_layernorm", "final_layernorm"), "input_proj"
+    )
     model.mtp_block = Block(Qwen2DecoderLayer(config, 0), Qwen2RotaryEmbedding(config))
     names = {name: MiMoMTP.map_model_name_to_mtp_param_name(None, name).removeprefix("model.") for name in tensors}
-    model.load_state_dict({names[name].replace("mtp_block.", "mtp_block.layer."): tensor for name, tensor in tensors.items()})
+    model.load_state_dict(
+        {names[name].replace("mtp_block.", "mtp_block.layer."): tensor for name, tensor in tensors.items()}
+    )
     return model
 
 
@@ -105,7 +111,9 @@ class QwenBody(nn.Module):
         return result
 
 
-def _qwen(kind: type[nn.Module], config: Any, tensors: Mapping[str, Tensor], block: Block, norm: type[nn.Module]) -> nn.Module:
+def _qwen(
+    kind: type[nn.Module], config: Any, tensors: Mapping[str, Tensor], block: Block, norm: type[nn.Module]
+) -> nn.Module:
     """SGLang's class takes its weights by their HF names; those of the decoder layer, which is not SGLang's, are in `block` already."""
     model = kind.__new__(kind)
     nn.Module.__init__(model)
@@ -122,21 +130,37 @@ def _qwen(kind: type[nn.Module], config: Any, tensors: Mapping[str, Tensor], blo
 def _qwen3_next(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
     from families.mtp import load_layer
     from sglang.srt.models.qwen3_next_mtp import Qwen3NextForCausalLMMTP
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRMSNorm, Qwen3NextRotaryEmbedding
+    from transformers.models.qwen3_next.modeling_qwen3_next import (
+        Qwen3NextDecoderLayer,
+        Qwen3NextRMSNorm,
+        Qwen3NextRotaryEmbedding,
+    )
 
     layer = Qwen3NextDecoderLayer(config, config.num_hidden_layers - 1)
     load_layer(layer, "mtp.layers.0.", tensors)
-    return _qwen(Qwen3NextForCausalLMMTP, config, tensors, Block(layer, Qwen3NextRotaryEmbedding(config)), Qwen3NextRMSNorm)
+    return _qwen(
+        Qwen3NextForCausalLMMTP, config, tensors, Block(layer, Qwen3NextRotaryEmbedding(config)), Qwen3NextRMSNorm
+    )
 
 
 def _qwen3_5(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
     from families.mtp import load_layer
     from sglang.srt.models.qwen3_5_mtp import Qwen3_5ForCausalLMMTP
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm, Qwen3_5TextRotaryEmbedding
+    from transformers.models.qwen3_5.modeling_qwen3_5 import (
+        Qwen3_5DecoderLayer,
+        Qwen3_5RMSNorm,
+        Qwen3_5TextRotaryEmbedding,
+    )
 
     layer = Qwen3_5DecoderLayer(config.text_config, config.text_config.num_hidden_layers - 1)
     load_layer(layer, "mtp.layers.0.", tensors)
-    return _qwen(Qwen3_5ForCausalLMMTP, config.text_config, tensors, Block(layer, Qwen3_5TextRotaryEmbedding(config.text_config)), Qwen3_5RMSNorm)
+    return _qwen(
+        Qwen3_5ForCausalLMMTP,
+        config.text_config,
+        tensors,
+        Block(layer, Qwen3_5TextRotaryEmbedding(config.text_config)),
+        Qwen3_5RMSNorm,
+    )
 
 
 def _bare(kind: type[nn.Module], config: Any, norms: tuple[str, ...], projection: str) -> nn.Module:
@@ -154,7 +178,9 @@ MAKERS = {"mimo": _mimo, "glm4_moe": _glm4_moe, "qwen3_next": _qwen3_next, "qwen
 def _output(job: Job) -> Tensor:
     model = MAKERS[job.model](job.config, job.tensors).eval()
     mode = SimpleNamespace(is_idle=lambda: False, is_extend=lambda: False)
-    batch = SimpleNamespace(spec_info=SimpleNamespace(hidden_states=job.hidden), forward_mode=mode, mm_input_embeds=job.embedded.clone())
+    batch = SimpleNamespace(
+        spec_info=SimpleNamespace(hidden_states=job.hidden), forward_mode=mode, mm_input_embeds=job.embedded.clone()
+    )
     # From 1 on: SGLang's MiMo leaves out the embedding at position 0, which training does not.
     positions = torch.arange(1, len(job.hidden) + 1)
     # That of Qwen3.5 takes them from the batch, where a multimodal prompt has left them.

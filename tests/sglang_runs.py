@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from verify.sglang_job import SglangJob
-from verify.sglang_run import SglangRun, outcome
+from verify.witnesses.sglang.job import SglangJob
+from verify.witnesses.sglang.run import SglangRun, outcome
 
 Weights = Iterator[tuple[str, Tensor]]
 
@@ -34,7 +34,10 @@ def swapped_experts(weights: Weights) -> Weights:
     """Experts 4 and 5 of layer 3 under each other's names."""
     other = {"4": "5", "5": "4"}
     for name, tensor in weights:
-        yield re.sub(r"(layers\.3\.mlp\.experts\.)([45])\.", lambda match: f"{match[1]}{other[match[2]]}.", name), tensor
+        yield (
+            re.sub(r"(layers\.3\.mlp\.experts\.)([45])\.", lambda match: f"{match[1]}{other[match[2]]}.", name),
+            tensor,
+        )
 
 
 def swapped_gate_and_up(weights: Weights) -> Weights:
@@ -90,7 +93,17 @@ def broken_feed(weights: Weights) -> Weights:
 
 
 ALTER: Mapping[str, Callable[[Weights], Weights]] = {
-    one.__name__: one for one in (unaltered, swapped_experts, swapped_gate_and_up, one_bit, half_written, skipped_layer, broken_feed, swapped_scales)
+    one.__name__: one
+    for one in (
+        unaltered,
+        swapped_experts,
+        swapped_gate_and_up,
+        one_bit,
+        half_written,
+        skipped_layer,
+        broken_feed,
+        swapped_scales,
+    )
 }
 
 
@@ -117,7 +130,12 @@ def int4_config(ignore: Sequence[str], group: int) -> dict[str, Any]:
     """`quantization_config` in compressed-tensors' words."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}
-    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups, "ignore": list(ignore)}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": groups,
+        "ignore": list(ignore),
+    }
 
 
 @dataclass(frozen=True)
@@ -143,7 +161,13 @@ def run_cases(cases: Mapping[str, Case], root: Path, *, gpu: bool = False) -> di
     orders: dict[str, dict[str, Any]] = {}
     for number, (name, case) in enumerate(cases.items()):
         (scratch := root / f"scratch-{number}").mkdir()
-        job = SglangJob(str(case.checkpoint), None, str(case.source) if case.source else None, str(scratch), str(root / f"{number}.json"))
+        job = SglangJob(
+            str(case.checkpoint),
+            None,
+            str(case.source) if case.source else None,
+            str(scratch),
+            str(root / f"{number}.json"),
+        )
         orders[name] = {"job": asdict(job), "alter": case.alter}
     runs: dict[str, SglangRun] = {}
     while left := {name: order for name, order in orders.items() if name not in runs}:
@@ -168,7 +192,7 @@ def _start(orders: Sequence[Mapping[str, Any]], root: Path, variables: Mapping[s
 
 
 def main() -> None:
-    from verify.witness_sglang import run
+    from verify.witnesses.sglang.process import run
 
     for case in json.loads(Path(sys.argv[1]).read_text()):
         job = SglangJob(**case["job"])

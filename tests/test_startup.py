@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from families import CASES
+from fixture_types import PathOf
 from processes import environment
-
-Paths = Callable[..., Path]
 
 # Each costs from a tenth of a second to two: torch's compiler with what it stands on, model classes, and what is only there for GPUs or losses.
 COMPILER = {"torch._dynamo", "torch._inductor", "triton"}
 MODELS = {"compressed_tensors", "huggingface_hub", "transformers"}
 REMOTE = {"aiohttp", "botocore", "fsspec", "gcsfs", "httpx", "s3fs"}  # and huggingface_hub: only for URLs
-HEAVY = COMPILER | MODELS | REMOTE | {"llvmlite", "megatron", "pandas", "ray", "scipy", "sglang", "sklearn", "torchao", "torchvision"}
+HEAVY = (
+    COMPILER
+    | MODELS
+    | REMOTE
+    | {"llvmlite", "megatron", "pandas", "ray", "scipy", "sglang", "sklearn", "torchao", "torchvision"}
+)
 
 # Runs commands one after the other; after each it writes the names of all modules that are there. A module that is only marked as absent is None.
 RUN = """
 import json, sys
-from ckptkit.cli import cli
+from ckptkit.app.cli import cli
 for command in json.loads(sys.argv[1]):
     cli.main(command, standalone_mode=False)
     print(json.dumps([name for name, module in sys.modules.items() if module is not None]), file=sys.stderr)
@@ -37,7 +40,9 @@ def loaded(*commands: list[str]) -> list[set[str]]:
     return [set(json.loads(line)) for line in done.stderr.splitlines()]
 
 
-def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(releases: Paths, converted: Paths, tmp_path: Path) -> None:
+def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(
+    releases: PathOf, converted: PathOf, tmp_path: Path
+) -> None:
     hf, megatron = str(releases("glm4_moe")), str(converted("glm4_moe"))
     back, both, mixed, there = loaded(
         ["convert", megatron, str(tmp_path / "back"), "--dry-run"],
@@ -45,8 +50,8 @@ def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(
         ["verify", megatron, "--source", hf],
         ["convert", hf, str(tmp_path / "there")],
     )
-    assert {"torch", "ckptkit.api", "converters.planner"} <= back
-    assert {"verify.check_values", "verify.check_quant"} <= both
+    assert {"torch", "ckptkit.app.api", "converters.planner"} <= back
+    assert {"verify.checks.values.values", "verify.checks.quantization.int4"} <= both
     for modules in (back, both, mixed, there):
         assert modules & HEAVY == set()
     # Only what writes Megatron's metadata imports torch's classes for it, and with them sympy.
@@ -56,14 +61,24 @@ def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(
     assert not any(name.startswith("rich") for name in back)
 
 
-def test_what_is_hidden_hides_nothing_that_others_need(releases: Paths, tmp_path: Path) -> None:
+def test_what_is_hidden_hides_nothing_that_others_need(releases: PathOf, tmp_path: Path) -> None:
     """transformers imports scikit-learn where there is one, which needs scipy: a stand-in that fails as the real one would."""
     package = tmp_path / "installed/sklearn"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("import scipy.sparse\n")
     (package / "metrics.py").write_text("roc_curve = None\n")
     there = {"PYTHONPATH": f"{package.parent}:{environment().get('PYTHONPATH', '')}"}
-    words = [sys.executable, "-m", "ckptkit", "quantize", str(releases("qwen2-untied")), str(tmp_path / "int4"), "--group-size", "32", "--dry-run"]
+    words = [
+        sys.executable,
+        "-m",
+        "ckptkit",
+        "quantize",
+        str(releases("qwen2-untied")),
+        str(tmp_path / "int4"),
+        "--group-size",
+        "32",
+        "--dry-run",
+    ]
     done = subprocess.run(words, env=environment() | there, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "would write" in done.stdout
@@ -81,7 +96,9 @@ print(json.dumps([count, list(sys.modules)]))
 def test_no_rule_needs_the_compiler_to_tell_a_shape() -> None:
     configs = [case.edit(case.config().to_dict()) for case in CASES.values()]
     words = [sys.executable, "-c", SHAPES]
-    done = subprocess.run(words, env=environment(), input=json.dumps(configs), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        words, env=environment(), input=json.dumps(configs), capture_output=True, text=True, check=True
+    )
     count, modules = json.loads(done.stdout)
     assert count > 100 * len(configs)
     assert COMPILER & set(modules) == set()

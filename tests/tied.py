@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckptkit.safetensors_io import INDEX
+from ckptkit.formats.hf.reader import INDEX
 
 # The test models that tie their embeddings, with the names of output layer and embedding in their releases.
 NAMES = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckptkit.errors import CkptkitError
-from verify.checks import all_checks
+from ckptkit.core.errors import CkptkitError
+from verify.check import all_checks
 
 
 def explain(code: str) -> str:

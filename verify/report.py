@@ -46,7 +46,7 @@ class Report:
     """Everything one command found. `facts` holds what is printed but not judged, such as the layers of each pipeline stage.
 
     `reasons` says what was asked for and could not be looked at.
-    `heat` is as `verify.heat.heat_map` returns it: layer -> kind of tensor -> what was compared there.
+    `heat` is as `verify.reports.heat.heat_map` returns it: layer -> kind of tensor -> what was compared there.
     """
 
     version: str
@@ -80,8 +80,12 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The report in the `ckptkit-report/2` format, which other programs depend on."""
-        by_status = {status: sum(check.status == status for check in self.checks) for status in ("passed", "failed", "skipped")}
-        checks = [{key: value for key, value in asdict(check).items() if key != "bytes_compared"} for check in self.checks]
+        by_status = {
+            status: sum(check.status == status for check in self.checks) for status in ("passed", "failed", "skipped")
+        }
+        checks = [
+            {key: value for key, value in asdict(check).items() if key != "bytes_compared"} for check in self.checks
+        ]
         return {
             "schema": SCHEMA,
             "version": self.version,

@@ -8,16 +8,16 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from ckptkit.errors import CkptkitError
-from ckptkit.formats import TRACKER, is_legacy, locate, refuse_url, tracked
-from ckptkit.unused import refuse_hf
-from quant.readers import readers_of
-from verify.checks import WITNESSES, Check, Skip, all_checks, run_checks
-from verify.expected import usable_config
-from verify.heat import Heat, heat_map, of_rounding, of_values
-from verify.megatron_run import sizes_of
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.unused import refuse_hf
+from ckptkit.formats.detect import TRACKER, is_legacy, locate, refuse_url, tracked
+from quant.selection.readers import readers_of
+from verify.check import WITNESSES, Check, Skip, all_checks, run_checks
+from verify.evidence.expected import usable_config
+from verify.evidence.subject import Subject
 from verify.report import Finding, Report
-from verify.subject import Subject
+from verify.reports.heat import Heat, heat_map, of_rounding, of_values
+from verify.witnesses.megatron.run import sizes_of
 
 # Checks of a launch, which only preflight knows.
 LAUNCH = ("CK709", "CK71")
@@ -45,7 +45,7 @@ def verify(
     `readers` (as `--reader` has them; None: SGLang, slime and miles) are those that are to load or send INT4 weights: an `ignore` list
     that contradicts the packed weights for one of them is an error, for others a warning. Where none is named and the list is a
     published one, what only trainers take otherwise is a warning too. `ray`: the address of a Ray cluster that reads all the bytes
-    (`ckptkit.cluster.connected`); the report is the same.
+    (`ckptkit.transfer.ray.cluster.connected`); the report is the same.
     A broken checkpoint gives findings; CkptkitError means that there is no checkpoint at `path` or `source` at all, that something
     this needs is missing, that there is no such reader, or that the model cannot be cut into these parallel sizes.
     """
@@ -54,7 +54,17 @@ def verify(
     if readers is not None:
         readers_of(readers)  # raises for a name that is none
     subject = Subject(
-        Path(path), Path(source) if source else None, None, tp, pp, ep, against, etp=etp, vpp=vpp, readers=None if readers is None else tuple(readers), ray=ray
+        Path(path),
+        Path(source) if source else None,
+        None,
+        tp,
+        pp,
+        ep,
+        against,
+        etp=etp,
+        vpp=vpp,
+        readers=None if readers is None else tuple(readers),
+        ray=ray,
     )
     subject.manifest = Path(manifest) if manifest else None
     subject.hf_path = Path(os.path.abspath(hf)) if hf is not None else _config_home(subject)
@@ -83,7 +93,10 @@ def verify(
 def _check_hf(hf: str | Path) -> None:
     refuse_url(hf)
     if not (Path(hf) / "config.json").exists():
-        raise CkptkitError(f"{hf} has no config.json", "--hf names the HF directory of the model; leave it out to take the config stored beside the weights")
+        raise CkptkitError(
+            f"{hf} has no config.json",
+            "--hf names the HF directory of the model; leave it out to take the config stored beside the weights",
+        )
 
 
 def _heat(subject: Subject, findings: Sequence[Finding]) -> Heat:
@@ -131,7 +144,9 @@ def choose(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], list
     reasons: dict[str, list[str]] = {}
     for one in checks:
         witness = WITNESSES.get(one.code[:3])
-        reason = f"--against-{witness} was not given" if witness and witness not in subject.against else one.unless(subject)
+        reason = (
+            f"--against-{witness} was not given" if witness and witness not in subject.against else one.unless(subject)
+        )
         if reason is None:
             chosen.append(one)
         elif not one.code.startswith("CK1"):

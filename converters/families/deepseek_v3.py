@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks import ROTARY_FREQUENCIES, dense_mlp, embeddings, moe_mlp, mtp_copies, multi_token_prediction
-from converters.config_values import integer
-from converters.dims import ModelDims, base_dims, first_layers
-from converters.mla import mla_attention, read_mla
+from converters.blocks.decoder import (
+    ROTARY_FREQUENCIES,
+    dense_mlp,
+    embeddings,
+    moe_mlp,
+    mtp_copies,
+    multi_token_prediction,
+)
+from converters.blocks.latent_attention import mla_attention, read_mla
+from converters.blocks.sigmoid_moe import read_sigmoid_moe
+from converters.config.dims import ModelDims, base_dims, first_layers
+from converters.config.values import integer
 from converters.rules import ModelFamily, ParamMapping
-from converters.sigmoid_moe import read_sigmoid_moe
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -30,7 +37,9 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All rules of a model with latent attention and shared experts."""
-    tables = embeddings(dims, embed_copies=mtp_copies(dims, "embed_tokens"), head_copies=mtp_copies(dims, "shared_head.head"))
+    tables = embeddings(
+        dims, embed_copies=mtp_copies(dims, "embed_tokens"), head_copies=mtp_copies(dims, "shared_head.head")
+    )
     rules = [*tables, *mla_attention(dims), *dense_mlp(dims), *moe_mlp(dims, "shared_experts")]
     for depth in range(dims.mtp_layers):
         layer, around = multi_token_prediction(dims, depth)
@@ -38,4 +47,6 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return tuple(rules)
 
 
-FAMILY = ModelFamily(("deepseek_v3", "kimi_k2"), ("DeepseekV3ForCausalLM",), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES)
+FAMILY = ModelFamily(
+    ("deepseek_v3", "kimi_k2"), ("DeepseekV3ForCausalLM",), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES
+)

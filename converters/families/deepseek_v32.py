@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckptkit.errors import CkptkitError
-from converters.blocks import ROTARY_FREQUENCIES, multi_token_prediction
-from converters.config_values import integer
-from converters.dims import ModelDims, base_dims, first_layers
+from ckptkit.core.errors import CkptkitError
+from converters.blocks.decoder import ROTARY_FREQUENCIES, multi_token_prediction
+from converters.blocks.indexer import indexer, read_indexer, slime_indexer
+from converters.blocks.latent_attention import read_mla
+from converters.blocks.sigmoid_moe import read_sigmoid_moe
+from converters.config.dims import ModelDims, base_dims, first_layers
+from converters.config.values import integer
 from converters.families import deepseek_v3
-from converters.indexer import indexer, read_indexer, slime_indexer
-from converters.mla import read_mla
 from converters.rules import ModelFamily, ParamMapping
-from converters.sigmoid_moe import read_sigmoid_moe
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -46,7 +46,9 @@ def sparse_dims(config: Mapping[str, Any], *, interleaved: bool | None, absent: 
 def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Dense layers: transformers reads them from `mlp_layer_types` where that is given, SGLang always from `first_k_dense_replace`."""
     first, kinds = first_layers(config, "first_k_dense_replace", 3), config.get("mlp_layer_types")
-    if kinds is not None and kinds != ["dense"] * len(first) + ["sparse"] * (integer(config, "num_hidden_layers") - len(first)):
+    if kinds is not None and kinds != ["dense"] * len(first) + ["sparse"] * (
+        integer(config, "num_hidden_layers") - len(first)
+    ):
         raise CkptkitError(
             f"config.json: first_k_dense_replace says {len(first)} dense layers, mlp_layer_types says something else",
             "transformers reads the second and SGLang the first; make them agree",
@@ -69,4 +71,11 @@ def _with_indexer(dims: ModelDims, rules: Callable[..., tuple[ParamMapping, ...]
     return (*deepseek_v3.mappings(dims), *(rule for at in (None, *places) for rule in rules(dims, at)))
 
 
-FAMILY = ModelFamily(("deepseek_v32",), ("DeepseekV32ForCausalLM",), read_dims, mappings, {"slime": slime_mappings}, carried_ends=ROTARY_FREQUENCIES)
+FAMILY = ModelFamily(
+    ("deepseek_v32",),
+    ("DeepseekV32ForCausalLM",),
+    read_dims,
+    mappings,
+    {"slime": slime_mappings},
+    carried_ends=ROTARY_FREQUENCIES,
+)

@@ -8,14 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.errors import CkptkitError
-from converters.blocks import attention, embeddings, gated_mlp
-from converters.config_values import flag, integer, number, rope_of, sliding_layers, window_of
-from converters.dims import ModelDims, base_dims
+from ckptkit.core.errors import CkptkitError
+from converters.blocks.decoder import attention, embeddings, gated_mlp
+from converters.config.dims import ModelDims, base_dims
+from converters.config.values import flag, integer, number, rope_of, sliding_layers, window_of
 from converters.rules import ModelFamily, ParamMapping, decoder
 
 # What the releases with a vision tower leave out of their text_config; transformers `Gemma3TextConfig`.
-_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 131072}
+_DEFAULTS = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131072,
+}
 _KINDS = ("full_attention", "sliding_attention")
 _ONLY = {
     "attention_bias": False,
@@ -35,7 +42,10 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     text = _DEFAULTS | {key: value for key, value in text.items() if value is not None}
     for key, only in _ONLY.items():
         if text.get(key, only) != only:
-            raise CkptkitError(f"config.json: gemma3 with {key} {text[key]!r} is not supported", "Megatron's attention and MLP would be another model's")
+            raise CkptkitError(
+                f"config.json: gemma3 with {key} {text[key]!r} is not supported",
+                "Megatron's attention and MLP would be another model's",
+            )
     full, local_theta = _ropes(text)
     scalar = number(text, "query_pre_attn_scalar", 256)
     if scalar <= 0:
@@ -61,8 +71,13 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 def _ropes(text: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
     """Rotary settings of the full layers, and the base of those with a window; transformers v5 has one object for each kind."""
     kinds = text.get("rope_parameters") or {}
-    if not isinstance(kinds, dict) or any(value not in (None, "default") for kind, value in kinds.items() if kind not in _KINDS):
-        raise CkptkitError(f"config.json: gemma3 with rope_parameters {kinds!r}", f"they must be under {' and '.join(_KINDS)}; compare with the release")
+    if not isinstance(kinds, dict) or any(
+        value not in (None, "default") for kind, value in kinds.items() if kind not in _KINDS
+    ):
+        raise CkptkitError(
+            f"config.json: gemma3 with rope_parameters {kinds!r}",
+            f"they must be under {' and '.join(_KINDS)}; compare with the release",
+        )
     full = rope_of({**text, "rope_parameters": kinds.get(_KINDS[0])}, 1_000_000.0)
     local = rope_of({"rope_parameters": kinds.get(_KINDS[1]), "rope_theta": text.get("rope_local_base_freq")}, 10_000.0)
     if full["rope_type"] not in ("default", "linear") or local["rope_type"] != "default":
@@ -89,5 +104,9 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
 
 
 FAMILY = ModelFamily(
-    ("gemma3", "gemma3_text"), ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"), read_dims, mappings, carried=("vision_tower.", "multi_modal_projector.")
+    ("gemma3", "gemma3_text"),
+    ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
+    read_dims,
+    mappings,
+    carried=("vision_tower.", "multi_modal_projector."),
 )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks import attention, embeddings
-from converters.config_values import flag
-from converters.dims import ModelDims, base_dims
-from converters.ops import Copy, GateUpInOne
+from converters.blocks.decoder import attention, embeddings
+from converters.config.dims import ModelDims, base_dims
+from converters.config.values import flag
+from converters.ops.basic import Copy, GateUpInOne
 from converters.rules import ModelFamily, ParamMapping, decoder
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks import attention, dense_mlp, embeddings, moe_mlp, mtp_copies, multi_token_prediction
-from converters.config_values import flag, integer
-from converters.dims import ModelDims, base_dims, first_layers
+from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp, mtp_copies, multi_token_prediction
+from converters.blocks.sigmoid_moe import read_sigmoid_moe
+from converters.config.dims import ModelDims, base_dims, first_layers
+from converters.config.values import flag, integer
 from converters.rules import ModelFamily, ParamMapping
-from converters.sigmoid_moe import read_sigmoid_moe
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -20,13 +20,17 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         qk_norm=flag(config, "use_qk_norm", False),
         dense_layers=first_layers(config, "first_k_dense_replace", 1),
         mtp_layers=integer(config, "num_nextn_predict_layers", 0),
-        **read_sigmoid_moe(config, absent={"n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}),
+        **read_sigmoid_moe(
+            config, absent={"n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
+        ),
     )
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All rules of a glm4_moe model."""
-    tables = embeddings(dims, embed_copies=mtp_copies(dims, "embed_tokens"), head_copies=mtp_copies(dims, "shared_head.head"))
+    tables = embeddings(
+        dims, embed_copies=mtp_copies(dims, "embed_tokens"), head_copies=mtp_copies(dims, "shared_head.head")
+    )
     rules = [*tables, *attention(dims), *dense_mlp(dims), *moe_mlp(dims, "shared_experts")]
     for depth in range(dims.mtp_layers):
         layer, around = multi_token_prediction(dims, depth)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.errors import CkptkitError
-from converters.config_values import integer
-from converters.dims import ModelDims, base_dims, first_layers
+from ckptkit.core.errors import CkptkitError
+from converters.blocks.latent_attention import read_mla
+from converters.blocks.sigmoid_moe import read_sigmoid_moe
+from converters.config.dims import ModelDims, base_dims, first_layers
+from converters.config.values import integer
 from converters.families import deepseek_v3
-from converters.mla import read_mla
 from converters.rules import ModelFamily
-from converters.sigmoid_moe import read_sigmoid_moe
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -33,8 +33,15 @@ def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Dense layers: transformers reads them from `mlp_layer_types` (by default only the first), SGLang from `first_k_dense_replace`."""
     first = first_layers(config, "first_k_dense_replace", 1)
     kinds = config.get("mlp_layer_types")
-    if kinds is not None and not (isinstance(kinds, list) and len(kinds) == integer(config, "num_hidden_layers") and set(kinds) <= {"dense", "sparse"}):
-        raise CkptkitError("config.json: mlp_layer_types does not say 'dense' or 'sparse' for every layer", "compare it with the release")
+    if kinds is not None and not (
+        isinstance(kinds, list)
+        and len(kinds) == integer(config, "num_hidden_layers")
+        and set(kinds) <= {"dense", "sparse"}
+    ):
+        raise CkptkitError(
+            "config.json: mlp_layer_types does not say 'dense' or 'sparse' for every layer",
+            "compare it with the release",
+        )
     dense = (0,) if kinds is None else tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
     if dense != first and config.get("first_k_dense_replace") is not None:
         raise CkptkitError(

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.dims import ModelDims
+from converters.config.dims import ModelDims
 from converters.families import deepseek_v32
 from converters.rules import ModelFamily
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a glm_moe_dsa config. Source: transformers `GlmMoeDsaConfig`."""
-    return deepseek_v32.sparse_dims(config, interleaved=None, absent={"n_shared_experts": 1, "n_group": 1, "topk_group": 1})
+    return deepseek_v32.sparse_dims(
+        config, interleaved=None, absent={"n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+    )
 
 
-FAMILY = ModelFamily(("glm_moe_dsa",), ("GlmMoeDsaForCausalLM",), read_dims, deepseek_v32.mappings, {"slime": deepseek_v32.slime_mappings})
+FAMILY = ModelFamily(
+    ("glm_moe_dsa",),
+    ("GlmMoeDsaForCausalLM",),
+    read_dims,
+    deepseek_v32.mappings,
+    {"slime": deepseek_v32.slime_mappings},
+)

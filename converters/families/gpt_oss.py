@@ -10,23 +10,36 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.errors import CkptkitError
-from converters.blocks import attention, embeddings, gated_mlp
-from converters.config_values import flag, integer, number, sliding_layers, window_of
-from converters.dims import ModelDims, base_dims
-from converters.ops import Copy, GateUp
+from ckptkit.core.errors import CkptkitError
+from converters.blocks.decoder import attention, embeddings, gated_mlp
+from converters.config.dims import ModelDims, base_dims
+from converters.config.values import flag, integer, number, sliding_layers, window_of
+from converters.ops.basic import Copy, GateUp
 from converters.rules import FusedExperts, ModelFamily, ParamMapping, decoder
 
 # What transformers takes a config without rope settings to say.
-_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a gpt_oss config. Source: transformers `GptOssConfig`, `GptOssAttention`, `GptOssExperts` (which fixes the clamp)."""
     if not flag(config, "attention_bias", True):
-        raise CkptkitError("config.json: gpt_oss without attention_bias is not supported", "Megatron has one switch for the biases of attention and experts")
+        raise CkptkitError(
+            "config.json: gpt_oss without attention_bias is not supported",
+            "Megatron has one switch for the biases of attention and experts",
+        )
     if number(config, "swiglu_limit", 7.0) != 7.0:
-        raise CkptkitError(f"config.json: swiglu_limit {config['swiglu_limit']} is not supported", "transformers clamps at 7.0 whatever it says")
+        raise CkptkitError(
+            f"config.json: swiglu_limit {config['swiglu_limit']} is not supported",
+            "transformers clamps at 7.0 whatever it says",
+        )
     given = dict(config)
     if not config.get("rope_parameters") and not config.get("rope_scaling"):
         given["rope_scaling"] = _YARN
@@ -45,7 +58,9 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         router_linear_bias=True,
     )
     # hidden_act says silu, but the gate is x sigmoid(1.702 x).
-    return replace(dims, activation="quick_geglu", window_layers=() if dims.window is None else sliding_layers(config, 2))
+    return replace(
+        dims, activation="quick_geglu", window_layers=() if dims.window is None else sliding_layers(config, 2)
+    )
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
@@ -65,4 +80,10 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     )
 
 
-FAMILY = ModelFamily(("gpt_oss",), ("GptOssForCausalLM",), read_dims, mappings, fused=FusedExperts(transposed=True, interleaved=True, always=True))
+FAMILY = ModelFamily(
+    ("gpt_oss",),
+    ("GptOssForCausalLM",),
+    read_dims,
+    mappings,
+    fused=FusedExperts(transposed=True, interleaved=True, always=True),
+)

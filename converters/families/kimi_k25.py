@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.errors import CkptkitError
-from converters.blocks import ROTARY_FREQUENCIES
-from converters.config_values import text_part
-from converters.dims import ModelDims
+from ckptkit.core.errors import CkptkitError
+from converters.blocks.decoder import ROTARY_FREQUENCIES
+from converters.config.dims import ModelDims
+from converters.config.values import text_part
 from converters.families import deepseek_v3
 from converters.rules import ModelFamily
 
@@ -20,7 +20,9 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of the language model of a kimi_k25 config. Source: the `text_config` of its release, and SGLang's `kimi_k25.py`."""
     text = config.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") not in _TEXT_TYPES:
-        raise CkptkitError("config.json: text_config of kimi_k25 is not that of a kimi_k2 model", "compare it with the release")
+        raise CkptkitError(
+            "config.json: text_config of kimi_k25 is not that of a kimi_k2 model", "compare it with the release"
+        )
     part, _ = text_part(config)
     return replace(deepseek_v3.read_dims(part), root="language_model.model.", head="language_model.lm_head.weight")
 

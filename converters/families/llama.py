@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.errors import CkptkitError
-from converters.blocks import ROTARY_FREQUENCIES, attention, dense_mlp, embeddings
-from converters.config_values import flag
-from converters.dims import ModelDims, base_dims
+from ckptkit.core.errors import CkptkitError
+from converters.blocks.decoder import ROTARY_FREQUENCIES, attention, dense_mlp, embeddings
+from converters.config.dims import ModelDims, base_dims
+from converters.config.values import flag
 from converters.rules import ModelFamily, ParamMapping
 
 
@@ -29,4 +29,6 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
 
 
-FAMILY = ModelFamily(("llama",), ("LlamaForCausalLM", "LLaMAForCausalLM"), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES)
+FAMILY = ModelFamily(
+    ("llama",), ("LlamaForCausalLM", "LLaMAForCausalLM"), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES
+)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.errors import CkptkitError
-from converters.blocks import attention, dense_mlp, embeddings
-from converters.config_values import flag, integer, without_windows
-from converters.dims import ModelDims, base_dims
-from converters.ops import SwapHalves
+from ckptkit.core.errors import CkptkitError
+from converters.blocks.decoder import attention, dense_mlp, embeddings
+from converters.config.dims import ModelDims, base_dims
+from converters.config.values import flag, integer, without_windows
+from converters.ops.basic import SwapHalves
 from converters.rules import ModelFamily, ParamMapping, Place
 
 # What the published modeling code does whatever these keys say; Megatron and SGLang do the same.
@@ -21,7 +21,9 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     without_windows(config)
     for key, only in _ONLY.items():
         if flag(config, key, only) != only:
-            raise CkptkitError(f"config.json: mimo with {key} {str(not only).lower()} is not supported", "no released model uses it")
+            raise CkptkitError(
+                f"config.json: mimo with {key} {str(not only).lower()} is not supported", "no released model uses it"
+            )
     return base_dims(config, qkv_bias=True, qk_norm=False, mtp_layers=integer(config, "num_nextn_predict_layers", 0))
 
 

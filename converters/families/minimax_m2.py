@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ckptkit.errors import CkptkitError
-from converters.blocks import attention, embeddings, moe_mlp
-from converters.config_values import integer, number, rope_of
-from converters.dims import ModelDims, base_dims
+from ckptkit.core.errors import CkptkitError
+from converters.blocks.decoder import attention, embeddings, moe_mlp
+from converters.config.dims import ModelDims, base_dims
+from converters.config.values import integer, number, rope_of
 from converters.families.mixtral import W1_W3_W2
-from converters.ops import Copy
+from converters.ops.basic import Copy
 from converters.rules import FusedExperts, ModelFamily, ParamMapping, decoder
 
 # What every release says, and the only thing that the rules and Megatron's arguments below stand for.
@@ -33,10 +33,16 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a minimax_m2 config. Source: transformers `MiniMaxM2Config` and the releases' own config.json."""
     for key, value in _FIXED.items():
         if config.get(key) not in (None, value):
-            raise CkptkitError(f"config.json: minimax_m2 with {key} {config[key]!r} is not supported", f"the releases are with {value!r}")
+            raise CkptkitError(
+                f"config.json: minimax_m2 with {key} {config[key]!r} is not supported",
+                f"the releases are with {value!r}",
+            )
     kinds = config.get("attn_type_list") or []
     if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
-        raise CkptkitError(f"config.json: attn_type_list is {kinds!r}", "the releases have softmax attention (1) on every layer, and only that is supported")
+        raise CkptkitError(
+            f"config.json: attn_type_list is {kinds!r}",
+            "the releases have softmax attention (1) on every layer, and only that is supported",
+        )
     head_dim = integer(config, "head_dim", 128)
     return base_dims(
         {**config, "head_dim": head_dim, "partial_rotary_factor": _rotary_fraction(config, head_dim)},
@@ -72,7 +78,12 @@ def _mappings(dims: ModelDims, *, norm: str, axis: int | None) -> tuple[ParamMap
     """All rules of a minimax_m2 model, with q/k norms called `norm` and cut along `axis` over tensor-parallel ranks."""
     at, heads = decoder(dims, dims.all_layers), {"q": dims.heads, "k": dims.groups}
     norms = [
-        at.rule(f"self_attention.{norm.format(x)}.weight", {f"self_attn.{x}_norm.weight": (count * dims.head_dim,)}, Copy(axis)) for x, count in heads.items()
+        at.rule(
+            f"self_attention.{norm.format(x)}.weight",
+            {f"self_attn.{x}_norm.weight": (count * dims.head_dim,)},
+            Copy(axis),
+        )
+        for x, count in heads.items()
     ]
     experts = moe_mlp(dims, block="block_sparse_moe.", bias="e_score_correction_bias", names=W1_W3_W2)
     return (*embeddings(dims), *attention(dims), *norms, *experts)
@@ -82,4 +93,6 @@ def _mappings(dims: ModelDims, *, norm: str, axis: int | None) -> tuple[ParamMap
 # of one head's width, cut with the heads; slime under another name, whole on every rank.
 mappings = partial(_mappings, norm="{}_layernorm", axis=0)
 SLIME = partial(_mappings, norm="{}_norm", axis=None)
-FAMILY = ModelFamily(("minimax_m2",), ("MiniMaxM2ForCausalLM",), read_dims, mappings, {"slime": SLIME}, fused=FusedExperts(renamed=True))
+FAMILY = ModelFamily(
+    ("minimax_m2",), ("MiniMaxM2ForCausalLM",), read_dims, mappings, {"slime": SLIME}, fused=FusedExperts(renamed=True)
+)

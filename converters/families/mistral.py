@@ -6,17 +6,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.errors import CkptkitError
-from converters.blocks import ROTARY_FREQUENCIES, attention, dense_mlp, embeddings
-from converters.config_values import window_of
-from converters.dims import ModelDims, base_dims
+from ckptkit.core.errors import CkptkitError
+from converters.blocks.decoder import ROTARY_FREQUENCIES, attention, dense_mlp, embeddings
+from converters.config.dims import ModelDims, base_dims
+from converters.config.values import window_of
 from converters.rules import ModelFamily, ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a mistral config. Source: transformers `MistralConfig`, whose window is 4096 where the key is absent."""
     if config.get("layer_types") is not None:
-        raise CkptkitError("config.json: mistral with layer_types is not supported", "attention that differs by layer makes it a ministral model")
+        raise CkptkitError(
+            "config.json: mistral with layer_types is not supported",
+            "attention that differs by layer makes it a ministral model",
+        )
     dims = base_dims(config, qkv_bias=False, qk_norm=False, window=window_of(config, absent=4096))
     return replace(dims, window_layers=dims.all_layers) if dims.window else dims
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from converters.blocks import ROTARY_FREQUENCIES, attention, embeddings, moe_mlp
-from converters.config_values import integer, window_of
-from converters.dims import ModelDims, base_dims
+from converters.blocks.decoder import ROTARY_FREQUENCIES, attention, embeddings, moe_mlp
+from converters.config.dims import ModelDims, base_dims
+from converters.config.values import integer, window_of
 from converters.rules import FusedExperts, ModelFamily, ParamMapping
 
 W1_W3_W2 = ("w1", "w3", "w2")
@@ -34,4 +34,11 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *moe_mlp(dims, block="block_sparse_moe.", names=W1_W3_W2))
 
 
-FAMILY = ModelFamily(("mixtral",), ("MixtralForCausalLM",), read_dims, mappings, fused=FusedExperts(renamed=True), carried_ends=ROTARY_FREQUENCIES)
+FAMILY = ModelFamily(
+    ("mixtral",),
+    ("MixtralForCausalLM",),
+    read_dims,
+    mappings,
+    fused=FusedExperts(renamed=True),
+    carried_ends=ROTARY_FREQUENCIES,
+)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks import ROTARY_FREQUENCIES, attention, dense_mlp, embeddings
-from converters.config_values import without_windows
-from converters.dims import ModelDims, base_dims
+from converters.blocks.decoder import ROTARY_FREQUENCIES, attention, dense_mlp, embeddings
+from converters.config.dims import ModelDims, base_dims
+from converters.config.values import without_windows
 from converters.rules import ModelFamily, ParamMapping
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks import attention, dense_mlp, embeddings, moe_mlp
-from converters.config_values import flag, integer, without_windows
-from converters.dims import ModelDims, base_dims, layers_without_experts
+from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
+from converters.config.dims import ModelDims, base_dims, layers_without_experts
+from converters.config.values import flag, integer, without_windows
 from converters.rules import ModelFamily, ParamMapping
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.errors import CkptkitError
-from converters.blocks import attention, dense_mlp, embeddings
-from converters.config_values import flag, integer, without_windows
-from converters.dims import ModelDims, base_dims
+from ckptkit.core.errors import CkptkitError
+from converters.blocks.decoder import attention, dense_mlp, embeddings
+from converters.config.dims import ModelDims, base_dims
+from converters.config.values import flag, integer, without_windows
 from converters.rules import ModelFamily, ParamMapping
 
 
@@ -16,7 +16,10 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a qwen3 config. Source: transformers `Qwen3Config`, whose heads are 128 wide where nothing is said."""
     without_windows(config)
     if flag(config, "attention_bias", False):
-        raise CkptkitError("config.json: qwen3 with attention_bias is not supported", "Megatron has no bias on o_proj without biases in the MLP")
+        raise CkptkitError(
+            "config.json: qwen3 with attention_bias is not supported",
+            "Megatron has no bias on o_proj without biases in the MLP",
+        )
     return base_dims({**config, "head_dim": integer(config, "head_dim", 128)}, qkv_bias=False, qk_norm=True)
 
 

@@ -9,10 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks import attention, dense_mlp, embeddings, moe_mlp
-from converters.config_values import integer, text_part
-from converters.dims import ModelDims, base_dims
-from converters.linear_attention import gated_delta_net, hf_linear_attention, qwen_mtp, read_linear_attention, read_mtp_layers, refuse_unsupported
+from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
+from converters.blocks.linear_attention import (
+    gated_delta_net,
+    hf_linear_attention,
+    qwen_mtp,
+    read_linear_attention,
+    read_mtp_layers,
+    refuse_unsupported,
+)
+from converters.config.dims import ModelDims, base_dims
+from converters.config.values import integer, text_part
 from converters.rules import ModelFamily, ParamMapping
 
 
@@ -61,7 +68,11 @@ def slime_mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
 
 
 def _all_but_linear_attention(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    rules = [*embeddings(dims), *attention(dims), *(moe_mlp(dims, "shared_expert") if dims.experts else dense_mlp(dims))]
+    rules = [
+        *embeddings(dims),
+        *attention(dims),
+        *(moe_mlp(dims, "shared_expert") if dims.experts else dense_mlp(dims)),
+    ]
     if dims.mtp_layers:
         layer, around = qwen_mtp(dims)
         mlp = moe_mlp(dims, "shared_expert", layer) if dims.experts else dense_mlp(dims, layer)

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks import attention, embeddings, moe_mlp
-from converters.config_values import flag, integer
-from converters.dims import ModelDims, base_dims
-from converters.linear_attention import gated_delta_net, hf_linear_attention, qwen_mtp, read_linear_attention, read_mtp_layers, refuse_unsupported
+from converters.blocks.decoder import attention, embeddings, moe_mlp
+from converters.blocks.linear_attention import (
+    gated_delta_net,
+    hf_linear_attention,
+    qwen_mtp,
+    read_linear_attention,
+    read_mtp_layers,
+    refuse_unsupported,
+)
+from converters.config.dims import ModelDims, base_dims
+from converters.config.values import flag, integer
 from converters.rules import ModelFamily, ParamMapping
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.errors import CkptkitError
-from converters.blocks import attention, dense_mlp, embeddings, moe_mlp
-from converters.config_values import flag, integer, text_part
-from converters.dims import ModelDims, base_dims, layers_without_experts
+from ckptkit.core.errors import CkptkitError
+from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
+from converters.config.dims import ModelDims, base_dims, layers_without_experts
+from converters.config.values import flag, integer, text_part
 from converters.rules import FusedExperts, ModelFamily, ParamMapping
 
 
@@ -19,9 +19,14 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a qwen3_vl or qwen3_vl_moe config. Source: transformers `Qwen3VLTextConfig`, `Qwen3VLMoeTextConfig`."""
     text, root = text_part(config)
     if flag(text, "attention_bias", False):
-        raise CkptkitError(f"config.json: {config['model_type']} with attention_bias is not supported", "no released model uses it")
+        raise CkptkitError(
+            f"config.json: {config['model_type']} with attention_bias is not supported", "no released model uses it"
+        )
     if not flag(text, "norm_topk_prob", True):
-        raise CkptkitError("config.json: qwen3_vl_moe with norm_topk_prob false is not supported", "transformers' router always normalizes")
+        raise CkptkitError(
+            "config.json: qwen3_vl_moe with norm_topk_prob false is not supported",
+            "transformers' router always normalizes",
+        )
     routed: dict[str, Any] = {}
     if config["model_type"] == "qwen3_vl_moe":
         routed = {

@@ -1,6 +1,6 @@
 """`make examples`: the reports of one run that passes and one that fails, in every format, and a screenshot of the page.
 
-The model is the small mixture of experts of `ckptkit.demo`, with seeded random weights. Nothing of the machine gets into the
+The model is the small mixture of experts of `ckptkit.app.demo`, with seeded random weights. Nothing of the machine gets into the
 reports: paths are relative to the directory that all is made in, and seconds are set to 0.
 """
 
@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from ckptkit.api import quantize
-from ckptkit.demo import MOE, make_release
-from ckptkit.files import FilesWriter
-from ckptkit.safetensors_files import SafetensorsFiles
-from ckptkit.safetensors_io import HfCheckpoint
-from quant.scheme import QuantScheme
+from ckptkit.app.api import quantize
+from ckptkit.app.demo import MOE, make_release
+from ckptkit.formats.hf.reader import HfCheckpoint
+from ckptkit.formats.hf.writer import SafetensorsFiles
+from ckptkit.transfer.files import FilesWriter
+from quant.formats.scheme import QuantScheme
 from verify.report import Finding, Report
 from verify.reports import FORMATS, write_report
 from verify.run import verify
@@ -68,7 +68,9 @@ def without_machine(report: Report, root: Path) -> Report:
 
 def example(path: str, source: str) -> Report:
     """The report of `ckptkit verify PATH --source SOURCE`, run in the working directory."""
-    report = verify(path, source=source, command=["ckptkit", "verify", path, "--source", source, "--report", "report.html"])
+    report = verify(
+        path, source=source, command=["ckptkit", "verify", path, "--source", source, "--report", "report.html"]
+    )
     return without_machine(report, Path.cwd())
 
 
@@ -80,7 +82,14 @@ def screenshot(page: Path, image: Path) -> None:
         return
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses to be started by root
     with tempfile.TemporaryDirectory() as profile:
-        command = [browser, "--headless", *sandbox, f"--user-data-dir={profile}", "--hide-scrollbars", "--window-size=1280,1000"]
+        command = [
+            browser,
+            "--headless",
+            *sandbox,
+            f"--user-data-dir={profile}",
+            "--hide-scrollbars",
+            "--window-size=1280,1000",
+        ]
         subprocess.run([*command, f"--screenshot={image}", page.as_uri()], check=True, capture_output=True)
 
 

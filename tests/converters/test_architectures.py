@@ -11,10 +11,10 @@ import pytest
 import transformers.models.auto.modeling_auto as auto
 from transformers import CONFIG_MAPPING
 
-from ckptkit.api import convert
-from ckptkit.errors import CkptkitError, UnsupportedError
+from ckptkit.app.api import convert
+from ckptkit.core.errors import CkptkitError, UnsupportedError
 from converters.registry import FAMILIES, family_of
-from verify.preflight import preflight
+from verify.launch.preflight import preflight
 from verify.run import verify
 
 # `model_type` and `architectures` of published config.json files.
@@ -48,7 +48,12 @@ PUBLISHED = {
     "gemma-3-1b-it": ("gemma3_text", "Gemma3ForCausalLM"),
     "gemma-3-27b-it, medgemma": ("gemma3", "Gemma3ForConditionalGeneration"),
 }
-DRAFT, HEAD, BARE, OTHER = "a draft model for speculative decoding", "a classifier or reward model", "a model without an output layer", "another model"
+DRAFT, HEAD, BARE, OTHER = (
+    "a draft model for speculative decoding",
+    "a classifier or reward model",
+    "a model without an output layer",
+    "another model",
+)
 NOT_LANGUAGE_MODELS = [
     ("llama", "LlamaForCausalLMEagle3", DRAFT),
     ("llama", "LlamaForCausalLMEagle", DRAFT),
@@ -86,13 +91,19 @@ def test_every_class_that_transformers_generates_text_with_is_supported() -> Non
     assert missing == []
 
 
-@pytest.mark.parametrize(("model_type", "architecture", "what"), NOT_LANGUAGE_MODELS, ids=[name for _, name, _ in NOT_LANGUAGE_MODELS])
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "what"), NOT_LANGUAGE_MODELS, ids=[name for _, name, _ in NOT_LANGUAGE_MODELS]
+)
 def test_what_is_no_language_model_is_refused_by_what_it_is(model_type: str, architecture: str, what: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{architecture} of model_type '{model_type}' is {what}, which is not supported"):
+    with pytest.raises(
+        UnsupportedError, match=f"{architecture} of model_type '{model_type}' is {what}, which is not supported"
+    ):
         family_of({"model_type": model_type, "architectures": [architecture]})
 
 
-@pytest.mark.parametrize("stated", [{}, {"architectures": None}, {"architectures": []}, {"architectures": "LlamaForCausalLM"}])
+@pytest.mark.parametrize(
+    "stated", [{}, {"architectures": None}, {"architectures": []}, {"architectures": "LlamaForCausalLM"}]
+)
 def test_a_config_that_names_no_class_is_taken_by_its_model_type(stated: dict[str, Any]) -> None:
     assert family_of({"model_type": "llama"} | stated) is FAMILIES["llama"]
 

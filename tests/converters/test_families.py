@@ -21,9 +21,9 @@ from families.table import DOCUMENT, table
 from families.worker import Answer, Worker
 from torch import Tensor
 
-from ckptkit.api import convert
-from ckptkit.torch_dist_names import norm_alias
-from ckptkit.torch_dist_reader import NOT_WEIGHTS
+from ckptkit.app.api import convert
+from ckptkit.formats.torch_dist.names import norm_alias
+from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS
 from converters.planner import rules_of
 from converters.registry import FAMILIES
 
@@ -56,7 +56,9 @@ def test_same_files_byte_for_byte(tmp_path: Path, name: str, fused: bool) -> Non
     for file in files:
         if file != "model.safetensors.index.json":
             assert filecmp.cmp(tmp_path / "release" / file, tmp_path / "back" / file, shallow=False), file
-    before, after = (json.loads((tmp_path / side / "model.safetensors.index.json").read_text()) for side in ("release", "back"))
+    before, after = (
+        json.loads((tmp_path / side / "model.safetensors.index.json").read_text()) for side in ("release", "back")
+    )
     assert after["weight_map"] == before["weight_map"]
     assert after["metadata"]["total_size"] == before["metadata"]["total_size"]
 
@@ -101,7 +103,11 @@ def test_megatron_loads_it_strictly(proofs: Any, name: str) -> None:
     never_asked_for = set(answer.missing)
     # Objects that only Transformer Engine asks for, and the second names of norms.
     names = {rule.megatron for rule in rules_of(config_of(CASES[name]))}
-    assert [key for key in answer.missing if not NOT_WEIGHTS.fullmatch(key) and norm_alias(key, names) in {None, *never_asked_for}] == []
+    assert [
+        key
+        for key in answer.missing
+        if not NOT_WEIGHTS.fullmatch(key) and norm_alias(key, names) in {None, *never_asked_for}
+    ] == []
 
 
 @pytest.mark.parametrize("name", list(CASES))

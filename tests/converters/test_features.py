@@ -15,9 +15,9 @@ from families import CASES
 from families.case import save
 from torch import Tensor
 
-from ckptkit.api import convert
-from ckptkit.errors import CkptkitError
-from ckptkit.specs import TensorSpec
+from ckptkit.app.api import convert
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import TensorSpec
 from converters.open import open_checkpoint
 from converters.planner import expected_hf, rules_of, to_megatron
 
@@ -77,7 +77,9 @@ def test_multi_token_prediction(glm: tuple[Tensors, Tensors]) -> None:
         assert torch.equal(megatron[at + f"{name}.weight"], hf[layer + f"{name}.weight"])
     assert torch.equal(megatron[at + "final_layernorm.weight"], hf[layer + "shared_head.norm.weight"])
     gate, up = (hf[layer + f"mlp.experts.7.{part}_proj.weight"] for part in ("gate", "up"))
-    assert torch.equal(megatron[at + "transformer_layer.mlp.experts.experts.7.linear_fc1.weight"], torch.cat([gate, up]))
+    assert torch.equal(
+        megatron[at + "transformer_layer.mlp.experts.experts.7.linear_fc1.weight"], torch.cat([gate, up])
+    )
     assert not [name for name in megatron if name.startswith("decoder.layers.12.")]
 
 

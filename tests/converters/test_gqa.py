@@ -16,12 +16,12 @@ from families.gqa import LLAMA3_ROPE
 from installed import before
 from transformers import MiniMaxM2Config
 
-from ckptkit.api import convert
-from ckptkit.errors import CkptkitError
-from ckptkit.safetensors_io import HfCheckpoint
-from ckptkit.torch_dist_reader import TorchDistCheckpoint
-from converters.arguments import megatron_args
-from converters.ops import Copy
+from ckptkit.app.api import convert
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import HfCheckpoint
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from converters.megatron.arguments import megatron_args
+from converters.ops.basic import Copy
 from converters.planner import dims_of, rules_of, to_megatron
 
 Config = dict[str, Any]
@@ -43,14 +43,22 @@ def without(config: Config, *keys: str) -> Config:
         ("llama", {"attention_bias": True}, "llama with attention_bias but without mlp_bias is not supported"),
         ("llama", {"mlp_bias": True}, "llama with mlp_bias but without attention_bias is not supported"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ("mistral", {"layer_types": ["sliding_attention", "full_attention"] * 6}, "mistral with layer_types is not supported"),
+        (
+            "mistral",
+            {"layer_types": ["sliding_attention", "full_attention"] * 6},
+            "mistral with layer_types is not supported",
+        ),
         ("mistral", {"sliding_window": 0}, "sliding_window is 0, not a positive whole number"),
         ("mistral", {"sliding_window": "4096"}, "sliding_window is '4096', not a positive whole number"),
         ("mixtral", {"sliding_window": 4.5}, "sliding_window is 4.5, not a positive whole number"),
         ("qwen2-tied", {"use_sliding_window": True}, "qwen2 with use_sliding_window is not supported"),
         ("qwen2_moe", {"use_sliding_window": True}, "qwen2_moe with use_sliding_window is not supported"),
         ("qwen3-tied", {"use_sliding_window": True}, "qwen3 with use_sliding_window is not supported"),
-        ("qwen3-tied", {"layer_types": ["full_attention"] * 11 + ["sliding_attention"]}, "qwen3 with use_sliding_window is not supported"),
+        (
+            "qwen3-tied",
+            {"layer_types": ["full_attention"] * 11 + ["sliding_attention"]},
+            "qwen3 with use_sliding_window is not supported",
+        ),
         ("qwen3_moe", {"use_sliding_window": True}, "qwen3_moe with use_sliding_window is not supported"),
         ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ("qwen2_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3, not a list of whole numbers"),
@@ -62,11 +70,19 @@ def without(config: Config, *keys: str) -> Config:
         ("minimax_m2", {"qk_norm_type": "per_head"}, "minimax_m2 with qk_norm_type 'per_head' is not supported"),
         ("minimax_m2", {"scoring_func": "softmax"}, "minimax_m2 with scoring_func 'softmax' is not supported"),
         ("minimax_m2", {"use_routing_bias": False}, "minimax_m2 with use_routing_bias False is not supported"),
-        ("minimax_m2", {"shared_intermediate_size": 64}, "minimax_m2 with shared_intermediate_size 64 is not supported"),
+        (
+            "minimax_m2",
+            {"shared_intermediate_size": 64},
+            "minimax_m2 with shared_intermediate_size 64 is not supported",
+        ),
         ("minimax_m2", {"sliding_window": 128}, "minimax_m2 with sliding_window 128 is not supported"),
         ("minimax_m2", {"attn_type_list": [1] * 11 + [0]}, "attn_type_list is .*, 0]"),
         ("minimax_m2", {"attn_type_list": 1}, "attn_type_list is 1"),
-        ("minimax_m2", {"partial_rotary_factor": 1.0}, r"rotary_dim is 16 of 32 but partial_rotary_factor says otherwise: \[0.5, 1.0\]"),
+        (
+            "minimax_m2",
+            {"partial_rotary_factor": 1.0},
+            r"rotary_dim is 16 of 32 but partial_rotary_factor says otherwise: \[0.5, 1.0\]",
+        ),
     ],
 )
 def test_refused_by_name(name: str, change: Config, message: str) -> None:
@@ -77,7 +93,13 @@ def test_refused_by_name(name: str, change: Config, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"low_freq_factor": 2.0}, {"high_freq_factor": 2.0}, {"original_max_position_embeddings": 4096}, {"original_max_position_embeddings": None}]
+    "change",
+    [
+        {"low_freq_factor": 2.0},
+        {"high_freq_factor": 2.0},
+        {"original_max_position_embeddings": 4096},
+        {"original_max_position_embeddings": None},
+    ],
 )
 def test_llama3_rope_scaling_with_other_numbers_than_megatrons_own_is_refused(change: Config) -> None:
     config = config_of("llama-tied")
@@ -91,7 +113,14 @@ def test_llama_spellings() -> None:
     assert v4["rope_scaling"]["rope_type"] == "llama3"
     assert "rope_parameters" not in v4
     assert megatron_args(dims_of(v4)) == megatron_args(dims_of(v5))
-    said = {"rotary_base": 500000, "use_rope_scaling": True, "rope_scaling_factor": 8.0, "add_bias_linear": False, "add_qkv_bias": False, "kv_channels": 40}
+    said = {
+        "rotary_base": 500000,
+        "use_rope_scaling": True,
+        "rope_scaling_factor": 8.0,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "kv_channels": 40,
+    }
     assert megatron_args(dims_of(v4)).items() >= said.items()
     old = v4 | {"rope_scaling": without(v4["rope_scaling"], "rope_type") | {"type": "llama3"}}
     assert megatron_args(dims_of(old)) == megatron_args(dims_of(v4))
@@ -130,7 +159,10 @@ def test_models_of_other_architecture_with_mistral_in_their_name_are_refused(nam
         dims_of(config_of("mistral") | {"model_type": name})
 
 
-@pytest.mark.parametrize(("name", "theta"), [("llama", 10000.0), ("mistral", 10000.0), ("mixtral", 1e6), ("qwen3-tied", 10000.0), ("minimax_m2", 5e6)])
+@pytest.mark.parametrize(
+    ("name", "theta"),
+    [("llama", 10000.0), ("mistral", 10000.0), ("mixtral", 1e6), ("qwen3-tied", 10000.0), ("minimax_m2", 5e6)],
+)
 def test_rotary_base_that_a_config_without_one_means(name: str, theta: float) -> None:
     config = without(config_of(name), "rope_parameters", "rope_theta", "rope_scaling")
     assert dims_of(config).rope_theta == dims_of(config | {"rope_theta": None}).rope_theta == theta
@@ -163,7 +195,12 @@ def test_dense_layers_between(name: str, said: Config, dense: tuple[int, ...]) -
 def test_qwen2_moe_switches() -> None:
     config = config_of("qwen2_moe")
     args = megatron_args(dims_of(config))
-    said = {"moe_shared_expert_gate": True, "moe_shared_expert_intermediate_size": 72, "moe_router_pre_softmax": True, "add_qkv_bias": True}
+    said = {
+        "moe_shared_expert_gate": True,
+        "moe_shared_expert_intermediate_size": 72,
+        "moe_router_pre_softmax": True,
+        "add_qkv_bias": True,
+    }
     assert args.items() >= said.items()
     assert dims_of(without(config, "qkv_bias")) == dims_of(config)
     assert not megatron_args(dims_of(config | {"qkv_bias": False}))["add_qkv_bias"]
@@ -176,7 +213,10 @@ def test_qwen2_moe_switches() -> None:
         {"rotary_dim": 16},
         {"partial_rotary_factor": 0.5},
         {"rope_parameters": {"rope_theta": 5e6, "rope_type": "default", "partial_rotary_factor": 0.5}},
-        {"rope_parameters": {"rope_theta": 5e6, "rope_type": "default", "partial_rotary_factor": 0.5}, "rotary_dim": 16},
+        {
+            "rope_parameters": {"rope_theta": 5e6, "rope_type": "default", "partial_rotary_factor": 0.5},
+            "rotary_dim": 16,
+        },
     ],
 )
 def test_minimax_rotary_part_of_a_head(said: Config) -> None:
@@ -195,7 +235,16 @@ def test_transformers_takes_no_notice_of_rotary_dim() -> None:
 
 def test_minimax_null_means_what_the_releases_say() -> None:
     config = config_of("minimax_m2")
-    keys = ("use_qk_norm", "qk_norm_type", "scoring_func", "use_routing_bias", "shared_intermediate_size", "attn_type_list", "use_mtp", "num_mtp_modules")
+    keys = (
+        "use_qk_norm",
+        "qk_norm_type",
+        "scoring_func",
+        "use_routing_bias",
+        "shared_intermediate_size",
+        "attn_type_list",
+        "use_mtp",
+        "num_mtp_modules",
+    )
     assert dims_of(config | dict.fromkeys(keys)) == dims_of(without(config, *keys)) == dims_of(config)
 
 
@@ -203,7 +252,12 @@ def test_minimax_tensors_of_multi_token_prediction_are_refused(tmp_path: Path) -
     extra = "model.layers.12.self_attn.q_norm.weight"
     case = CASES["minimax_m2"]
     save("minimax_m2", case, tmp_path / "as released", torch.bfloat16)
-    save("minimax_m2", replace(case, added=lambda model, dtype: {extra: torch.ones(320, dtype=dtype)}), tmp_path / "with more", torch.bfloat16)
+    save(
+        "minimax_m2",
+        replace(case, added=lambda model, dtype: {extra: torch.ones(320, dtype=dtype)}),
+        tmp_path / "with more",
+        torch.bfloat16,
+    )
     assert HfCheckpoint(tmp_path / "as released").config["use_mtp"]
     to_megatron(HfCheckpoint(tmp_path / "as released"), "this release")
     with pytest.raises(CkptkitError, match=re.escape(extra)):

@@ -10,9 +10,9 @@ import torch
 
 import ckptkit
 from benchmarks import huge, simulate
-from ckptkit.estimate import Volume
-from ckptkit.safetensors_io import HfCheckpoint
-from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from ckptkit.app.estimate import Volume
+from ckptkit.formats.hf.reader import HfCheckpoint
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 
 # One dense layer and two with experts.
 SMALL = {"num_hidden_layers": 3, "n_routed_experts": 4, "num_experts_per_tok": 2}
@@ -49,7 +49,11 @@ def test_parts_of_quantized_weights() -> None:
     assert (fp8[name + "_scale_inv"].shape, fp8[name + "_scale_inv"].dtype) == ((56, 16), torch.float32)
     # The down projection of compressed latent attention ends in the middle of a block.
     assert fp8["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (5, 56)
-    assert {part: int4[f"{name}_{part}"].shape for part in ("packed", "scale", "shape")} == {"packed": (7168, 256), "scale": (7168, 64), "shape": (2,)}
+    assert {part: int4[f"{name}_{part}"].shape for part in ("packed", "scale", "shape")} == {
+        "packed": (7168, 256),
+        "scale": (7168, 64),
+        "shape": (2,),
+    }
     assert fp8["model.layers.1.mlp.gate.weight"].dtype == fp8["lm_head.weight"].dtype == torch.bfloat16
 
 
@@ -58,7 +62,9 @@ def test_megatron(tmp_path: Path) -> None:
     found = TorchDistCheckpoint(tmp_path / "megatron" / "release")
     assert len(found.specs) == MEGATRON
     assert len(found.metadata.tensors) == MEGATRON - 2 * 2 * 3  # four experts of a layer stand under one key
-    assert sum(len(stored.chunks) for stored in found.metadata.tensors.values()) == MEGATRON + 2 * 4  # gate and up of an expert apart
+    assert (
+        sum(len(stored.chunks) for stored in found.metadata.tensors.values()) == MEGATRON + 2 * 4
+    )  # gate and up of an expert apart
     assert found.specs["decoder.layers.2.mlp.experts.experts.3.linear_fc1.weight"].shape == (4096, 7168)
     assert sum(file.stat().st_blocks * 512 for file in (tmp_path / "megatron" / "release").iterdir()) < 1_000_000
     assert ckptkit.convert(tmp_path / "megatron", tmp_path / "hf", dry_run=True).tensors == PLAIN
@@ -73,7 +79,12 @@ def works() -> dict[str, dict[str, Volume]]:
 def test_sizes_are_those_published(works: dict[str, dict[str, Volume]]) -> None:
     # Billions of parameters, as the model cards say, with the multi-token prediction layer of DeepSeek V3 (14 billion); its embedding and
     # output layer, which the release repeats for that layer, are counted once.
-    for name, billions in {"Qwen3-30B-A3B": 30.5, "Qwen3-235B-A22B": 235.1, "DeepSeek-V3 671B": 682.6, "Kimi-K2 1T": 1026.4}.items():
+    for name, billions in {
+        "Qwen3-30B-A3B": 30.5,
+        "Qwen3-235B-A22B": 235.1,
+        "DeepSeek-V3 671B": 682.6,
+        "Kimi-K2 1T": 1026.4,
+    }.items():
         work = works[name]
         assert work["HF -> Megatron"].written / 2e9 == pytest.approx(billions, abs=0.1)
         assert {way: one.plain for way, one in work.items()} == dict.fromkeys(work, work["HF -> Megatron"].written)
@@ -85,7 +96,9 @@ def test_sizes_are_those_published(works: dict[str, dict[str, Volume]]) -> None:
 @pytest.fixture(scope="module")
 def predicted(works: dict[str, dict[str, Volume]]) -> dict[simulate.Site, simulate.Cells]:
     """The closed form and the simulation of every way, by site."""
-    jobs = simulate.jobs_of({name: (name, form) for name, (_, form) in huge.MODELS.items()}, lambda name, form: works[name])
+    jobs = simulate.jobs_of(
+        {name: (name, form) for name, (_, form) in huge.MODELS.items()}, lambda name, form: works[name]
+    )
     return {site: simulate.cells_of(site, jobs) for site in simulate.SITES}
 
 

@@ -17,16 +17,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
-from ckptkit.api import convert
-from ckptkit.errors import CkptkitError
-from ckptkit.safetensors_io import HfCheckpoint
-from ckptkit.specs import TensorSpec
-from ckptkit.torch_dist_reader import TorchDistCheckpoint, read_metadata
-from converters.arguments import megatron_args
+from ckptkit.app.api import convert
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.hf.reader import HfCheckpoint
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint, read_metadata
 from converters.experts import fuse, is_fused
+from converters.megatron.arguments import megatron_args
 from converters.planner import dims_of, expected_hf, rules_of
-from verify.arguments import mismatches
-from verify.parallel import indivisible
+from verify.checks.config.arguments import mismatches
+from verify.checks.config.parallel import indivisible
 
 Config = dict[str, Any]
 
@@ -56,12 +56,21 @@ KINDS = ["linear_attention", "linear_attention", "linear_attention", "full_atten
         ({"decoder_sparse_step": 2}, "mlp_only_layers or decoder_sparse_step != 1 is not supported"),
         ({"full_attention_interval": 0}, "full_attention_interval is 0"),
         ({"full_attention_interval": 3}, "layer_types is not what full_attention_interval 3 makes of 12 layers"),
-        ({"layer_types": KINDS[:11]}, "layer_types must name one of linear_attention, full_attention for each of 12 layers"),
-        ({"layer_types": [*KINDS[:11], "sliding_attention"]}, "layer_types must name one of linear_attention, full_attention"),
+        (
+            {"layer_types": KINDS[:11]},
+            "layer_types must name one of linear_attention, full_attention for each of 12 layers",
+        ),
+        (
+            {"layer_types": [*KINDS[:11], "sliding_attention"]},
+            "layer_types must name one of linear_attention, full_attention",
+        ),
         ({"linear_num_value_heads": 6}, "6 value heads do not divide into 4 key heads"),
         ({"linear_key_head_dim": 0}, "key_dim must be positive, not 0"),
         ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers 2 is not supported"),
-        ({"mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 0}, "mtp_num_hidden_layers is 1 but num_nextn_predict_layers is 0"),
+        (
+            {"mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 0},
+            "mtp_num_hidden_layers is 1 but num_nextn_predict_layers is 0",
+        ),
         (
             {"mtp_num_hidden_layers": 1, "layer_types": KINDS[::-1]},
             "a multi-token prediction layer, but decoder layer 11, the last, has linear attention",
@@ -129,7 +138,9 @@ def test_the_mtp_layer_follows_from_the_config(name: str, change: Config, layers
     assert ("mtp.fc.weight" in expected_hf(config)) == bool(layers)
 
 
-@pytest.mark.parametrize(("top", "text", "tied"), [(True, False, True), (False, True, False), (None, True, True), (None, None, False)])
+@pytest.mark.parametrize(
+    ("top", "text", "tied"), [(True, False, True), (False, True, False), (None, True, True), (None, None, False)]
+)
 def test_tied_embeddings_are_said_at_the_top(top: bool | None, text: bool | None, tied: bool) -> None:
     """transformers reads the top, and writes a default of its own into qwen3_vl_moe's `text_config`."""
     config = changed(config_of("qwen3_vl_moe") | {"tie_word_embeddings": top}, {"tie_word_embeddings": text})
@@ -241,17 +252,28 @@ IN_PROJ = "decoder.layers.2.self_attention.in_proj.weight"
 CONV = "decoder.layers.2.self_attention.conv1d.weight"
 
 
-def test_on_disk_the_input_projection_lies_in_six_parts_and_the_convolution_in_three(release: Path, tmp_path: Path) -> None:
+def test_on_disk_the_input_projection_lies_in_six_parts_and_the_convolution_in_three(
+    release: Path, tmp_path: Path
+) -> None:
     convert(release, tmp_path / "megatron")
     stored = read_metadata(tmp_path / "megatron" / "release").tensors
     assert not {IN_PROJ, CONV} & stored.keys()
     shapes = {key.removeprefix(IN_PROJ): stored[key].shape for key in stored if key.startswith(IN_PROJ)}
-    assert shapes == {".query": (48, 128), ".key": (48, 128), ".value": (160, 128), ".z": (160, 128), ".beta": (8, 128), ".alpha": (8, 128)}
+    assert shapes == {
+        ".query": (48, 128),
+        ".key": (48, 128),
+        ".value": (160, 128),
+        ".z": (160, 128),
+        ".beta": (8, 128),
+        ".alpha": (8, 128),
+    }
     shapes = {key.removeprefix(CONV): stored[key].shape for key in stored if key.startswith(CONV)}
     assert shapes == {".query": (48, 1, 4), ".key": (48, 1, 4), ".value": (160, 1, 4)}
     hf, layer = tensors_of(release), "model.language_model.layers.2.linear_attn."
     read = TorchDistCheckpoint(tmp_path / "megatron" / "release").read([IN_PROJ, CONV])
-    assert torch.equal(read[IN_PROJ], torch.cat([hf[f"{layer}in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")]))
+    assert torch.equal(
+        read[IN_PROJ], torch.cat([hf[f"{layer}in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")])
+    )
     assert torch.equal(read[CONV], hf[layer + "conv1d.weight"])
 
 
@@ -293,7 +315,10 @@ def test_a_norm_that_would_be_rounded_is_refused(release: Path, tmp_path: Path) 
     content[name] = content[name].bfloat16()
     content[name][3] = 1e-9
     save_file(content, shard, metadata={"format": "pt"})
-    with pytest.raises(CkptkitError, match=rf"{name} holds values that decoder\.layers\.1\.self_attention\.out_norm\.weight would round"):
+    with pytest.raises(
+        CkptkitError,
+        match=rf"{name} holds values that decoder\.layers\.1\.self_attention\.out_norm\.weight would round",
+    ):
         convert(source, tmp_path / "out")
 
 
@@ -341,8 +366,12 @@ def test_in_slime_linear_attention_is_the_hf_module(name: str) -> None:
         whole = torch.randn(shape)
         assert torch.equal(rule.mapping.op.merge([whole]), whole)
         assert torch.equal(rule.mapping.op.shard(whole, 1, 2), whole)
-    assert {key.removeprefix("decoder.layers.7.") for key in rules if key.startswith("decoder.layers.7.")} == FULL_ATTENTION
-    assert {key.removeprefix("mtp.layers.0.transformer_layer.") for key in rules if key.startswith("mtp.")} == FULL_ATTENTION
+    assert {
+        key.removeprefix("decoder.layers.7.") for key in rules if key.startswith("decoder.layers.7.")
+    } == FULL_ATTENTION
+    assert {
+        key.removeprefix("mtp.layers.0.transformer_layer.") for key in rules if key.startswith("mtp.")
+    } == FULL_ATTENTION
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
@@ -370,7 +399,11 @@ def test_experts_are_fused_only_where_the_release_has_them_so() -> None:
         plan = fuse(specs, config, "the model", release)
         return {spec.name for step in plan.steps for spec in step.outputs if is_fused([spec.name])}
 
-    of_decoder = {f"model.language_model.layers.{layer}.mlp.experts.{name}" for layer in range(12) for name in ("gate_up_proj", "down_proj")}
+    of_decoder = {
+        f"model.language_model.layers.{layer}.mlp.experts.{name}"
+        for layer in range(12)
+        for name in ("gate_up_proj", "down_proj")
+    }
     of_mtp = {"mtp.layers.0.mlp.experts.gate_up_proj", "mtp.layers.0.mlp.experts.down_proj"}
     assert fused_like(decoder) == of_decoder
     assert fused_like(mtp) == of_mtp
@@ -380,7 +413,9 @@ def test_experts_are_fused_only_where_the_release_has_them_so() -> None:
 def test_experts_of_qwen3_vl_as_transformers_saves_them_are_refused(tmp_path: Path) -> None:
     """[experts, 2 x ffn, hidden] under the names that the release has [experts, hidden, 2 x ffn] under: transformers tells them by shape."""
     save("vl", replace(four_layers("qwen3_vl_moe"), stored=None), tmp_path / "hf", torch.bfloat16)
-    with pytest.raises(CkptkitError, match=r"experts\.0\.gate_proj\.weight \[64, 192\] bfloat16: the config promises shape \[96, 128\]"):
+    with pytest.raises(
+        CkptkitError, match=r"experts\.0\.gate_proj\.weight \[64, 192\] bfloat16: the config promises shape \[96, 128\]"
+    ):
         convert(tmp_path / "hf", tmp_path / "megatron")
 
 

@@ -10,13 +10,13 @@ from families.case import save
 from megatron_saves import Save, save_with_megatron
 from test_hybrid import four_layers, tensors_of
 
-from ckptkit.api import convert
-from ckptkit.safetensors_io import HfCheckpoint
-from ckptkit.torch_dist_reader import read_metadata
-from verify.check_megatron import all_layers, right_slices, strict_load
-from verify.checks import Tally
-from verify.megatron_layout import ParallelSizes
-from verify.subject import Subject
+from ckptkit.app.api import convert
+from ckptkit.formats.hf.reader import HfCheckpoint
+from ckptkit.formats.torch_dist.reader import read_metadata
+from verify.check import Tally
+from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from verify.evidence.subject import Subject
+from verify.witnesses.megatron.layout import ParallelSizes
 
 pytest.importorskip("megatron.core")
 
@@ -53,12 +53,19 @@ def test_every_rank_holds_what_the_rules_say(release: Path, megatron: Path, size
 
 def test_what_megatron_saves_on_two_ranks_is_read(release: Path, megatron: Path, tmp_path: Path) -> None:
     """In bfloat16 throughout, as a training run saves it: the gated norm less one is rounded there, and nothing else."""
-    save_with_megatron([Save(HfCheckpoint(release).config, megatron / "release", tmp_path / "saved", ParallelSizes(tp=2, etp=2))], world=2)
+    save_with_megatron(
+        [Save(HfCheckpoint(release).config, megatron / "release", tmp_path / "saved", ParallelSizes(tp=2, etp=2))],
+        world=2,
+    )
     stored = read_metadata(tmp_path / "saved" / "iter_0000010").tensors
     assert len(stored["decoder.layers.0.self_attention.in_proj.weight.beta"].chunks) == 2
     convert(tmp_path / "saved", tmp_path / "back", hf=release)
     before, after = tensors_of(release), tensors_of(tmp_path / "back")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        expected = ((tensor.float() - 1).bfloat16().float() + 1).bfloat16() if name.endswith("linear_attn.norm.weight") else tensor
+        expected = (
+            ((tensor.float() - 1).bfloat16().float() + 1).bfloat16()
+            if name.endswith("linear_attn.norm.weight")
+            else tensor
+        )
         assert torch.equal(after[name], expected), name

@@ -21,17 +21,17 @@ from families.case import save
 from installed import before
 from processes import environment
 
-from ckptkit.api import convert
-from ckptkit.errors import CkptkitError
-from ckptkit.torch_dist_reader import TorchDistCheckpoint
-from converters.arguments import megatron_args
-from converters.indexer import RotaryLast
+from ckptkit.app.api import convert
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from converters.blocks.indexer import RotaryLast
+from converters.megatron.arguments import megatron_args
 from converters.planner import dims_of, rules_of
-from verify.arguments import mismatches
-from verify.check_megatron import right_slices, strict_load
-from verify.checks import Skip, Tally
-from verify.megatron_run import run_megatron
-from verify.subject import Subject
+from verify.check import Skip, Tally
+from verify.checks.config.arguments import mismatches
+from verify.checks.witnesses.megatron import right_slices, strict_load
+from verify.evidence.subject import Subject
+from verify.witnesses.megatron.run import run_megatron
 
 Config = dict[str, Any]
 SINCE_0_19 = find_spec("megatron") is not None and tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 19)
@@ -49,7 +49,9 @@ def choices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     pytest.importorskip("megatron.core")
     answer = tmp_path_factory.mktemp("choices") / "answer.json"
     found = environment(OMP_NUM_THREADS="2")
-    subprocess.run([sys.executable, "-W", "ignore", "-m", "families.indexer_choice", str(answer)], env=found, check=True)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "families.indexer_choice", str(answer)], env=found, check=True
+    )
     return dict(json.loads(answer.read_text()))
 
 
@@ -98,14 +100,26 @@ def test_slime_dialect(tmp_path: Path, name: str) -> None:
     sizes = dims_of(config_of(name)).indexer
     assert sizes is not None
     places = [f"decoder.layers.{layer}." for layer in sizes.layers] + ["mtp.layers.0.transformer_layer."]
-    names = {"linear_wq_b.weight": "wq_b.weight", "linear_wk.weight": "wk.weight", "linear_weights_proj.weight": "weights_proj.weight"}
+    names = {
+        "linear_wq_b.weight": "wq_b.weight",
+        "linear_wk.weight": "wk.weight",
+        "linear_weights_proj.weight": "weights_proj.weight",
+    }
     names |= {"k_norm.weight": "k_norm.weight", "k_norm.bias": "k_norm.bias"}
-    renamed = {f"{at}self_attention.core_attention.indexer.{own}": f"{at}self_attention.{new}" for at in places for own, new in names.items()}
+    renamed = {
+        f"{at}self_attention.core_attention.indexer.{own}": f"{at}self_attention.{new}"
+        for at in places
+        for own, new in names.items()
+    }
     assert {renamed.get(own, own) for own in mcore.specs} == set(slime.specs)
     before, after = mcore.read(list(renamed)), slime.read(list(renamed.values()))
     for own, new in renamed.items():
         released, rope = before[own], 16
-        expected = released if "weights_proj" in own else torch.cat([part for head in released.split(64) for part in (head[rope:], head[:rope])])
+        expected = (
+            released
+            if "weights_proj" in own
+            else torch.cat([part for head in released.split(64) for part in (head[rope:], head[:rope])])
+        )
         assert torch.equal(after[new], expected), new
     convert(tmp_path / "megatron", tmp_path / "back")
     files = sorted(path.name for path in (tmp_path / "release").glob("*.safetensors"))
@@ -123,7 +137,11 @@ def test_every_rank_holds_the_whole_indexer(tmp_path: Path) -> None:
         return
     assert subject.megatron_run.failures == {}
     tallies = [Tally() for _ in range(2)]
-    assert [finding for check, tally in zip((strict_load, right_slices), tallies, strict=True) for finding in check(subject, tally)] == []
+    assert [
+        finding
+        for check, tally in zip((strict_load, right_slices), tallies, strict=True)
+        for finding in check(subject, tally)
+    ] == []
     for report in subject.megatron_run.reports:
         held = {seen.name: seen.elements for seen in report.tensors if ".indexer." in seen.name}
         assert len(held) == 6 * 5
@@ -173,21 +191,69 @@ def test_which_layers_have_an_indexer(change: Config, every: int, first: int, la
         ("deepseek_v32", {"index_local_tokens": 4}, "index_local_tokens 4 is not supported"),
         ("deepseek_v32", {"cli_factor": 2}, "cli_factor 2 is not supported"),
         ("glm_moe_dsa", {"index_kpool": 4}, "index_kpool 4 is not supported"),
-        ("glm_moe_dsa", {"indexer_types": ["full"] * 11}, "indexer_types does not say 'full' or 'shared' for each of 12 layers"),
-        ("glm_moe_dsa", {"indexer_types": ["full"] * 11 + ["own"]}, "indexer_types does not say 'full' or 'shared' for each of 12 layers"),
-        ("glm_moe_dsa", {"indexer_types": [["full"]] * 12}, "indexer_types does not say 'full' or 'shared' for each of 12 layers"),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["full"] * 11},
+            "indexer_types does not say 'full' or 'shared' for each of 12 layers",
+        ),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["full"] * 11 + ["own"]},
+            "indexer_types does not say 'full' or 'shared' for each of 12 layers",
+        ),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": [["full"]] * 12},
+            "indexer_types does not say 'full' or 'shared' for each of 12 layers",
+        ),
         ("glm_moe_dsa", {"indexer_types": 12}, "indexer_types does not say 'full' or 'shared' for each of 12 layers"),
-        ("glm_moe_dsa", {"index_topk_pattern": "FFFFFFFFFFFX"}, "index_topk_pattern does not say 'full' or 'shared' for each of 12 layers"),
+        (
+            "glm_moe_dsa",
+            {"index_topk_pattern": "FFFFFFFFFFFX"},
+            "index_topk_pattern does not say 'full' or 'shared' for each of 12 layers",
+        ),
         ("glm_moe_dsa", {"index_topk_freq": 0}, "an indexer every 0 layers from layer 2 on cannot be right"),
-        ("glm_moe_dsa", {"index_topk_freq": 2, "index_skip_topk_offset": 0}, "an indexer every 2 layers from layer 0 on cannot be right"),
-        ("glm_moe_dsa", {"index_topk_freq": 2}, "indexer_types and index_topk_freq name different layers with an indexer"),
-        ("glm_moe_dsa", {"index_topk_pattern": "FSFSFSFSFSFS"}, "indexer_types and index_topk_pattern name different layers with an indexer"),
+        (
+            "glm_moe_dsa",
+            {"index_topk_freq": 2, "index_skip_topk_offset": 0},
+            "an indexer every 2 layers from layer 0 on cannot be right",
+        ),
+        (
+            "glm_moe_dsa",
+            {"index_topk_freq": 2},
+            "indexer_types and index_topk_freq name different layers with an indexer",
+        ),
+        (
+            "glm_moe_dsa",
+            {"index_topk_pattern": "FSFSFSFSFSFS"},
+            "indexer_types and index_topk_pattern name different layers with an indexer",
+        ),
         ("glm_moe_dsa", {"indexer_types": ["shared"] + ["full"] * 11}, "the first layer shares an indexer"),
-        ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full", "full"] * 3}, "do not follow one another at one distance"),
-        ("glm_moe_dsa-shared", {"num_nextn_predict_layers": 2}, "2 multi-token prediction layers with shared indexers are not supported"),
-        ("glm_moe_dsa", {"first_k_dense_replace": 2}, "first_k_dense_replace says 2 dense layers, mlp_layer_types says something else"),
-        ("deepseek_v32", {"mlp_layer_types": 12}, "first_k_dense_replace says 3 dense layers, mlp_layer_types says something else"),
-        ("deepseek_v32", {"mlp_layer_types": ["dense"] * 12}, "first_k_dense_replace says 3 dense layers, mlp_layer_types says something else"),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["full", "shared", "full", "full"] * 3},
+            "do not follow one another at one distance",
+        ),
+        (
+            "glm_moe_dsa-shared",
+            {"num_nextn_predict_layers": 2},
+            "2 multi-token prediction layers with shared indexers are not supported",
+        ),
+        (
+            "glm_moe_dsa",
+            {"first_k_dense_replace": 2},
+            "first_k_dense_replace says 2 dense layers, mlp_layer_types says something else",
+        ),
+        (
+            "deepseek_v32",
+            {"mlp_layer_types": 12},
+            "first_k_dense_replace says 3 dense layers, mlp_layer_types says something else",
+        ),
+        (
+            "deepseek_v32",
+            {"mlp_layer_types": ["dense"] * 12},
+            "first_k_dense_replace says 3 dense layers, mlp_layer_types says something else",
+        ),
     ],
 )
 def test_refused_by_name(name: str, change: Config, message: str) -> None:
@@ -200,14 +266,24 @@ def test_refused_by_name(name: str, change: Config, message: str) -> None:
 def test_how_an_indexer_turns() -> None:
     """DeepSeek's as halves unless the config says otherwise."""
     assert not megatron_args(dims_of(config_of("deepseek_v32")))["dsa_indexer_rope_interleaved"]
-    assert megatron_args(dims_of(config_of("deepseek_v32") | {"indexer_rope_interleave": True}))["dsa_indexer_rope_interleaved"]
+    assert megatron_args(dims_of(config_of("deepseek_v32") | {"indexer_rope_interleave": True}))[
+        "dsa_indexer_rope_interleaved"
+    ]
     assert megatron_args(dims_of(config_of("glm_moe_dsa")))["dsa_indexer_rope_interleaved"]
 
 
 def test_megatrons_arguments() -> None:
-    sizes = {"dsa_indexer_n_heads": 14, "dsa_indexer_head_dim": 64, "dsa_indexer_topk": 5, "dsa_indexer_topk_freq": 4, "dsa_indexer_skip_topk_offset": 3}
+    sizes = {
+        "dsa_indexer_n_heads": 14,
+        "dsa_indexer_head_dim": 64,
+        "dsa_indexer_topk": 5,
+        "dsa_indexer_topk_freq": 4,
+        "dsa_indexer_skip_topk_offset": 3,
+    }
     args = megatron_args(dims_of(config_of("glm_moe_dsa-shared")))
-    assert args.items() >= {"experimental_attention_variant": "dsa", "dsa_indexer_k_norm_epsilon": 1e-6, **sizes}.items()
+    assert (
+        args.items() >= {"experimental_attention_variant": "dsa", "dsa_indexer_k_norm_epsilon": 1e-6, **sizes}.items()
+    )
     slime = megatron_args(dims_of(config_of("glm_moe_dsa-shared")), "slime")
     assert [name for name in slime if "dsa" in name or "experimental" in name] == []
 
@@ -240,4 +316,12 @@ def test_arguments_from_before_0_19_and_without_an_indexer() -> None:
     assert (wrong.argument, wrong.expected) == ("dsa_indexer_rope_interleaved", "False")
     assert "before 0.19" in wrong.actual
     # A run with slime's module stores no size of it.
-    assert list(mismatches(dims, megatron_args(dims, "slime") | {"dsa_indexer_n_heads": None, "experimental_attention_variant": None})) == []
+    assert (
+        list(
+            mismatches(
+                dims,
+                megatron_args(dims, "slime") | {"dsa_indexer_n_heads": None, "experimental_attention_variant": None},
+            )
+        )
+        == []
+    )

@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 from families import CASES
 
-from ckptkit.api import model_arguments
-from ckptkit.cli import cli
-from converters.arguments import megatron_args
-from converters.launch_flags import launch_flags, pattern
+from ckptkit.app.api import model_arguments
+from ckptkit.app.cli import cli
+from converters.megatron.arguments import megatron_args
+from converters.megatron.flags import launch_flags, pattern
 from converters.planner import dims_of
 
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -65,7 +65,13 @@ GLM_4_5: dict[str, Any] = {
 }
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e\+\d+)?(?![\w.])")
-EVERY_MOE = {"--moe-router-dtype fp32", "--moe-grouped-gemm", "--moe-router-topk 8", "--untie-embeddings-and-output-weights", "--disable-bias-linear"}
+EVERY_MOE = {
+    "--moe-router-dtype fp32",
+    "--moe-grouped-gemm",
+    "--moe-router-topk 8",
+    "--untie-embeddings-and-output-weights",
+    "--disable-bias-linear",
+}
 
 
 def test_qwen3_30b_a3b() -> None:
@@ -90,7 +96,13 @@ def test_qwen3_30b_a3b() -> None:
         "--moe-router-score-function softmax",
         "--moe-layer-freq '([1]*48)'",
     }
-    assert not {flag for flag in flags if flag.startswith(("--add-qkv-bias", "--moe-router-pre-softmax", "--moe-shared", "--rotary-interleaved", "--mtp"))}
+    assert not {
+        flag
+        for flag in flags
+        if flag.startswith(
+            ("--add-qkv-bias", "--moe-router-pre-softmax", "--moe-shared", "--rotary-interleaved", "--mtp")
+        )
+    }
 
 
 def test_glm_4_5() -> None:
@@ -114,7 +126,12 @@ def test_glm_4_5() -> None:
 
 @pytest.mark.parametrize(
     ("values", "text"),
-    [([1] * 48, "([1]*48)"), ([0] * 3 + [1] * 58, "([0]*3+[1]*58)"), ([1, 1, 1, 0] * 12, "(([1]*3+[0]*1)*12)"), ([0, 1, 1], "([0]*1+[1]*2)")],
+    [
+        ([1] * 48, "([1]*48)"),
+        ([0] * 3 + [1] * 58, "([0]*3+[1]*58)"),
+        ([1, 1, 1, 0] * 12, "(([1]*3+[0]*1)*12)"),
+        ([0, 1, 1], "([0]*1+[1]*2)"),
+    ],
 )
 def test_a_pattern_is_what_megatron_evaluates_it_to(values: list[int], text: str) -> None:
     assert pattern(values) == text
@@ -191,7 +208,11 @@ def comments(tmp_path: Path, config: dict[str, Any]) -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = CliRunner().invoke(cli, ["inspect", "--megatron-args", str(tmp_path)])
     assert done.exit_code == 0
-    return [line.strip().removeprefix("# no flag says this: ") for line in done.output.splitlines() if line.strip().startswith("#")]
+    return [
+        line.strip().removeprefix("# no flag says this: ")
+        for line in done.output.splitlines()
+        if line.strip().startswith("#")
+    ]
 
 
 def test_what_gemma3_needs_beyond_flags_is_said(tmp_path: Path) -> None:
@@ -237,12 +258,17 @@ def test_every_family_says_its_gate_and_its_rotary_embedding(name: str, tmp_path
     args = model_arguments(tmp_path)
     lines = launch_flags(args)
     gate = getattr(text, "hidden_activation", None) or text.hidden_act
-    said = {"silu": "--swiglu", "gelu_pytorch_tanh": "# no flag says this: the gated MLP of gelu's tanh approximation"}[gate]
+    said = {"silu": "--swiglu", "gelu_pytorch_tanh": "# no flag says this: the gated MLP of gelu's tanh approximation"}[
+        gate
+    ]
     if text.model_type == "gpt_oss":
         said = "--quick-geglu"  # transformers `GptOssExperts`, whatever hidden_act says
     assert [line for line in lines if line.startswith(said)]
     ropes = text.rope_parameters
-    numbers = {kind: [float(number) for line in lines if kind in line for number in NUMBER.findall(line)] for kind in ("rotary", "scaling", "interpolation")}
+    numbers = {
+        kind: [float(number) for line in lines if kind in line for number in NUMBER.findall(line)]
+        for kind in ("rotary", "scaling", "interpolation")
+    }
     for rope in ropes.values() if "full_attention" in ropes else [ropes]:
         assert rope["rope_theta"] in numbers["rotary"]
         assert rope["rope_type"] == "default" or rope["factor"] in numbers["scaling"] + numbers["interpolation"]

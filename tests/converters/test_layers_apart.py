@@ -12,17 +12,17 @@ import torch
 from families.case import save
 from families.gpt_oss import CASES as GPT_OSS_CASES
 
-from ckptkit.api import convert, quantize
-from ckptkit.errors import CkptkitError
-from ckptkit.plan import View
-from converters.arguments import megatron_args
+from ckptkit.app.api import convert, quantize
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.plan import View
 from converters.experts import fuse, unfuse
-from converters.launch_flags import launch_flags
-from converters.ops import GateUpInOne
+from converters.megatron.arguments import megatron_args
+from converters.megatron.flags import launch_flags
+from converters.ops.basic import GateUpInOne
 from converters.planner import dims_of
-from quant.scheme import QuantScheme
-from verify.arguments import mismatches
-from verify.megatron_layout import ParallelSizes, check_sizes
+from quant.formats.scheme import QuantScheme
+from verify.checks.config.arguments import mismatches
+from verify.witnesses.megatron.layout import ParallelSizes, check_sizes
 
 # config.json of openai/gpt-oss-20b, zai-org/GLM-4-9B-0414 and google/gemma-3-4b-it, without what does not decide the model.
 GPT_OSS_20B: dict[str, Any] = {
@@ -157,7 +157,14 @@ def said(config: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 def test_arguments_of_gpt_oss() -> None:
     assert said(
-        GPT_OSS_20B, "swiglu", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value", "add_bias_linear", "add_qkv_bias", "softmax_type"
+        GPT_OSS_20B,
+        "swiglu",
+        "quick_geglu",
+        "glu_linear_offset",
+        "activation_func_clamp_value",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "softmax_type",
     ) == {
         "swiglu": False,
         "quick_geglu": True,
@@ -168,16 +175,34 @@ def test_arguments_of_gpt_oss() -> None:
         "softmax_type": "learnable",
     }
     # 127 tokens before a query's own; NVIDIA's own launch scripts disagree on whether that is 127 or 128, and on 4096 below.
-    assert said(GPT_OSS_20B, "window_size", "window_attn_skip_freq") == {"window_size": (127, 0), "window_attn_skip_freq": [1, 0] * 12}
-    assert said(GPT_OSS_20B, "position_embedding_type", "use_rotary_position_embeddings", "rotary_scaling_factor", "rotary_base") == {
+    assert said(GPT_OSS_20B, "window_size", "window_attn_skip_freq") == {
+        "window_size": (127, 0),
+        "window_attn_skip_freq": [1, 0] * 12,
+    }
+    assert said(
+        GPT_OSS_20B, "position_embedding_type", "use_rotary_position_embeddings", "rotary_scaling_factor", "rotary_base"
+    ) == {
         "position_embedding_type": "yarn",
         "use_rotary_position_embeddings": False,
         "rotary_scaling_factor": 32.0,
         "rotary_base": 150000,
     }
-    yarn = ("yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim")
+    yarn = (
+        "yarn_original_max_position_embeddings",
+        "yarn_beta_fast",
+        "yarn_beta_slow",
+        "yarn_correction_range_round_to_int",
+        "mscale",
+        "mscale_all_dim",
+    )
     assert list(said(GPT_OSS_20B, *yarn).values()) == [4096, 32.0, 1.0, False, 1.0, 0.0]
-    router = ("moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk", "num_experts", "moe_ffn_hidden_size")
+    router = (
+        "moe_router_score_function",
+        "moe_router_pre_softmax",
+        "moe_router_topk",
+        "num_experts",
+        "moe_ffn_hidden_size",
+    )
     assert list(said(GPT_OSS_20B, *router).values()) == ["softmax", False, 4, 32, 2880]
 
 
@@ -225,14 +250,30 @@ def test_arguments_of_glm4() -> None:
 def test_gemma3_as_released_leaves_defaults_out() -> None:
     dims = dims_of(GEMMA3_4B)
     assert (dims.root, dims.head, dims.tied) == ("language_model.model.", "language_model.lm_head.weight", True)
-    assert (dims.vocab, dims.heads, dims.groups, dims.head_dim, dims.norm_eps, dims.max_positions) == (262208, 8, 4, 256, 1e-6, 131072)
+    assert (dims.vocab, dims.heads, dims.groups, dims.head_dim, dims.norm_eps, dims.max_positions) == (
+        262208,
+        8,
+        4,
+        256,
+        1e-6,
+        131072,
+    )
     assert (dims.rope_theta, dims.local_rope_theta, dims.attention_scale) == (1000000.0, 10000.0, 0.0625)
     assert dims.embedding_scale == pytest.approx(50.59644256)
     assert [layer for layer in range(34) if layer not in dims.window_layers] == [5, 11, 17, 23, 29]
-    wanted = {"apply_layernorm_1p": True, "swiglu": False, "window_size": (1023, 0), "untie_embeddings_and_output_weights": False, "qk_layernorm": True}
+    wanted = {
+        "apply_layernorm_1p": True,
+        "swiglu": False,
+        "window_size": (1023, 0),
+        "untie_embeddings_and_output_weights": False,
+        "qk_layernorm": True,
+    }
     assert said(GEMMA3_4B, *wanted) == wanted
     # Only the full layers are scaled, and Megatron-LM's argument would scale all.
-    assert said(GEMMA3_4B, "rotary_seq_len_interpolation_factor", "rotary_base") == {"rotary_seq_len_interpolation_factor": None, "rotary_base": 1000000}
+    assert said(GEMMA3_4B, "rotary_seq_len_interpolation_factor", "rotary_base") == {
+        "rotary_seq_len_interpolation_factor": None,
+        "rotary_base": 1000000,
+    }
 
 
 def test_a_published_launch_script_that_agrees_with_the_release() -> None:
@@ -242,7 +283,10 @@ def test_a_published_launch_script_that_agrees_with_the_release() -> None:
 def test_a_published_launch_script_that_does_not() -> None:
     """One token too many in every window, and the rotation of a model trained with contexts 32 times as long."""
     found = wrong(GPT_OSS_20B, ARGS_GPT_OSS_20B)
-    assert found == [("window_size", "(127, 0)", "(128, 0)"), ("yarn_original_max_position_embeddings", "4096", "131072")]
+    assert found == [
+        ("window_size", "(127, 0)", "(128, 0)"),
+        ("yarn_original_max_position_embeddings", "4096", "131072"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -257,15 +301,29 @@ def test_a_published_launch_script_that_does_not() -> None:
         (GPT_OSS_20B, {"activation_func_clamp_value": None}, "activation_func_clamp_value", "7.0", "nothing"),
         (GPT_OSS_20B, {"softmax_type": "vanilla"}, "softmax_type", "learnable", "vanilla"),
         (GPT_OSS_20B, {"window_attn_skip_freq": None}, "window_attn_skip_freq", str((1, 0) * 12), str((1,) * 24)),
-        (GPT_OSS_20B, {"window_attn_skip_freq": [0, 1] * 12}, "window_attn_skip_freq", str((1, 0) * 12), str((0, 1) * 12)),
+        (
+            GPT_OSS_20B,
+            {"window_attn_skip_freq": [0, 1] * 12},
+            "window_attn_skip_freq",
+            str((1, 0) * 12),
+            str((0, 1) * 12),
+        ),
         (GPT_OSS_20B, {"rotary_scaling_factor": 4.0}, "rotary_scaling_factor", "32.0", "4.0"),
         (GPT_OSS_20B, {"yarn_beta_fast": 16.0}, "yarn_beta_fast", "32.0", "16.0"),
         (GPT_OSS_20B, {"yarn_beta_slow": 2.0}, "yarn_beta_slow", "1.0", "2.0"),
-        (GPT_OSS_20B, {"yarn_correction_range_round_to_int": True}, "yarn_correction_range_round_to_int", "False", "True"),
+        (
+            GPT_OSS_20B,
+            {"yarn_correction_range_round_to_int": True},
+            "yarn_correction_range_round_to_int",
+            "False",
+            "True",
+        ),
         (GPT_OSS_20B, {"mscale_all_dim": 1.0}, "mscale_all_dim", "0.0", "1.0"),
     ],
 )
-def test_one_wrong_argument(config: Mapping[str, Any], args: Mapping[str, Any], argument: str, expected: str, actual: str) -> None:
+def test_one_wrong_argument(
+    config: Mapping[str, Any], args: Mapping[str, Any], argument: str, expected: str, actual: str
+) -> None:
     right = ARGS_GPT_OSS_20B | {"window_size": [127, 0], "yarn_original_max_position_embeddings": 4096}
     assert wrong(config, (ARGS_GLM4_9B if config is GLM4_9B else right) | args) == [(argument, expected, actual)]
 
@@ -281,8 +339,14 @@ def test_biased_experts_are_not_cut() -> None:
     [
         (GPT_OSS_20B | {"attention_bias": False}, "gpt_oss without attention_bias is not supported"),
         (GPT_OSS_20B | {"swiglu_limit": 5.0}, "swiglu_limit 5.0 is not supported"),
-        (GPT_OSS_20B | {"layer_types": ["full_attention"] * 23}, "not a list of sliding_attention or full_attention for 24 layers"),
-        (GPT_OSS_20B | {"layer_types": ["chunked_attention"] * 24}, "not a list of sliding_attention or full_attention for 24 layers"),
+        (
+            GPT_OSS_20B | {"layer_types": ["full_attention"] * 23},
+            "not a list of sliding_attention or full_attention for 24 layers",
+        ),
+        (
+            GPT_OSS_20B | {"layer_types": ["chunked_attention"] * 24},
+            "not a list of sliding_attention or full_attention for 24 layers",
+        ),
         (GEMMA3_4B | {"text_config": None}, "gemma3 without a text_config"),
         (gemma_with(attention_bias=True), "gemma3 with attention_bias True is not supported"),
         (gemma_with(attn_logit_softcapping=50.0), "gemma3 with attn_logit_softcapping 50.0 is not supported"),
@@ -292,9 +356,15 @@ def test_biased_experts_are_not_cut() -> None:
         (gemma_with(sliding_window_pattern=0), "sliding_window_pattern is 0, not a positive whole number"),
         (gemma_with(query_pre_attn_scalar=0), "query_pre_attn_scalar is 0"),
         (gemma_with(rope_parameters="linear"), "gemma3 with rope_parameters 'linear'"),
-        (gemma_with(rope_parameters={"rope_type": "linear", "factor": 8.0}), "they must be under full_attention and sliding_attention"),
+        (
+            gemma_with(rope_parameters={"rope_type": "linear", "factor": 8.0}),
+            "they must be under full_attention and sliding_attention",
+        ),
         (gemma_with(rope_scaling={"rope_type": "linear"}), "config.json has no 'factor'"),
-        (gemma_with(rope_scaling={"rope_type": "yarn", "factor": 8.0}), "rope 'yarn' in full layers and 'default' in those with a window"),
+        (
+            gemma_with(rope_scaling={"rope_type": "yarn", "factor": 8.0}),
+            "rope 'yarn' in full layers and 'default' in those with a window",
+        ),
         (
             gemma_with(rope_parameters={"sliding_attention": {"rope_type": "linear", "factor": 2.0}}),
             "rope 'linear' in full layers and 'linear' in those with a window",
@@ -354,10 +424,14 @@ def test_gpt_oss_experts() -> None:
         "a.mlp.experts.1.down_proj.bias": [4, 5, 6],
     }
     again = View(single, fuse(single.specs, GPT_OSS_20B, "here"))
-    assert {name: tensor.tolist() for name, tensor in again.read(list(again.specs)).items()} == {name: tensor.tolist() for name, tensor in fused.items()}
+    assert {name: tensor.tolist() for name, tensor in again.read(list(again.specs)).items()} == {
+        name: tensor.tolist() for name, tensor in fused.items()
+    }
 
 
-@pytest.mark.parametrize(("name", "shape", "axes"), [("gate_up_proj", (12, 192), "3 axes"), ("gate_up_proj_bias", (12, 192, 1), "2 axes")])
+@pytest.mark.parametrize(
+    ("name", "shape", "axes"), [("gate_up_proj", (12, 192), "3 axes"), ("gate_up_proj_bias", (12, 192, 1), "2 axes")]
+)
 def test_fused_experts_with_other_axes_are_refused(name: str, shape: tuple[int, ...], axes: str) -> None:
     source = models.InMemory(GPT_OSS_20B, {f"a.mlp.experts.{name}": torch.zeros(shape)})
     with pytest.raises(CkptkitError, match=f"fused experts must have {axes}"):

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import models
 import pytest
 import torch
+from fixture_types import PathOf
 from legacy_states import State, loaded, rank_files, rewrite
 from megatron_saves import SAVES
 
-from ckptkit.api import convert, inspect
-from ckptkit.errors import CkptkitError
-from ckptkit.formats import locate
-from verify.preflight import preflight
+from ckptkit.app.api import convert, inspect
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.detect import locate
+from verify.launch.preflight import preflight
 from verify.run import verify
-
-Paths = Callable[..., Path]
 
 LABELS = [label for label, (_, how) in SAVES.items() if "legacy" in how]
 
 
 def same(left: Path, right: Path) -> bool:
     before, after = models.tensors(left), models.tensors(right)
-    return before.keys() == after.keys() and all(after[name].dtype == tensor.dtype and torch.equal(after[name], tensor) for name, tensor in before.items())
+    return before.keys() == after.keys() and all(
+        after[name].dtype == tensor.dtype and torch.equal(after[name], tensor) for name, tensor in before.items()
+    )
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_it_comes_back_bit_for_bit(saved: Path, releases: Paths, tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_comes_back_bit_for_bit(
+    saved: Path, releases: PathOf, tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     release = releases(SAVES[label][0])
     # Nothing in the files may be run, and no file may be read as a whole.
     monkeypatch.setattr(torch, "load", None)
@@ -66,7 +68,10 @@ def test_the_saves_are_of_the_kinds_that_they_claim_to_be(saved: Path) -> None:
     assert [layers("legacy, layout", f"mp_rank_00_00{stage}_000") for stage in (0, 1)] == [[0, 1], [5, 6]]
     last = loaded(rank_files(saved / "legacy, two chunks a stage")["mp_rank_01_001"])["model1"]
     assert torch.equal(
-        last["output_layer.weight"], loaded(rank_files(saved / "legacy, two chunks a stage")["mp_rank_01_000"])["model0"]["embedding.word_embeddings.weight"]
+        last["output_layer.weight"],
+        loaded(rank_files(saved / "legacy, two chunks a stage")["mp_rank_01_000"])["model0"][
+            "embedding.word_embeddings.weight"
+        ],
     )
     assert any(key.endswith("_extra_state") for key in last)
     expert = "decoder.layers.6.mlp.experts.local_experts.5.linear_fc1.weight"
@@ -84,14 +89,17 @@ def as_transformer_engine(state: State) -> None:
     for name in list(model):
         new = re.sub(r"local_experts\.(\d+)\.(linear_fc[12])\.(weight)$", r"\2.\3\1", name)
         new = new.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
-        if new.endswith("pre_mlp_layernorm.weight") and new.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.weight") in model:
+        if (
+            new.endswith("pre_mlp_layernorm.weight")
+            and new.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.weight") in model
+        ):
             new = new.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
         if new != name:
             model[new] = model.pop(name)
     model["decoder.layers.0.self_attention.linear_qkv._extra_state"] = torch.empty(0, dtype=torch.uint8)
 
 
-def test_names_of_transformer_engines_modules(saved: Path, copy_of: Paths, releases: Paths, tmp_path: Path) -> None:
+def test_names_of_transformer_engines_modules(saved: Path, copy_of: PathOf, releases: PathOf, tmp_path: Path) -> None:
     root = copy_of(saved / "legacy, experts")
     rewrite(root, as_transformer_engine)
     names = loaded(rank_files(root)["mp_rank_00_000_000"])["model"]
@@ -101,7 +109,9 @@ def test_names_of_transformer_engines_modules(saved: Path, copy_of: Paths, relea
     assert same(releases("glm4_moe"), tmp_path / "back")
 
 
-def test_the_export_is_verified_against_the_files_that_it_came_from(saved: Path, releases: Paths, copy_of: Paths, tmp_path: Path) -> None:
+def test_the_export_is_verified_against_the_files_that_it_came_from(
+    saved: Path, releases: PathOf, copy_of: PathOf, tmp_path: Path
+) -> None:
     root, release = copy_of(saved / "legacy, two chunks a stage"), releases("qwen2-tied")
     convert(root, tmp_path / "back", hf=release)
     report = verify(tmp_path / "back", source=root, hf=release)
@@ -116,7 +126,7 @@ def test_the_export_is_verified_against_the_files_that_it_came_from(saved: Path,
     assert (finding.code, finding.tensor) == ("CK202", "model.layers.11.mlp.down_proj.weight")
 
 
-def test_verify_and_preflight_say_that_they_cannot_look_into_it(saved: Path, releases: Paths) -> None:
+def test_verify_and_preflight_say_that_they_cannot_look_into_it(saved: Path, releases: PathOf) -> None:
     root = saved / "legacy"
     for path in (root, root / "release"):
         with pytest.raises(CkptkitError, match="legacy format") as error:
@@ -128,7 +138,7 @@ def test_verify_and_preflight_say_that_they_cannot_look_into_it(saved: Path, rel
     assert (finding.code, finding.hint) == ("CK712", f"give its parent: --ref-load {root}")
 
 
-def test_inspect(saved: Path, releases: Paths) -> None:
+def test_inspect(saved: Path, releases: PathOf) -> None:
     facts = inspect(saved / "legacy, experts", hf=releases("glm4_moe"))
     assert facts["format"] == "Megatron legacy torch (mp_rank_*)"
     assert facts["ranks"] == "4 files of TP2 PP2 EP2 ETP1"

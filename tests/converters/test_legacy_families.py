@@ -12,9 +12,9 @@ from families import CASES
 from families.case import save
 from megatron_saves import Save, save_with_megatron
 
-from ckptkit.api import convert
+from ckptkit.app.api import convert
 from converters.planner import rules_of
-from verify.megatron_layout import ParallelSizes
+from verify.witnesses.megatron.layout import ParallelSizes
 
 pytest.importorskip("megatron.core")
 
@@ -56,7 +56,14 @@ def test_it_comes_back(root: Path, tmp_path: Path, name: str) -> None:
     before, after = models.tensors(release), models.tensors(tmp_path / "back")
     assert before.keys() == after.keys()
     # Megatron holds these in bfloat16 less one, and has rounded them.
-    rounded = {hf for rule in rules_of(json.loads((release / "config.json").read_text())) if rule.mapping.wide for hf in rule.hf}
+    rounded = {
+        hf
+        for rule in rules_of(json.loads((release / "config.json").read_text()))
+        if rule.mapping.wide
+        for hf in rule.hf
+    }
     for hf, tensor in before.items():
         assert after[hf].dtype == tensor.dtype, hf
-        assert torch.allclose(after[hf], tensor, rtol=0, atol=1 / 128) if hf in rounded else torch.equal(after[hf], tensor), hf
+        assert (
+            torch.allclose(after[hf], tensor, rtol=0, atol=1 / 128) if hf in rounded else torch.equal(after[hf], tensor)
+        ), hf

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from fixture_types import PathOf
 from legacy_states import FILE, State, loaded, rank_files, rewrite
 from megatron_saves import SAVES
 
-from ckptkit.api import convert
-from ckptkit.errors import CkptkitError
-from converters.legacy import LegacyCheckpoint
-
-Paths = Callable[..., Path]
+from ckptkit.app.api import convert
+from ckptkit.core.errors import CkptkitError
+from converters.megatron.legacy import LegacyCheckpoint
 
 
 def norm(state: State) -> None:
@@ -34,12 +33,29 @@ def copy_of_the_embedding(state: State) -> None:
 @pytest.mark.parametrize(
     ("label", "change", "rank", "said"),
     [
-        ("legacy, experts", norm, "mp_rank_01_000_001", "mp_rank_01_000_001/{FILE}: decoder.layers.3.self_attention.q_layernorm.weight differs from"),
-        ("legacy, experts cut", router, "mp_rank_01_001", "mp_rank_01_001/{FILE}: decoder.layers.6.mlp.router.expert_bias differs from"),
-        ("legacy, two chunks a stage", copy_of_the_embedding, "mp_rank_01_001", "mp_rank_01_001/{FILE}: output_layer.weight differs from"),
+        (
+            "legacy, experts",
+            norm,
+            "mp_rank_01_000_001",
+            "mp_rank_01_000_001/{FILE}: decoder.layers.3.self_attention.q_layernorm.weight differs from",
+        ),
+        (
+            "legacy, experts cut",
+            router,
+            "mp_rank_01_001",
+            "mp_rank_01_001/{FILE}: decoder.layers.6.mlp.router.expert_bias differs from",
+        ),
+        (
+            "legacy, two chunks a stage",
+            copy_of_the_embedding,
+            "mp_rank_01_001",
+            "mp_rank_01_001/{FILE}: output_layer.weight differs from",
+        ),
     ],
 )
-def test_copies_that_disagree(saved: Path, copy_of: Paths, releases: Paths, tmp_path: Path, label: str, change: Any, rank: str, said: str) -> None:
+def test_copies_that_disagree(
+    saved: Path, copy_of: PathOf, releases: PathOf, tmp_path: Path, label: str, change: Any, rank: str, said: str
+) -> None:
     root = copy_of(saved / label)
     rewrite(root, change, rank)
     with pytest.raises(CkptkitError) as error:
@@ -91,7 +107,11 @@ NEXT_LAYER = "decoder.layers.7.self_attention.linear_proj.weight"
             f"{LAST}/{FILE} was saved with parallel sizes TP4 PP2 EP2 ETP1, mp_rank_00_000_000 with TP2 PP2 EP2 ETP1",
         ),
         (argument("num_layers", 24), [LAST], "num_layers 24"),
-        (argument("num_layers", 24), [], "was saved with num_layers 24, expert_model_parallel_size 2; config.json has 12 layers and 12 experts"),
+        (
+            argument("num_layers", 24),
+            [],
+            "was saved with num_layers 24, expert_model_parallel_size 2; config.json has 12 layers and 12 experts",
+        ),
         (argument("tensor_model_parallel_size", 1), [], "mp_rank_01_000_001 is no rank of TP1 PP2 EP2 ETP1"),
         (argument("tensor_model_parallel_size", 4), [], "lacks mp_rank_02_000_EEE, mp_rank_03_000_EEE"),
         (argument("expert_tensor_parallel_size", 2), [], "lacks mp_rank_TT_000_000, mp_rank_TT_000_001"),
@@ -107,19 +127,45 @@ NEXT_LAYER = "decoder.layers.7.self_attention.linear_proj.weight"
         (entry("args", None), [], "holds no training arguments"),
         (entry("model1", {}), [LAST], "holds model, model1"),
         (entry("model", None), [LAST], "holds model"),
-        (entry("model", {"language_model": {"encoder": {}}}), [], "language_model is a dict of its own: a model from before megatron-core"),
+        (
+            entry("model", {"language_model": {"encoder": {}}}),
+            [],
+            "language_model is a dict of its own: a model from before megatron-core",
+        ),
         (tensor("decoder.layers.3.mlp.experts.weight1", torch.ones(2)), [], "holds all experts of a rank (GroupedMLP)"),
         (tensor(PROJ, None), [LAST], f"{PROJ} is NoneType, no plain tensor"),
-        (tensor(PROJ, torch.ones(128, 161, dtype=torch.bfloat16)), [LAST], "[128, 161] torch.bfloat16; config.json and the training arguments say [128, 160]"),
-        (tensor(PROJ, torch.ones(128, 160)), [LAST], "[128, 160] torch.float32; config.json and the training arguments say [128, 160] torch.bfloat16"),
+        (
+            tensor(PROJ, torch.ones(128, 161, dtype=torch.bfloat16)),
+            [LAST],
+            "[128, 161] torch.bfloat16; config.json and the training arguments say [128, 160]",
+        ),
+        (
+            tensor(PROJ, torch.ones(128, 160)),
+            [LAST],
+            "[128, 160] torch.float32; config.json and the training arguments say [128, 160] torch.bfloat16",
+        ),
         (tensor("decoder.adapter.weight", torch.ones(2)), [LAST], "decoder.adapter.weight"),
         (tensor(NEXT_LAYER, torch.ones(128, 160, dtype=torch.bfloat16)), [LAST], "does not hold the 7 layers"),
-        (tensor("decoder.layers.1.mlp.experts.local_experts.6.linear_fc1.weight", torch.ones(2)), [LAST], "the rank has only 6 experts"),
-        (without(PROJ), [LAST], "decoder.layers.9.self_attention.linear_proj.weight lacks the part of tensor parallel rank 1"),
-        (without("decoder.final_layernorm.weight"), LAST_STAGE, "lacks 1 tensor(s) that its config promises: decoder.final_layernorm.weight"),
+        (
+            tensor("decoder.layers.1.mlp.experts.local_experts.6.linear_fc1.weight", torch.ones(2)),
+            [LAST],
+            "the rank has only 6 experts",
+        ),
+        (
+            without(PROJ),
+            [LAST],
+            "decoder.layers.9.self_attention.linear_proj.weight lacks the part of tensor parallel rank 1",
+        ),
+        (
+            without("decoder.final_layernorm.weight"),
+            LAST_STAGE,
+            "lacks 1 tensor(s) that its config promises: decoder.final_layernorm.weight",
+        ),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(saved: Path, copy_of: Paths, releases: Paths, tmp_path: Path, change: Any, ranks: list[str], said: str) -> None:
+def test_what_is_wrong_is_refused_by_name(
+    saved: Path, copy_of: PathOf, releases: PathOf, tmp_path: Path, change: Any, ranks: list[str], said: str
+) -> None:
     root = copy_of(saved / "legacy, experts")
     rewrite(root, change, *ranks)
     with pytest.raises(CkptkitError) as error:
@@ -128,7 +174,7 @@ def test_what_is_wrong_is_refused_by_name(saved: Path, copy_of: Paths, releases:
     assert error.value.hint
 
 
-def test_files_that_are_missing_or_damaged(saved: Path, copy_of: Paths, releases: Paths, tmp_path: Path) -> None:
+def test_files_that_are_missing_or_damaged(saved: Path, copy_of: PathOf, releases: PathOf, tmp_path: Path) -> None:
     root, hf = copy_of(saved / "legacy, experts"), releases("glm4_moe")
     path = rank_files(root)["mp_rank_01_001_001"]
     content = path.read_bytes()
@@ -160,11 +206,13 @@ def loaded_bytes(content: bytes, scratch: Path) -> State:
     return loaded(scratch / "content.pt")
 
 
-def test_the_config_must_be_named(saved: Path, releases: Paths, tmp_path: Path) -> None:
+def test_the_config_must_be_named(saved: Path, releases: PathOf, tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match="the HF config of this model is not stored beside it"):
         convert(saved / "legacy", tmp_path / "back")
     with pytest.raises(CkptkitError, match="was saved with num_layers 12"):
         hf = tmp_path / "hf"
         shutil.copytree(releases("qwen2-tied"), hf)
-        (hf / "config.json").write_text((hf / "config.json").read_text().replace('"num_hidden_layers": 12', '"num_hidden_layers": 13'))
+        (hf / "config.json").write_text(
+            (hf / "config.json").read_text().replace('"num_hidden_layers": 12', '"num_hidden_layers": 13')
+        )
         _ = LegacyCheckpoint(saved / "legacy" / "release", hf=hf).specs

@@ -16,9 +16,9 @@ import torch
 from megatron_runs import Case, logits_of
 from torch import Tensor
 
-from ckptkit.api import convert
-from ckptkit.safetensors_io import HfCheckpoint
-from converters.ops import GateUp, Qkv
+from ckptkit.app.api import convert
+from ckptkit.formats.hf.reader import HfCheckpoint
+from converters.ops.basic import GateUp, Qkv
 from converters.planner import to_megatron
 from converters.rules import ParamMapping
 
@@ -61,7 +61,9 @@ def renamed(swap: Callable[[str, tuple[str, ...]], tuple[str, ...]]) -> Patch:
 
 def exchanged(left: str, right: str) -> Patch:
     """Wherever an HF name has `left`, take `right` instead, and the other way round."""
-    return renamed(lambda _, names: tuple(name.replace(left, "@").replace(right, left).replace("@", right) for name in names))
+    return renamed(
+        lambda _, names: tuple(name.replace(left, "@").replace(right, left).replace("@", right) for name in names)
+    )
 
 
 MUTATIONS: dict[str, Patch] = {
@@ -81,7 +83,10 @@ EDITS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "rotary dimensions": ("glm4_moe", {"partial_rotary_factor": 1.0, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}),
+    "rotary dimensions": (
+        "glm4_moe",
+        {"partial_rotary_factor": 1.0, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
+    ),
     "rotary base": ("qwen2-tied", {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}),
     "router scale": ("glm4_moe", {"routed_scaling_factor": 1.0}),
     "top k": ("qwen3_moe", {"num_experts_per_tok": 2}),
@@ -131,7 +136,9 @@ def logits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     sound = in_megatron(root / "glm4_moe")
     cases["assigned"] = Case(glm, sound)
     for label, edit in EDITS.items():
-        cases[label] = Case(glm, {name: edit(tensor) if name.endswith("expert_bias") else tensor for name, tensor in sound.items()})
+        cases[label] = Case(
+            glm, {name: edit(tensor) if name.endswith("expert_bias") else tensor for name, tensor in sound.items()}
+        )
     for label, (name, change) in CONFIGS.items():
         cases[label] = Case({**cases[name].config, **change}, checkpoint=cases[name].checkpoint)
     return found | logits_of(cases, tokens())
@@ -142,7 +149,9 @@ def test_megatron_computes_the_logits_of_transformers(logits: dict[str, Tensor],
     assert far(logits[name], logits[f"hf {name}"]) < TOLERANCE
 
 
-def test_weights_assigned_by_name_give_the_same_logits_as_a_checkpoint_loaded_by_megatron(logits: dict[str, Tensor]) -> None:
+def test_weights_assigned_by_name_give_the_same_logits_as_a_checkpoint_loaded_by_megatron(
+    logits: dict[str, Tensor],
+) -> None:
     assert torch.equal(logits["assigned"], logits["glm4_moe"])
 
 

@@ -19,18 +19,18 @@ from megatron_saves import Save, save_with_megatron
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from transformers import PretrainedConfig
 
-from ckptkit.api import convert
-from ckptkit.errors import CkptkitError
-from ckptkit.safetensors_io import HfCheckpoint
-from ckptkit.torch_dist_reader import TorchDistCheckpoint
-from converters.arguments import megatron_args
+from ckptkit.app.api import convert
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import HfCheckpoint
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from converters.megatron.arguments import megatron_args
 from converters.planner import dims_of, rules_of
-from verify import megatron_run
-from verify.check_megatron import all_layers, right_slices, strict_load
-from verify.checks import Skip, Tally
-from verify.megatron_layout import ParallelSizes, check_sizes
-from verify.megatron_slices import Position, compare
-from verify.subject import Subject
+from verify.check import Skip, Tally
+from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from verify.evidence.subject import Subject
+from verify.witnesses.megatron import run as megatron_run
+from verify.witnesses.megatron.layout import ParallelSizes, check_sizes
+from verify.witnesses.megatron.slices import Position, compare
 
 Config = dict[str, Any]
 LAYER = "decoder.layers.11."
@@ -59,7 +59,11 @@ def yarn(**changes: Any) -> Config:
         ("deepseek_v3", {"num_key_value_heads": 5}, "num_key_value_heads is not the 10 of num_attention_heads"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave false is not supported"),
         ("deepseek_v3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor with latent attention is not supported"),
-        ("deepseek_v3", yarn(partial_rotary_factor=0.5), "partial_rotary_factor with latent attention is not supported"),
+        (
+            "deepseek_v3",
+            yarn(partial_rotary_factor=0.5),
+            "partial_rotary_factor with latent attention is not supported",
+        ),
         ("deepseek_v3", {"q_lora_rank": 0}, "q_rank must be positive, not 0"),
         ("deepseek_v3", {"kv_lora_rank": None}, "config.json has no 'kv_lora_rank'"),
         ("deepseek_v3", {"first_k_dense_replace": None}, "config.json has no 'first_k_dense_replace'"),
@@ -73,12 +77,28 @@ def yarn(**changes: Any) -> Config:
         ("deepseek_v3", {"n_group": 5}, "2 of 5 groups of 12 experts cannot be right"),
         ("deepseek_v3", {"topk_group": 5}, "5 of 4 groups of 12 experts cannot be right"),
         ("deepseek_v3", {"num_experts_per_tok": 3}, "3 experts a token out of 2 groups is not supported"),
-        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types does not say 'dense' or 'sparse' for every layer"),
-        ("glm4_moe_lite", {"mlp_layer_types": ["dense"] + ["moe"] * 11}, "mlp_layer_types does not say 'dense' or 'sparse' for every layer"),
+        (
+            "glm4_moe_lite",
+            {"mlp_layer_types": ["dense"]},
+            "mlp_layer_types does not say 'dense' or 'sparse' for every layer",
+        ),
+        (
+            "glm4_moe_lite",
+            {"mlp_layer_types": ["dense"] + ["moe"] * 11},
+            "mlp_layer_types does not say 'dense' or 'sparse' for every layer",
+        ),
         ("glm4_moe_lite", {"mlp_layer_types": 12}, "mlp_layer_types does not say 'dense' or 'sparse' for every layer"),
-        ("glm4_moe_lite", {"first_k_dense_replace": 2}, r"first_k_dense_replace says 2 dense layers, mlp_layer_types says layers \[0\]"),
+        (
+            "glm4_moe_lite",
+            {"first_k_dense_replace": 2},
+            r"first_k_dense_replace says 2 dense layers, mlp_layer_types says layers \[0\]",
+        ),
         ("kimi_k25", {"text_config": None}, "text_config of kimi_k25 is not that of a kimi_k2 model"),
-        ("kimi_k25", {"text_config": {"model_type": "qwen3"}}, "text_config of kimi_k25 is not that of a kimi_k2 model"),
+        (
+            "kimi_k25",
+            {"text_config": {"model_type": "qwen3"}},
+            "text_config of kimi_k25 is not that of a kimi_k2 model",
+        ),
     ],
 )
 def test_refused_by_name(name: str, change: Config, message: str) -> None:
@@ -98,7 +118,10 @@ def test_a_config_must_say_whether_queries_are_compressed() -> None:
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_type": "linear", "factor": 4.0}, "rope scaling 'linear' with latent attention has no Megatron arguments"),
+        (
+            {"rope_type": "linear", "factor": 4.0},
+            "rope scaling 'linear' with latent attention has no Megatron arguments",
+        ),
         (YARN | {"attention_factor": 1.2}, "yarn with attention_factor 1.2 has no Megatron arguments"),
         (YARN | {"truncate": False}, "yarn with truncate False has no Megatron arguments"),
         (YARN | {"mscale_all_dim": 0}, "yarn with mscale 1.5 and mscale_all_dim 0 is not supported"),
@@ -115,12 +138,22 @@ def test_rope_scaling_that_megatron_has_no_words_for(rope: Config, message: str)
 
 def test_megatrons_words_for_yarn() -> None:
     """Without a word on mscale, both sides multiply cosines and sines by 0.1 ln(factor) + 1."""
-    said = {"rotary_scaling_factor": 8.0, "original_max_position_embeddings": 512, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.5, "mscale_all_dim": 0.7}
+    said = {
+        "rotary_scaling_factor": 8.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "mscale": 1.5,
+        "mscale_all_dim": 0.7,
+    }
     assert megatron_args(dims_of(config_of("deepseek_v3"))).items() >= {"rope_type": "yarn", **said}.items()
     silent = {key: value for key, value in YARN.items() if "mscale" not in key and "beta" not in key}
     args = megatron_args(dims_of(config_of("deepseek_v3") | {"rope_parameters": silent}))
     assert args.items() >= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}.items()
-    assert megatron_args(dims_of(config_of("moonlight"))).items() >= {"rope_type": "rope", "rotary_scaling_factor": 1.0}.items()
+    assert (
+        megatron_args(dims_of(config_of("moonlight"))).items()
+        >= {"rope_type": "rope", "rotary_scaling_factor": 1.0}.items()
+    )
 
 
 def logits(name: str, case: Case) -> torch.Tensor:
@@ -137,8 +170,19 @@ def unchanged_logits(name: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        *[("deepseek_v3", yarn(**change)) for change in ({"factor": 4.0}, {"original_max_position_embeddings": 256}, {"beta_fast": 32.0}, {"beta_slow": 1.0})],
-        *[("deepseek_v3", yarn(**change)) for change in ({"mscale": 1.0}, {"mscale_all_dim": 1.0}, {"rope_theta": 1000.0})],
+        *[
+            ("deepseek_v3", yarn(**change))
+            for change in (
+                {"factor": 4.0},
+                {"original_max_position_embeddings": 256},
+                {"beta_fast": 32.0},
+                {"beta_slow": 1.0},
+            )
+        ],
+        *[
+            ("deepseek_v3", yarn(**change))
+            for change in ({"mscale": 1.0}, {"mscale_all_dim": 1.0}, {"rope_theta": 1000.0})
+        ],
         ("deepseek_v3", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
         ("deepseek_v3", {"rope_interleave": False}),
         ("deepseek_v3", {"n_group": 1, "topk_group": 1}),
@@ -206,7 +250,9 @@ def test_a_norm_has_both_its_names_on_disk_and_one_in_the_tensors(megatron: Path
 
 
 @pytest.mark.parametrize("kept", ["engine", "local"])
-def test_either_name_is_read(release: Path, megatron: Path, copy_of: Callable[[Path], Path], tmp_path: Path, kept: str) -> None:
+def test_either_name_is_read(
+    release: Path, megatron: Path, copy_of: Callable[[Path], Path], tmp_path: Path, kept: str
+) -> None:
     copy = copy_of(megatron)
 
     def change(metadata: Metadata) -> None:
@@ -235,14 +281,22 @@ def test_two_names_of_one_norm_must_not_be_stored_apart(megatron: Path, copy_of:
         metadata.storage_data[index] = metadata.storage_data[other]
 
     models.edit_metadata(copy / "release", change)
-    with pytest.raises(CkptkitError, match=r"q_layernorm.weight and .*linear_q_up_proj.layer_norm_weight are two names of one norm but are stored apart"):
+    with pytest.raises(
+        CkptkitError,
+        match=r"q_layernorm.weight and .*linear_q_up_proj.layer_norm_weight are two names of one norm but are stored apart",
+    ):
         _ = TorchDistCheckpoint(copy / "release").specs
 
 
 def test_objects_that_either_spec_asks_for(megatron: Path) -> None:
     keys = set(TorchDistCheckpoint(megatron / "release").metadata.objects)
     linears = ("q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj")
-    for module in (*(f"self_attention.linear_{name}" for name in linears), "self_attention.core_attention", "input_layernorm", "pre_mlp_layernorm"):
+    for module in (
+        *(f"self_attention.linear_{name}" for name in linears),
+        "self_attention.core_attention",
+        "input_layernorm",
+        "pre_mlp_layernorm",
+    ):
         for layer in (LAYER, "mtp.layers.0.transformer_layer."):
             assert f"{layer}{module}._extra_state/shard_0_1" in keys
 
@@ -250,7 +304,10 @@ def test_objects_that_either_spec_asks_for(megatron: Path) -> None:
 def test_what_megatron_saved_comes_back(release: Path, megatron: Path, tmp_path: Path) -> None:
     """The local spec saves its own names, and the down projections in two parts, one a rank."""
     pytest.importorskip("megatron.core")
-    save_with_megatron([Save(HfCheckpoint(release).config, megatron / "release", tmp_path / "saved", ParallelSizes(tp=2, etp=2))], world=2)
+    save_with_megatron(
+        [Save(HfCheckpoint(release).config, megatron / "release", tmp_path / "saved", ParallelSizes(tp=2, etp=2))],
+        world=2,
+    )
     stored = TorchDistCheckpoint(tmp_path / "saved" / "iter_0000010", hf=release).metadata.tensors
     assert not set(NORMS) & set(stored)
     assert set(NORMS.values()) <= set(stored)
@@ -258,14 +315,22 @@ def test_what_megatron_saved_comes_back(release: Path, megatron: Path, tmp_path:
     convert(tmp_path / "saved", tmp_path / "back", hf=release)
     before, after = models.tensors(release), models.tensors(tmp_path / "back")
     assert before.keys() == after.keys()
-    assert [name for name, tensor in before.items() if after[name].dtype != tensor.dtype or not torch.equal(after[name], tensor)] == []
+    assert [
+        name
+        for name, tensor in before.items()
+        if after[name].dtype != tensor.dtype or not torch.equal(after[name], tensor)
+    ] == []
 
 
 def test_every_rank_holds_its_slice(release: Path, megatron: Path) -> None:
     pytest.importorskip("megatron.core")
     subject = Subject(megatron, release, tp=2, ep=2)
     tallies = [Tally() for _ in range(3)]
-    assert [finding for check, tally in zip((strict_load, right_slices, all_layers), tallies, strict=True) for finding in check(subject, tally)] == []
+    assert [
+        finding
+        for check, tally in zip((strict_load, right_slices, all_layers), tallies, strict=True)
+        for finding in check(subject, tally)
+    ] == []
     by_name = [{seen.name: seen.elements for seen in report.tensors} for report in subject.megatron_run.reports]
     assert [one[LAYER + "self_attention.linear_kv_down_proj.weight"] for one in by_name] == [28 * 128] * 2
     assert [one[LAYER + "self_attention.linear_proj.weight"] for one in by_name] == [128 * 100] * 2
@@ -280,7 +345,11 @@ def test_latent_attention_is_cut_by_heads() -> None:
 
 
 def test_down_projections_are_whole_with_transformer_engine_only() -> None:
-    (rule,) = [rule for rule in rules_of(config_of("deepseek_v3")) if rule.megatron == LAYER + "self_attention.linear_kv_down_proj.weight"]
+    (rule,) = [
+        rule
+        for rule in rules_of(config_of("deepseek_v3"))
+        if rule.megatron == LAYER + "self_attention.linear_kv_down_proj.weight"
+    ]
     whole = torch.arange(56 * 128, dtype=torch.float32).reshape(56, 128)
     engine, local = (Position(1, 2, 0, 1, range(12), local_spec) for local_spec in (False, True))
     assert compare("x", rule, whole, whole, engine).verdict == "equal"
@@ -295,5 +364,7 @@ def test_megatron_from_019_on_has_another_moonlight(tmp_path: Path, monkeypatch:
     save("moonlight", CASES["moonlight"], tmp_path / "release", torch.bfloat16)
     convert(tmp_path / "release", tmp_path / "megatron")
     monkeypatch.setattr(megatron_run, "version", lambda package: "0.19.0")
-    with pytest.raises(Skip, match=r"megatron-core 0.19.0 puts a norm before linear_q_proj, which no model without q_lora_rank has"):
+    with pytest.raises(
+        Skip, match=r"megatron-core 0.19.0 puts a norm before linear_q_proj, which no model without q_lora_rank has"
+    ):
         megatron_run.run_megatron(Subject(tmp_path / "megatron", tmp_path / "release"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import models
 import pytest
 
-from converters.module_names import global_name
+from converters.megatron.module_names import global_name
 from converters.planner import rules_of
 
 RULES = {rule.megatron for rule in rules_of(models.configs()["glm4_moe"].to_dict())}
@@ -19,15 +19,35 @@ FIRST = range(6)
     ("local", "layers", "name"),
     [
         # Megatron's local spec
-        ("decoder.layers.0.input_layernorm.weight", STAGE, "decoder.layers.6.self_attention.linear_qkv.layer_norm_weight"),
+        (
+            "decoder.layers.0.input_layernorm.weight",
+            STAGE,
+            "decoder.layers.6.self_attention.linear_qkv.layer_norm_weight",
+        ),
         ("decoder.layers.1.pre_mlp_layernorm.weight", FIRST, "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"),
         ("decoder.layers.1.pre_mlp_layernorm.weight", STAGE, "decoder.layers.7.pre_mlp_layernorm.weight"),
-        ("decoder.layers.5.mlp.experts.local_experts.2.linear_fc1.weight", STAGE, "decoder.layers.11.mlp.experts.experts.8.linear_fc1.weight"),
+        (
+            "decoder.layers.5.mlp.experts.local_experts.2.linear_fc1.weight",
+            STAGE,
+            "decoder.layers.11.mlp.experts.experts.8.linear_fc1.weight",
+        ),
         ("decoder.layers.5.mlp.router.expert_bias", STAGE, "decoder.layers.11.mlp.router.expert_bias"),
         # Transformer Engine's
-        ("decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", STAGE, "decoder.layers.6.self_attention.linear_qkv.layer_norm_weight"),
-        ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", FIRST, "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"),
-        ("decoder.layers.5.mlp.experts.linear_fc2.weight5", STAGE, "decoder.layers.11.mlp.experts.experts.11.linear_fc2.weight"),
+        (
+            "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+            STAGE,
+            "decoder.layers.6.self_attention.linear_qkv.layer_norm_weight",
+        ),
+        (
+            "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+            FIRST,
+            "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+        ),
+        (
+            "decoder.layers.5.mlp.experts.linear_fc2.weight5",
+            STAGE,
+            "decoder.layers.11.mlp.experts.experts.11.linear_fc2.weight",
+        ),
         ("decoder.final_layernorm.weight", STAGE, "decoder.final_layernorm.weight"),
     ],
 )
@@ -36,7 +56,9 @@ def test_global_name_of_a_parameter(local: str, layers: range, name: str) -> Non
     assert name in RULES
 
 
-@pytest.mark.parametrize("module", ["transformer_layer", "mtp_model_layer"])  # up to megatron-core 0.16, and from then on
+@pytest.mark.parametrize(
+    "module", ["transformer_layer", "mtp_model_layer"]
+)  # up to megatron-core 0.16, and from then on
 @pytest.mark.parametrize(
     ("local", "name"),
     [
@@ -54,7 +76,9 @@ def test_global_name_in_a_multi_token_prediction_layer(module: str, local: str, 
     assert expected in MTP
 
 
-@pytest.mark.parametrize("name", ["mtp.layers.1.eh_proj.weight", "mtp.layers.1.final_layernorm.weight", "embedding.word_embeddings.weight"])
+@pytest.mark.parametrize(
+    "name", ["mtp.layers.1.eh_proj.weight", "mtp.layers.1.final_layernorm.weight", "embedding.word_embeddings.weight"]
+)
 def test_the_rest_of_a_multi_token_prediction_stage_has_global_names(name: str) -> None:
     assert global_name(name, STAGE, range(6, 12), MTP) == name
     assert name in MTP

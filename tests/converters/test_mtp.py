@@ -15,9 +15,9 @@ from families import CASES
 from families.case import save
 from families.mtp import promising, small, with_tensors
 
-from ckptkit.api import convert
-from ckptkit.errors import CkptkitError
-from converters.arguments import megatron_args
+from ckptkit.app.api import convert
+from ckptkit.core.errors import CkptkitError
+from converters.megatron.arguments import megatron_args
 from converters.planner import dims_of
 
 EMBED, HEAD = "model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"
@@ -40,31 +40,42 @@ def megatron(release: Path) -> Path:
 
 
 @pytest.mark.parametrize(("copy", "original"), [(EMBED, "model.embed_tokens.weight"), (HEAD, "lm_head.weight")])
-def test_a_copy_that_differs_is_refused_with_both_names(release: Path, tmp_path: Path, copy: str, original: str) -> None:
+def test_a_copy_that_differs_is_refused_with_both_names(
+    release: Path, tmp_path: Path, copy: str, original: str
+) -> None:
     changed = tmp_path / "changed"
     shutil.copytree(release, changed)
     tensor = models.tensors(changed)[copy]
     tensor.view(torch.int16)[7, 5] ^= 1
     models.edit(changed, copy, tensor)
-    with pytest.raises(CkptkitError, match=f"{copy} is not the same as {original}, but Megatron holds one tensor for both"):
+    with pytest.raises(
+        CkptkitError, match=f"{copy} is not the same as {original}, but Megatron holds one tensor for both"
+    ):
         convert(changed, tmp_path / "megatron")
     assert not (tmp_path / "megatron").exists()
 
 
-@pytest.mark.parametrize("names", [(), (EMBED,), (HEAD,), (EMBED, HEAD)], ids=["none", "embedding", "output layer", "both"])
+@pytest.mark.parametrize(
+    "names", [(), (EMBED,), (HEAD,), (EMBED, HEAD)], ids=["none", "embedding", "output layer", "both"]
+)
 def test_only_the_copies_of_the_release_come_back(tmp_path: Path, names: tuple[str, ...]) -> None:
     case = with_tensors(SMALL, lambda name: name not in {EMBED, HEAD} or name in names)
     save("mtp", case, tmp_path / "release", torch.bfloat16)
     convert(tmp_path / "release", tmp_path / "megatron")
     convert(tmp_path / "megatron", tmp_path / "back")
-    there, back = (json.loads((tmp_path / side / "model.safetensors.index.json").read_text())["weight_map"] for side in ("release", "back"))
+    there, back = (
+        json.loads((tmp_path / side / "model.safetensors.index.json").read_text())["weight_map"]
+        for side in ("release", "back")
+    )
     assert back == there
     assert {EMBED, HEAD} & back.keys() == set(names)
     for file in set(back.values()):
         assert filecmp.cmp(tmp_path / "release" / file, tmp_path / "back" / file, shallow=False), file
 
 
-PROMISED = "config.json promises 1 multi-token prediction layer, and no tensor of one is stored: taken for a model without"
+PROMISED = (
+    "config.json promises 1 multi-token prediction layer, and no tensor of one is stored: taken for a model without"
+)
 
 
 def test_a_promise_of_which_nothing_is_stored_is_a_note(tmp_path: Path) -> None:
@@ -84,7 +95,10 @@ def test_megatron_without_the_layer_becomes_no_release_that_has_it(release: Path
     plain, bare = tmp_path / "plain", tmp_path / "bare"
     save("mtp", with_tensors(SMALL, lambda name: False), plain, torch.bfloat16)
     convert(plain, tmp_path / "megatron")
-    with pytest.raises(CkptkitError, match=r"lacks all tensors of multi-token prediction(?s:.*)name with --hf a directory that has no weights"):
+    with pytest.raises(
+        CkptkitError,
+        match=r"lacks all tensors of multi-token prediction(?s:.*)name with --hf a directory that has no weights",
+    ):
         convert(tmp_path / "megatron", tmp_path / "back", hf=release)
     bare.mkdir()
     shutil.copy(release / "config.json", bare)
@@ -107,7 +121,10 @@ def test_weights_that_the_config_does_not_promise_are_refused(release: Path, meg
 
 def test_a_layer_that_is_half_there_is_named_tensor_by_tensor(tmp_path: Path) -> None:
     save("mtp", with_tensors(SMALL, lambda name: ".experts.11." not in name), tmp_path / "half", torch.bfloat16)
-    with pytest.raises(CkptkitError, match=r"lacks 3 tensor\(s\) that its config promises: model\.layers\.3\.mlp\.experts\.11\.gate_proj"):
+    with pytest.raises(
+        CkptkitError,
+        match=r"lacks 3 tensor\(s\) that its config promises: model\.layers\.3\.mlp\.experts\.11\.gate_proj",
+    ):
         convert(tmp_path / "half", tmp_path / "megatron")
 
 

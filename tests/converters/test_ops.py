@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckptkit.errors import CkptkitError
-from converters.ops import Copy, GateUp, Qkv, SwapHalves
+from ckptkit.core.errors import CkptkitError
+from converters.ops.basic import Copy, GateUp, Qkv, SwapHalves
 
 
 def rows(*numbers: int) -> torch.Tensor:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptkit.errors import CkptkitError
-from converters.dims import LinearAttention
-from converters.ops import Op
-from converters.ops_qwen import ByKeyHead, GatedQkv, MinusOne, StackedRows
+from ckptkit.core.errors import CkptkitError
+from converters.config.dims import LinearAttention
+from converters.ops.basic import Op
+from converters.ops.hybrid import ByKeyHead, GatedQkv, MinusOne, StackedRows
 
 
 def rows(*numbers: int) -> Tensor:
@@ -43,7 +43,36 @@ def test_gated_qkv() -> None:
 # 2 key heads of size 1, each with 2 value heads of size 2.
 NET = LinearAttention(key_heads=2, value_heads=4, key_dim=1, value_dim=2, kernel=4, layers=(0,))
 # Tens are the kind (query, key, value, gate, beta, alpha), ones count the rows of a kind.
-BY_KIND = (10, 11, 20, 21, 30, 31, 32, 33, 34, 35, 36, 37, 40, 41, 42, 43, 44, 45, 46, 47, 50, 51, 52, 53, 60, 61, 62, 63)
+BY_KIND = (
+    10,
+    11,
+    20,
+    21,
+    30,
+    31,
+    32,
+    33,
+    34,
+    35,
+    36,
+    37,
+    40,
+    41,
+    42,
+    43,
+    44,
+    45,
+    46,
+    47,
+    50,
+    51,
+    52,
+    53,
+    60,
+    61,
+    62,
+    63,
+)
 BY_KIND_SECOND_RANK = (11, 21, 34, 35, 36, 37, 44, 45, 46, 47, 52, 53, 62, 63)
 
 

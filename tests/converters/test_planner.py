@@ -10,14 +10,13 @@ from typing import Any
 import models
 import pytest
 import torch
+from fixture_types import PathOf
 
-from ckptkit.errors import CkptkitError
-from ckptkit.safetensors_io import HfCheckpoint
-from ckptkit.specs import TensorSpec
-from converters.arguments import megatron_args
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.hf.reader import HfCheckpoint
+from converters.megatron.arguments import megatron_args
 from converters.planner import dims_of, expected_hf, to_megatron
-
-Paths = Callable[..., Path]
 
 
 class Headers:
@@ -37,7 +36,7 @@ def headers(path: Path) -> Headers:
 
 
 @pytest.mark.parametrize("name", list(models.configs()))
-def test_expected_names_and_shapes_are_those_that_transformers_saves(releases: Paths, name: str) -> None:
+def test_expected_names_and_shapes_are_those_that_transformers_saves(releases: PathOf, name: str) -> None:
     checkpoint = HfCheckpoint(releases(name))
     assert expected_hf(checkpoint.config) == {key: spec.shape for key, spec in checkpoint.specs.items()}
 
@@ -48,11 +47,15 @@ def rename(checkpoint: Headers) -> None:
 
 
 def wrong_shape(checkpoint: Headers) -> None:
-    checkpoint.specs["model.layers.5.mlp.gate.weight"] = TensorSpec("model.layers.5.mlp.gate.weight", (11, 128), torch.bfloat16)
+    checkpoint.specs["model.layers.5.mlp.gate.weight"] = TensorSpec(
+        "model.layers.5.mlp.gate.weight", (11, 128), torch.bfloat16
+    )
 
 
 def extra(checkpoint: Headers) -> None:
-    checkpoint.specs["model.layers.12.eh_proj.weight"] = TensorSpec("model.layers.12.eh_proj.weight", (128, 256), torch.bfloat16)
+    checkpoint.specs["model.layers.12.eh_proj.weight"] = TensorSpec(
+        "model.layers.12.eh_proj.weight", (128, 256), torch.bfloat16
+    )
 
 
 def two_dtypes(checkpoint: Headers) -> None:
@@ -99,7 +102,7 @@ def quantized(checkpoint: Headers) -> None:
         (quantized, "is quantized"),
     ],
 )
-def test_refused(releases: Paths, change: Callable[[Headers], None], message: str) -> None:
+def test_refused(releases: PathOf, change: Callable[[Headers], None], message: str) -> None:
     checkpoint = headers(releases("glm4_moe"))
     assert to_megatron(checkpoint, "here")
     change(checkpoint)

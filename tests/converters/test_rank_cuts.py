@@ -8,26 +8,27 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from fixture_types import PathOf
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ckptkit import blob, raw
-from ckptkit import copy as copying
-from ckptkit.api import convert
-from ckptkit.jobs import Job, planned
-from ckptkit.specs import TensorSpec
-from ckptkit.torch_dist_files import TorchDistFiles
-from ckptkit.torch_dist_reader import TorchDistCheckpoint
-from converters import rank_cuts
+from ckptkit.app.api import convert
+from ckptkit.app.jobs import Job, planned
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from ckptkit.formats.torch_dist.writer import TorchDistFiles
+from ckptkit.formats.torch_save import blob
+from ckptkit.storage import read as raw
+from ckptkit.transfer import copy as copying
+from converters.megatron import rank_cuts
 from converters.open import open_checkpoint
 from converters.planner import rules_of
-from verify import megatron_run
-from verify.check_megatron import all_layers, right_slices, strict_load
-from verify.checks import Tally
-from verify.subject import Subject
+from verify.check import Tally
+from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from verify.evidence.subject import Subject
+from verify.witnesses.megatron import run as megatron_run
 
-Paths = Callable[..., Path]
 Streamed = Callable[[], list[raw.FileExtent]]
 # Where a rank's part begins, and its size.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -36,7 +37,7 @@ needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, 
 
 
 @pytest.fixture
-def in_chunks(releases: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
+def in_chunks(releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PathOf:
     """`in_chunks(name)`: the Megatron checkpoint of a model, whose small tensors are cut as large ones are."""
 
     def make(name: str) -> Path:
@@ -53,7 +54,11 @@ def read_by(metadata: Metadata, key: str, boxes: Sequence[Box]) -> int:
     assert isinstance(entry, TensorStorageMetadata)
     asked = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
     items = create_read_items_for_chunk_list(key, entry, asked)
-    return sum(chunk.sizes.numel() for chunk in entry.chunks if any(item.storage_index.offset == chunk.offsets for item in items))
+    return sum(
+        chunk.sizes.numel()
+        for chunk in entry.chunks
+        if any(item.storage_index.offset == chunk.offsets for item in items)
+    )
 
 
 # glm4_moe: 10 heads in 2 groups of head_dim 32, hidden size 128, ffn 288, ffn of the shared expert 96.
@@ -66,18 +71,23 @@ def read_by(metadata: Metadata, key: str, boxes: Sequence[Box]) -> int:
         (f"{ATTENTION}.linear_proj.weight", lambda rank: [((0, 160 * rank), (128, 160))]),
         (f"{MLP}.linear_fc1.weight", lambda rank: [((144 * rank, 0), (144, 128)), ((288 + 144 * rank, 0), (144, 128))]),
         (f"{MLP}.linear_fc2.weight", lambda rank: [((0, 144 * rank), (128, 144))]),
-        ("decoder.layers.5.mlp.shared_experts.linear_fc1.weight", lambda rank: [((48 * rank, 0), (48, 128)), ((96 + 48 * rank, 0), (48, 128))]),
+        (
+            "decoder.layers.5.mlp.shared_experts.linear_fc1.weight",
+            lambda rank: [((48 * rank, 0), (48, 128)), ((96 + 48 * rank, 0), (48, 128))],
+        ),
         ("decoder.layers.5.mlp.shared_experts.linear_fc2.weight", lambda rank: [((0, 48 * rank), (128, 48))]),
     ],
 )
-def test_a_rank_of_two_reads_its_part_and_no_more(in_chunks: Paths, key: str, boxes: Callable[[int], list[Box]], rank: int) -> None:
+def test_a_rank_of_two_reads_its_part_and_no_more(
+    in_chunks: PathOf, key: str, boxes: Callable[[int], list[Box]], rank: int
+) -> None:
     metadata = FileSystemReader(in_chunks("glm4_moe") / "release").read_metadata()
     own = sum(torch.Size(sizes).numel() for _, sizes in boxes(rank))
     assert read_by(metadata, key, boxes(rank)) == own
     assert metadata.state_dict_metadata[key].size.numel() == 2 * own  # type: ignore[union-attr]
 
 
-def test_a_rank_of_eight_reads_its_part_and_no_more(in_chunks: Paths) -> None:
+def test_a_rank_of_eight_reads_its_part_and_no_more(in_chunks: PathOf) -> None:
     metadata = FileSystemReader(in_chunks("glm4_moe") / "release").read_metadata()
     for rank in range(8):
         assert read_by(metadata, f"{MLP}.linear_fc2.weight", [((0, 36 * rank), (128, 36))]) == 128 * 36
@@ -85,7 +95,7 @@ def test_a_rank_of_eight_reads_its_part_and_no_more(in_chunks: Paths) -> None:
         assert read_by(metadata, f"{MLP}.linear_fc1.weight", gate_up) == 2 * 36 * 128
 
 
-def test_kinds_of_rows_that_have_keys_of_their_own(in_chunks: Paths) -> None:
+def test_kinds_of_rows_that_have_keys_of_their_own(in_chunks: PathOf) -> None:
     """Qwen3-Next's in_proj: each kind of row is a key, which ranks share."""
     path = in_chunks("qwen3_next") / "release"
     metadata = FileSystemReader(path).read_metadata()
@@ -97,18 +107,20 @@ def test_kinds_of_rows_that_have_keys_of_their_own(in_chunks: Paths) -> None:
             assert read_by(metadata, key, [((rows // 2 * rank, 0), (rows // 2, columns))]) == rows // 2 * columns
 
 
-def test_a_vocabulary_is_cut_more_finely_because_ranks_pad_it_before_they_cut(in_chunks: Paths) -> None:
+def test_a_vocabulary_is_cut_more_finely_because_ranks_pad_it_before_they_cut(in_chunks: PathOf) -> None:
     metadata = FileSystemReader(in_chunks("glm4_moe") / "release").read_metadata()
     # 352 rows, padded to 512 for two ranks: the second holds the last 96.
     assert read_by(metadata, "output_layer.weight", [((0, 0), (256, 128))]) == 256 * 128
     assert read_by(metadata, "output_layer.weight", [((256, 0), (96, 128))]) == 96 * 128
 
 
-def test_small_tensors_and_what_every_rank_holds_are_whole(converted: Paths, in_chunks: Paths) -> None:
+def test_small_tensors_and_what_every_rank_holds_are_whole(converted: PathOf, in_chunks: PathOf) -> None:
     small = TorchDistCheckpoint(converted("glm4_moe") / "release").metadata.tensors
     assert {len(stored.chunks) for key, stored in small.items() if ".experts.experts." not in key} == {1}
     cut = TorchDistCheckpoint(in_chunks("glm4_moe") / "release").metadata.tensors
-    whole = {key.partition(".layers.5.")[2] for key, stored in cut.items() if ".layers.5." in key and len(stored.chunks) == 1}
+    whole = {
+        key.partition(".layers.5.")[2] for key, stored in cut.items() if ".layers.5." in key and len(stored.chunks) == 1
+    }
     assert whole == {
         "self_attention.linear_qkv.layer_norm_weight",
         "self_attention.q_layernorm.weight",
@@ -124,9 +136,13 @@ def test_small_tensors_and_what_every_rank_holds_are_whole(converted: Paths, in_
 
 @needs_megatron
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "deepseek_v3"])
-def test_megatron_loads_chunks(in_chunks: Paths, releases: Paths, name: str) -> None:
+def test_megatron_loads_chunks(in_chunks: PathOf, releases: PathOf, name: str) -> None:
     path = in_chunks(name)
-    cut = [stored for key, stored in TorchDistCheckpoint(path / "release").metadata.tensors.items() if len(stored.chunks) > 1 and ".experts." not in key]
+    cut = [
+        stored
+        for key, stored in TorchDistCheckpoint(path / "release").metadata.tensors.items()
+        if len(stored.chunks) > 1 and ".experts." not in key
+    ]
     assert len(cut) > 30
     subject = Subject(path, releases(name), tp=2)
     assert [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, Tally())] == []
@@ -153,30 +169,40 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> Streamed:
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "deepseek_v3", "qwen2-tied"])
-def test_columns_are_cut_from_pieces_of_rows(in_chunks: Paths, releases: Paths, tmp_path: Path, streamed: Streamed, name: str) -> None:
+def test_columns_are_cut_from_pieces_of_rows(
+    in_chunks: PathOf, releases: PathOf, tmp_path: Path, streamed: Streamed, name: str
+) -> None:
     path = in_chunks(name)
     extents = streamed()
     convert(releases(name), tmp_path / "streamed")
     files = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
     assert [file for file in files if (tmp_path / "streamed" / file).read_bytes() != (path / file).read_bytes()] == []
     # Columns of rows, of several pieces.
-    (projection,) = (spec for spec in open_checkpoint(releases(name)).specs.values() if spec.name.endswith("layers.0.self_attn.o_proj.weight"))
+    (projection,) = (
+        spec
+        for spec in open_checkpoint(releases(name)).specs.values()
+        if spec.name.endswith("layers.0.self_attn.o_proj.weight")
+    )
     assert sum(extent.nbytes == projection.nbytes for extent in extents) > 2
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "deepseek_v3", "qwen2-tied"])
 @pytest.mark.parametrize("pieces", [False, True])
-def test_the_way_back(in_chunks: Paths, releases: Paths, tmp_path: Path, streamed: Streamed, name: str, pieces: bool) -> None:
+def test_the_way_back(
+    in_chunks: PathOf, releases: PathOf, tmp_path: Path, streamed: Streamed, name: str, pieces: bool
+) -> None:
     path = in_chunks(name)
     extents = streamed() if pieces else []
     convert(path, tmp_path / "back")
     true, found = models.tensors(releases(name)), models.tensors(tmp_path / "back")
-    assert {key: (tensor.dtype, tensor.shape) for key, tensor in found.items()} == {key: (tensor.dtype, tensor.shape) for key, tensor in true.items()}
+    assert {key: (tensor.dtype, tensor.shape) for key, tensor in found.items()} == {
+        key: (tensor.dtype, tensor.shape) for key, tensor in true.items()
+    }
     assert all(torch.equal(found[key], tensor) for key, tensor in true.items())
     assert (len(extents) > 3) == pieces
 
 
-def test_files_that_are_read_again_to_go_on_after_a_crash(in_chunks: Paths, releases: Paths) -> None:
+def test_files_that_are_read_again_to_go_on_after_a_crash(in_chunks: PathOf, releases: PathOf) -> None:
     path = in_chunks("qwen3_next")
     (output, *_) = planned(Job("convert", str(releases("qwen3_next")))).outputs
     reader = TorchDistCheckpoint(path / "release")
@@ -223,8 +249,12 @@ def qwen3_8b_boxes(key: str, size: tuple[int, ...], rank: int, ranks: int) -> li
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_what_ranks_of_a_large_model_read(ranks: int) -> None:
-    specs = {rule.megatron: TensorSpec(rule.megatron, rule.megatron_shape, torch.bfloat16) for rule in rules_of(QWEN3_8B)}
-    cut, whole = (TorchDistFiles(specs, {}, cuts=cuts)._metadata() for cuts in (rank_cuts.rank_cuts(QWEN3_8B, "mcore", specs), {}))
+    specs = {
+        rule.megatron: TensorSpec(rule.megatron, rule.megatron_shape, torch.bfloat16) for rule in rules_of(QWEN3_8B)
+    }
+    cut, whole = (
+        TorchDistFiles(specs, {}, cuts=cuts)._metadata() for cuts in (rank_cuts.rank_cuts(QWEN3_8B, "mcore", specs), {})
+    )
     for rank in range(ranks):
         own = reads = reads_whole = 0
         for key, spec in specs.items():

@@ -15,8 +15,8 @@ from families.case import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ckptkit.api import convert, quantize
-from quant.scheme import QuantScheme
+from ckptkit.app.api import convert, quantize
+from quant.formats.scheme import QuantScheme
 from verify.report import Report
 from verify.run import verify
 
@@ -25,7 +25,9 @@ NAME = "model.layers.{}.self_attn.rotary_emb.inv_freq"
 
 def frequencies(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """Those that the model computes with, once a layer, in float32."""
-    return {NAME.format(layer): model.model.rotary_emb.inv_freq.float() for layer in range(model.config.num_hidden_layers)}
+    return {
+        NAME.format(layer): model.model.rotary_emb.inv_freq.float() for layer in range(model.config.num_hidden_layers)
+    }
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "mixtral", "qwen2-untied"])

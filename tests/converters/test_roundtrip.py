@@ -11,19 +11,20 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from fixture_types import PathOf
 
-from ckptkit.api import convert, quantize
-from ckptkit.errors import CkptkitError
-from ckptkit.safetensors_io import HfCheckpoint
-from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from ckptkit.app.api import convert, quantize
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import HfCheckpoint
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.open import open_checkpoint
 from converters.planner import to_hf
-from quant.scheme import QuantScheme
-
-Paths = Callable[..., Path]
+from quant.formats.scheme import QuantScheme
 
 
-def test_the_iteration_itself_and_an_hf_directory_for_the_way_back(releases: Paths, converted: Paths, tmp_path: Path) -> None:
+def test_the_iteration_itself_and_an_hf_directory_for_the_way_back(
+    releases: PathOf, converted: PathOf, tmp_path: Path
+) -> None:
     moved = Path(shutil.copytree(converted("qwen3_moe") / "release", tmp_path / "run" / "iter_0000007"))
     with pytest.raises(CkptkitError, match="HF config of this model is not stored beside it"):
         convert(moved, tmp_path / "back")
@@ -43,7 +44,7 @@ def test_single_file_without_an_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["back to HF", "to INT4"])
-def test_file_bytes_cuts_files_anew(way: str, releases: Paths, converted: Paths, tmp_path: Path) -> None:
+def test_file_bytes_cuts_files_anew(way: str, releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
     """Whatever the release's own shards are; a file that holds more holds one tensor."""
     if way == "back to HF":
         convert(converted("qwen2-tied"), tmp_path / "out", file_bytes=300_000)
@@ -53,10 +54,12 @@ def test_file_bytes_cuts_files_anew(way: str, releases: Paths, converted: Paths,
         quantize(releases("qwen2-tied"), tmp_path / "out", QuantScheme(32, "qmax7"), file_bytes=300_000)
     out, before = HfCheckpoint(tmp_path / "out"), HfCheckpoint(releases("qwen2-tied"))
     assert len(out.layout) > len(before.layout)
-    assert all(sum(out.specs[name].nbytes for name in names) <= 300_000 or len(names) == 1 for names in out.layout.values())
+    assert all(
+        sum(out.specs[name].nbytes for name in names) <= 300_000 or len(names) == 1 for names in out.layout.values()
+    )
 
 
-def test_dtype_changes_all_but_fp32_state_and_config_says_so(releases: Paths, tmp_path: Path) -> None:
+def test_dtype_changes_all_but_fp32_state_and_config_says_so(releases: PathOf, tmp_path: Path) -> None:
     convert(releases("glm4_moe"), tmp_path / "megatron", dtype="float32")
     convert(tmp_path / "megatron", tmp_path / "back")
     before, after = models.tensors(releases("glm4_moe")), models.tensors(tmp_path / "back")
@@ -69,7 +72,7 @@ def test_dtype_changes_all_but_fp32_state_and_config_says_so(releases: Paths, tm
     assert json.loads((tmp_path / "half/config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_padded_vocabulary_is_cut_to_the_config(releases: Paths, converted: Paths) -> None:
+def test_padded_vocabulary_is_cut_to_the_config(releases: PathOf, converted: PathOf) -> None:
     source = TorchDistCheckpoint(converted("qwen2-untied") / "release")
     tensors = source.read(list(source.specs))
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -80,21 +83,27 @@ def test_padded_vocabulary_is_cut_to_the_config(releases: Paths, converted: Path
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-def test_transposed_fused_experts_are_refused(releases: Paths, copy_of: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_transposed_fused_experts_are_refused(
+    releases: PathOf, copy_of: Callable[[Path], Path], tmp_path: Path
+) -> None:
     """Stored as [experts, in, out], as some releases do; only the shape can tell."""
     source = copy_of(releases("qwen3_moe", fused=True))
     name = "model.layers.5.mlp.experts.gate_up_proj"
     models.edit(source, name, models.tensors(source)[name].transpose(1, 2).contiguous())
-    with pytest.raises(CkptkitError, match=r"layers\.5\.mlp\.experts\.0\.gate_proj\.weight \[64, 192\] bfloat16: the config promises shape \[96, 128\]"):
+    with pytest.raises(
+        CkptkitError,
+        match=r"layers\.5\.mlp\.experts\.0\.gate_proj\.weight \[64, 192\] bfloat16: the config promises shape \[96, 128\]",
+    ):
         convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_every_tensor_of_a_view_can_be_read_alone_and_in_groups(converted: Paths, releases: Paths) -> None:
+def test_every_tensor_of_a_view_can_be_read_alone_and_in_groups(converted: PathOf, releases: PathOf) -> None:
     expected = models.tensors(releases("glm4_moe"))
     view = to_hf(open_checkpoint(converted("glm4_moe")), "x")
     grouped = [name for names in view.groups for name in names]
     assert sorted(grouped) == sorted(expected)
     assert torch.equal(
-        view.read(["model.layers.3.self_attn.v_proj.weight"])["model.layers.3.self_attn.v_proj.weight"], expected["model.layers.3.self_attn.v_proj.weight"]
+        view.read(["model.layers.3.self_attn.v_proj.weight"])["model.layers.3.self_attn.v_proj.weight"],
+        expected["model.layers.3.self_attn.v_proj.weight"],
     )

@@ -20,7 +20,7 @@ from megatron_runs import logits_of
 from torch import Tensor
 from transformers import MixtralConfig
 
-from ckptkit.safetensors_io import HfCheckpoint
+from ckptkit.formats.hf.reader import HfCheckpoint
 from converters.planner import to_megatron
 
 pytest.importorskip("megatron.core")
@@ -39,8 +39,16 @@ def long(case: Case) -> Case:
 
 
 MODELS = {name: long(CASES[name]) for name in ("llama", "llama-tied", "mistral-window", "qwen2_moe", "minimax_m2")}
-MODELS["mixtral-window"] = long(Case(lambda: MixtralConfig(**SIZES | {"intermediate_size": 96}, num_local_experts=12, num_experts_per_tok=3, sliding_window=7)))
-MODELS |= {"glm4-tied": long(CASES["glm4-tied"])} | {name: CASES[name] for name in ("gemma3_text-v4", "gpt_oss", "gpt_oss-v4")}
+MODELS["mixtral-window"] = long(
+    Case(
+        lambda: MixtralConfig(
+            **SIZES | {"intermediate_size": 96}, num_local_experts=12, num_experts_per_tok=3, sliding_window=7
+        )
+    )
+)
+MODELS |= {"glm4-tied": long(CASES["glm4-tied"])} | {
+    name: CASES[name] for name in ("gemma3_text-v4", "gpt_oss", "gpt_oss-v4")
+}
 # Label -> model and what config.json then says wrong.
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "rope scaling factor": ("llama", {"rope_scaling": {**CASES["llama"].config().rope_parameters, "factor": 32.0}}),
@@ -53,18 +61,27 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "router normalization": ("qwen2_moe", {"norm_topk_prob": True}),
     "rotary part of a head": ("minimax_m2", {"rotary_dim": 32}),
     "rotary base": ("minimax_m2", {"rope_theta": 10000.0}),
-    "interpolation left out": ("glm4-tied", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "interpolation left out": (
+        "glm4-tied",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
     "base of layers with a window": ("gemma3_text-v4", {"rope_local_base_freq": 20000}),
     "base of full layers": ("gemma3_text-v4", {"rope_theta": 10000}),
     "scaling of full layers left out": ("gemma3_text-v4", {"rope_scaling": None}),
     "another layer full": ("gemma3_text-v4", {"sliding_window_pattern": 5}),
     "softmax scale of the head's size": ("gemma3_text-v4", {"query_pre_attn_scalar": 40}),
     "window as NVIDIA's GPT-OSS script counts it": ("gpt_oss", {"sliding_window": 8}),
-    "original length as NVIDIA's GPT-OSS script has it": ("gpt_oss", {"rope_parameters": GPT_OSS_ROPE | {"original_max_position_embeddings": 131072}}),
+    "original length as NVIDIA's GPT-OSS script has it": (
+        "gpt_oss",
+        {"rope_parameters": GPT_OSS_ROPE | {"original_max_position_embeddings": 131072}},
+    ),
     "YaRN's range rounded": ("gpt_oss", {"rope_parameters": GPT_OSS_ROPE | {"truncate": True}}),
     "YaRN left out": ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}}),
     "windows in the other layers": ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"] * 6}),
-    "YaRN's magnitudes left out": ("gpt_oss-v4", {"rope_scaling": GPT_OSS_ROUNDED | {"mscale": None, "mscale_all_dim": None}}),
+    "YaRN's magnitudes left out": (
+        "gpt_oss-v4",
+        {"rope_scaling": GPT_OSS_ROUNDED | {"mscale": None, "mscale_all_dim": None}},
+    ),
 }
 
 

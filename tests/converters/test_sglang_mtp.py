@@ -34,7 +34,9 @@ def distances(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, float]:
         jobs[name], heads[name], expected[name] = _job(name, model)
         if name in QWEN:
             fc = jobs[name].tensors["mtp.fc.weight"]
-            jobs[f"{name}/swapped"] = replace(jobs[name], tensors={**jobs[name].tensors, "mtp.fc.weight": fc.roll(fc.shape[0], dims=1)})
+            jobs[f"{name}/swapped"] = replace(
+                jobs[name], tensors={**jobs[name].tensors, "mtp.fc.weight": fc.roll(fc.shape[0], dims=1)}
+            )
     found = {}
     for name, output in zip(jobs, sglang_mtp.run(tmp_path_factory.mktemp("mtp"), list(jobs.values())), strict=True):
         model = name.removesuffix("/swapped")
@@ -50,8 +52,15 @@ def _job(name: str, model: str) -> tuple[sglang_mtp.Job, Tensor, Tensor]:
     assert case.mtp is not None
     language = getattr(hf.model, "language_model", hf.model)
     with torch.no_grad():
-        hidden, embedded = language(input_ids=tokens()).last_hidden_state[0], language.embed_tokens(next_tokens(tokens()))[0]
-        return sglang_mtp.Job(model, hf.config, dict(added), embedded, hidden), hf.lm_head.weight.detach(), case.mtp(hf, added, tokens())[0]
+        hidden, embedded = (
+            language(input_ids=tokens()).last_hidden_state[0],
+            language.embed_tokens(next_tokens(tokens()))[0],
+        )
+        return (
+            sglang_mtp.Job(model, hf.config, dict(added), embedded, hidden),
+            hf.lm_head.weight.detach(),
+            case.mtp(hf, added, tokens())[0],
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptkit.errors import CkptkitError
-from converters.dims import LinearAttention
-from converters.indexer import RotaryLast
-from converters.ops import Copy, GateUp, Qkv, SwapHalves
-from converters.ops_qwen import ByKeyHead, GatedQkv, MinusOne, StackedRows
-from converters.shapes import Shape, shape_of
+from ckptkit.core.errors import CkptkitError
+from converters.blocks.indexer import RotaryLast
+from converters.config.dims import LinearAttention
+from converters.ops.basic import Copy, GateUp, Qkv, SwapHalves
+from converters.ops.hybrid import ByKeyHead, GatedQkv, MinusOne, StackedRows
+from converters.ops.shapes import Shape, shape_of
 
 # 2 key heads of 3, 4 value heads of 5: queries 6, keys 6, values 20, gates 20, betas 4, alphas 4.
 NET = LinearAttention(key_heads=2, value_heads=4, key_dim=3, value_dim=5, kernel=4, layers=(0,))
@@ -52,7 +52,9 @@ def test_the_first_axis_is_the_default() -> None:
     assert shape_of(lambda tensors: torch.cat(list(tensors)), [(3, 5), (1, 5)]) == (4, 5)
 
 
-@pytest.mark.parametrize(("shapes", "said"), [([(3, 5), (3, 4)], r"\[3, 5\], \[3, 4\]"), ([(3, 5), (3,)], r"\[3, 5\], \[3\]")])
+@pytest.mark.parametrize(
+    ("shapes", "said"), [([(3, 5), (3, 4)], r"\[3, 5\], \[3, 4\]"), ([(3, 5), (3,)], r"\[3, 5\], \[3\]")]
+)
 def test_tensors_that_do_not_fit_are_refused(shapes: list[Shape], said: str) -> None:
     with pytest.raises(CkptkitError, match=rf"tensors {said} cannot be joined along axis 0"):
         shape_of(lambda tensors: torch.cat(list(tensors)), shapes)
@@ -61,8 +63,12 @@ def test_tensors_that_do_not_fit_are_refused(shapes: list[Shape], said: str) -> 
 def test_no_memory_is_filled() -> None:
     """The sizes of a trillion elements, arranged in every way that ops arrange them."""
     heads = 1 << 12
-    assert shape_of(Qkv(heads, heads // 8, 1 << 8).merge, [(1 << 20, 1 << 20), (1 << 17, 1 << 20), (1 << 17, 1 << 20)]) == (10 << 17, 1 << 20)
-    assert shape_of(GatedQkv(heads, heads // 8, 1 << 8).merge, [(1 << 21, 1 << 20), (1 << 17, 1 << 20), (1 << 17, 1 << 20)]) == (18 << 17, 1 << 20)
+    assert shape_of(
+        Qkv(heads, heads // 8, 1 << 8).merge, [(1 << 20, 1 << 20), (1 << 17, 1 << 20), (1 << 17, 1 << 20)]
+    ) == (10 << 17, 1 << 20)
+    assert shape_of(
+        GatedQkv(heads, heads // 8, 1 << 8).merge, [(1 << 21, 1 << 20), (1 << 17, 1 << 20), (1 << 17, 1 << 20)]
+    ) == (18 << 17, 1 << 20)
     assert shape_of(SwapHalves().merge, [(1 << 20, 1 << 20)]) == (1 << 20, 1 << 20)
 
 

@@ -90,7 +90,11 @@ def save(
     model = build(name, case, dtype)
     model.save_pretrained(path, max_shard_size=shard_size, save_original_format=not fused)
     for file in path.glob("*.safetensors") if case.stored else ():
-        save_file({key: case.stored(key, tensor).contiguous() for key, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+        save_file(
+            {key: case.stored(key, tensor).contiguous() for key, tensor in load_file(file).items()},
+            file,
+            metadata={"format": "pt"},
+        )
     added = case.added(model, dtype)
     if added:
         _add(path, added, case.prefix)
@@ -114,7 +118,9 @@ def _add(path: Path, added: Mapping[str, Tensor], prefix: str) -> None:
         save_file(content, path / file_name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(content, file_name)
     total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for content in contents for tensor in content.values())
-    index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2, sort_keys=True)
+    index_text = json.dumps(
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2, sort_keys=True
+    )
     (path / "model.safetensors.index.json").write_text(index_text + "\n")
 
 

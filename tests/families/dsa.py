@@ -69,7 +69,9 @@ def in_pairs(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return compute
 
     def run(*args: Any) -> Tensor:
-        with mock.patch.object(modeling_glm_moe_dsa, "apply_rotary_pos_emb", modeling_glm_moe_dsa.apply_rotary_pos_emb_interleave):
+        with mock.patch.object(
+            modeling_glm_moe_dsa, "apply_rotary_pos_emb", modeling_glm_moe_dsa.apply_rotary_pos_emb_interleave
+        ):
             return compute(*args)
 
     return run
@@ -78,13 +80,23 @@ def in_pairs(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def deepseek() -> PretrainedConfig:
     """DeepSeek V3.2, with yarn as in the release. transformers makes `num_experts` experts and routes over `n_routed_experts`."""
     routing = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "num_experts": 12}
-    return DeepseekV32Config(**MLA, **INDEXER, **routing, n_shared_experts=1, first_k_dense_replace=3, routed_scaling_factor=2.5, rope_parameters=YARN)
+    return DeepseekV32Config(
+        **MLA,
+        **INDEXER,
+        **routing,
+        n_shared_experts=1,
+        first_k_dense_replace=3,
+        routed_scaling_factor=2.5,
+        rope_parameters=YARN,
+    )
 
 
 def glm(**sharing: Any) -> PretrainedConfig:
     """GLM-5."""
     rope = {"rope_type": "default", "rope_theta": 1e6}
-    return GlmMoeDsaConfig(**MLA, **INDEXER, **UNGROUPED, **sharing, n_shared_experts=1, first_k_dense_replace=3, rope_parameters=rope)
+    return GlmMoeDsaConfig(
+        **MLA, **INDEXER, **UNGROUPED, **sharing, n_shared_experts=1, first_k_dense_replace=3, rope_parameters=rope
+    )
 
 
 def glm_case(since: tuple[int, int] = (0, 0), **sharing: Any) -> Case:

@@ -20,11 +20,25 @@ ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 4096,
 }
 # The window is shorter than the test's tokens.
-GPT_OSS: dict[str, Any] = SIZES | {"intermediate_size": 96, "num_local_experts": 12, "num_experts_per_tok": 3, "sliding_window": 7, "rope_parameters": ROPE}
+GPT_OSS: dict[str, Any] = SIZES | {
+    "intermediate_size": 96,
+    "num_local_experts": 12,
+    "num_experts_per_tok": 3,
+    "sliding_window": 7,
+    "rope_parameters": ROPE,
+}
 
 # Standard deviations: many gates and ups beyond the clamp at 7, sinks that take a good part of the attention, and queries and
 # keys large enough for their rotation to matter.
-_LARGE = {"gate_up_proj": 0.3, "gate_up_proj_bias": 2.0, "down_proj_bias": 0.5, "sinks": 1.0, "bias": 0.3, "q_proj.weight": 0.1, "k_proj.weight": 0.1}
+_LARGE = {
+    "gate_up_proj": 0.3,
+    "gate_up_proj_bias": 2.0,
+    "down_proj_bias": 0.5,
+    "sinks": 1.0,
+    "bias": 0.3,
+    "q_proj.weight": 0.1,
+    "k_proj.weight": 0.1,
+}
 
 
 def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -34,7 +48,13 @@ def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # As no release has it: the range of corrected frequencies rounded, and magnitudes of their own.
-ROUNDED = ROPE | {"truncate": True, "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.7, "mscale_all_dim": 0.4}
+ROUNDED = ROPE | {
+    "truncate": True,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.4,
+}
 
 
 def as_released(config: dict[str, Any]) -> dict[str, Any]:

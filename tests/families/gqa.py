@@ -88,7 +88,9 @@ def qwen2_moe(**more: Any) -> PretrainedConfig:
 CASES = {
     "llama": Case(lambda: LlamaConfig(**LLAMA, rope_parameters=dict(LLAMA3_ROPE)), edit=as_v4),
     "llama-tied": Case(
-        lambda: LlamaConfig(**LLAMA | {"head_dim": 16}, rope_parameters=LLAMA3_ROPE | {"factor": 32.0}, tie_word_embeddings=True),
+        lambda: LlamaConfig(
+            **LLAMA | {"head_dim": 16}, rope_parameters=LLAMA3_ROPE | {"factor": 32.0}, tie_word_embeddings=True
+        ),
         edit=without_head_dim,
     ),
     "llama-biases": Case(lambda: LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True)),
@@ -100,7 +102,9 @@ CASES = {
     "qwen3-tied": Case(lambda: Qwen3Config(**SIZES, tie_word_embeddings=True)),
     "qwen3-untied": Case(lambda: Qwen3Config(**SIZES, tie_word_embeddings=False)),
     "qwen3_moe-dense-between": Case(
-        lambda: Qwen3MoeConfig(**SIZES, **MOE, num_experts=12, norm_topk_prob=False, mlp_only_layers=[2, 7], decoder_sparse_step=3)
+        lambda: Qwen3MoeConfig(
+            **SIZES, **MOE, num_experts=12, norm_topk_prob=False, mlp_only_layers=[2, 7], decoder_sparse_step=3
+        )
     ),
     "minimax_m2": Case(minimax_m2, edit=as_minimax_releases, auto=Fp32RouterBias),
 }

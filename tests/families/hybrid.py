@@ -80,7 +80,9 @@ def text_config(model: PreTrainedModel) -> Any:
     return getattr(model.config, "text_config", model.config)
 
 
-def added_mtp(layer: Callable[[Any, int], nn.Module], *, fused: bool = False) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
+def added_mtp(
+    layer: Callable[[Any, int], nn.Module], *, fused: bool = False
+) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
     """The tensors of the MTP layer, around a decoder layer of this class; `fused`: with one tensor for all experts."""
 
     def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -89,14 +91,19 @@ def added_mtp(layer: Callable[[Any, int], nn.Module], *, fused: bool = False) ->
         hidden, made = config.hidden_size, layer(config, config.num_hidden_layers - 1)
         whole = {"mtp.layers.0." + name: tensor for name, tensor in made.state_dict().items()}
         tensors = whole if fused else random_layer(made, "mtp.layers.0.", dtype)
-        shapes = {f"mtp.{norm}.weight": torch.empty(hidden) for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+        shapes = {
+            f"mtp.{norm}.weight": torch.empty(hidden)
+            for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        }
         shapes["mtp.fc.weight"] = torch.empty(hidden, 2 * hidden)
         return {name: value(name, tensor, dtype) for name, tensor in {**tensors, **shapes}.items()}
 
     return added
 
 
-def mtp_logits(layer: Callable[[Any, int], nn.Module]) -> Callable[[PreTrainedModel, Mapping[str, Tensor], Tensor], Tensor]:
+def mtp_logits(
+    layer: Callable[[Any, int], nn.Module],
+) -> Callable[[PreTrainedModel, Mapping[str, Tensor], Tensor], Tensor]:
     """Logits of the MTP layer: transformers' decoder layer in the equations of `families.mtp`, with this family's norms.
 
     That `fc` takes the embedding first is what SGLang's classes do (tests/converters/test_sglang_mtp.py runs them).
@@ -143,7 +150,14 @@ DENSE = _sizes() | LINEAR | {"rope_parameters": ROPE | MROPE}
 SPARSE = _sizes("intermediate_size") | LINEAR | ROUTED | {"rope_parameters": ROPE | MROPE}
 WITNESS = "reference, and SGLang's own class"
 
-VL_ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}}
+VL_ROPE: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    }
+}
 VL_VISION = VISION | {"deepstack_visual_indexes": [0, 1]}
 
 NEXT = Case(

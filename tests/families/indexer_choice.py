@@ -21,17 +21,25 @@ from torch import Tensor
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as modeling
 
-from verify.megatron_layout import ParallelSizes
-from verify.megatron_model import connect
-from verify.megatron_variants.dsa import ROTARY_FIRST, LocalBackend, hadamard
+from verify.witnesses.megatron.layout import ParallelSizes
+from verify.witnesses.megatron.model import connect
+from verify.witnesses.megatron.variants.dsa import ROTARY_FIRST, LocalBackend, hadamard
 
 HIDDEN, RANK, HEADS, HEAD_DIM, ROPE, TOP, LENGTH = 96, 48, 6, 32, 8, 8, 64
-NAMES = {"wq_b.weight": "linear_wq_b.weight", "wk.weight": "linear_wk.weight", "weights_proj.weight": "linear_weights_proj.weight"}
+NAMES = {
+    "wq_b.weight": "linear_wq_b.weight",
+    "wk.weight": "linear_wk.weight",
+    "weights_proj.weight": "linear_weights_proj.weight",
+}
 
 
 def release() -> dict[str, Tensor]:
     """Random tensors of an indexer, by HF name."""
-    shapes = {"wq_b.weight": (HEADS * HEAD_DIM, RANK), "wk.weight": (HEAD_DIM, HIDDEN), "weights_proj.weight": (HEADS, HIDDEN)}
+    shapes = {
+        "wq_b.weight": (HEADS * HEAD_DIM, RANK),
+        "wk.weight": (HEAD_DIM, HIDDEN),
+        "weights_proj.weight": (HEADS, HIDDEN),
+    }
     return {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()} | {
         "k_norm.weight": 1 + 0.5 * torch.randn(HEAD_DIM),
         "k_norm.bias": 0.5 * torch.randn(HEAD_DIM),
@@ -48,7 +56,9 @@ def of_transformers(tensors: Mapping[str, Tensor], hidden: Tensor, queries: Tens
     """What transformers' indexer chooses, turning as halves or in pairs."""
     sizes = {"index_n_heads": HEADS, "index_head_dim": HEAD_DIM, "index_topk": TOP, "qk_rope_head_dim": ROPE}
     rope = {"rope_type": "default", "rope_theta": 10000.0}
-    config = DeepseekV32Config(hidden_size=HIDDEN, q_lora_rank=RANK, num_attention_heads=4, rope_parameters=rope, **sizes)
+    config = DeepseekV32Config(
+        hidden_size=HIDDEN, q_lora_rank=RANK, num_attention_heads=4, rope_parameters=rope, **sizes
+    )
     indexer = modeling.DeepseekV32Indexer(config, 0).eval()
     indexer.load_state_dict(dict(tensors))
     positions = torch.arange(LENGTH)[None]
@@ -61,10 +71,33 @@ def of_transformers(tensors: Mapping[str, Tensor], hidden: Tensor, queries: Tens
 def of_megatron(tensors: Mapping[str, Tensor], hidden: Tensor, queries: Tensor, *, pairs: bool) -> Tensor:
     """What Megatron's indexer chooses; `pairs` is its option, which versions before 0.19 do not have."""
     option = {"dsa_indexer_rope_interleaved": pairs} if ROTARY_FIRST else {}
-    sizes = {"hidden_size": HIDDEN, "q_lora_rank": RANK, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": ROPE, "v_head_dim": 16}
-    index = {"dsa_indexer_n_heads": HEADS, "dsa_indexer_head_dim": HEAD_DIM, "dsa_indexer_topk": TOP, "layernorm_epsilon": 1e-6}
-    fixed = {"num_layers": 1, "num_attention_heads": 4, "rope_type": "rope", "rotary_base": 10000, "experimental_attention_variant": "dsa"}
-    switches = {"add_bias_linear": False, "apply_rope_fusion": False, "use_cpu_initialization": True, "perform_initialization": False}
+    sizes = {
+        "hidden_size": HIDDEN,
+        "q_lora_rank": RANK,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": ROPE,
+        "v_head_dim": 16,
+    }
+    index = {
+        "dsa_indexer_n_heads": HEADS,
+        "dsa_indexer_head_dim": HEAD_DIM,
+        "dsa_indexer_topk": TOP,
+        "layernorm_epsilon": 1e-6,
+    }
+    fixed = {
+        "num_layers": 1,
+        "num_attention_heads": 4,
+        "rope_type": "rope",
+        "rotary_base": 10000,
+        "experimental_attention_variant": "dsa",
+    }
+    switches = {
+        "add_bias_linear": False,
+        "apply_rope_fusion": False,
+        "use_cpu_initialization": True,
+        "perform_initialization": False,
+    }
     values = sizes | index | fixed | switches | option
     backend = LocalBackend()
     linear = {name.removesuffix(".weight"): backend.linear() for name in NAMES.values()}
@@ -98,9 +131,14 @@ def main() -> None:
     words, counts = ("halves", "pairs"), {}
     for pairs in (False, True):
         expected = of_transformers(tensors, *inputs, pairs=pairs)
-        for (paired, last), option in product(product((False, True), repeat=2), (False, True) if ROTARY_FIRST else (True,)):
+        for (paired, last), option in product(
+            product((False, True), repeat=2), (False, True) if ROTARY_FIRST else (True,)
+        ):
             found = of_megatron(arranged(tensors, paired=paired, last=last), *inputs, pairs=option)
-            rows = " and ".join(word for word, is_so in (("paired", paired), ("rotary last", last)) if is_so) or "as released"
+            rows = (
+                " and ".join(word for word, is_so in (("paired", paired), ("rotary last", last)) if is_so)
+                or "as released"
+            )
             counts[f"{words[pairs]}, {rows}, {words[option]}"] = int((found != expected).any(-1).sum())
     Path(sys.argv[1]).write_text(json.dumps(counts))
 

@@ -42,7 +42,14 @@ YARN: dict[str, Any] = {
     "mscale": 1.5,
     "mscale_all_dim": 0.7,
 }
-KIMI_YARN: dict[str, Any] = YARN | {"rope_theta": 50000.0, "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+KIMI_YARN: dict[str, Any] = YARN | {
+    "rope_theta": 50000.0,
+    "factor": 32.0,
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 
 
 def stronger(name: str, tensor: Tensor) -> Tensor:
@@ -68,25 +75,43 @@ def strong_layer(make: Callable[[Any, int], nn.Module]) -> Callable[[PreTrainedM
 def deepseek() -> PretrainedConfig:
     """Every kind of layer of DeepSeek V3; four groups of three experts."""
     sizes = MLA | {"max_position_embeddings": 4096, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
-    return DeepseekV3Config(**sizes, n_shared_experts=1, first_k_dense_replace=3, routed_scaling_factor=2.5, rope_parameters=YARN)
+    return DeepseekV3Config(
+        **sizes, n_shared_experts=1, first_k_dense_replace=3, routed_scaling_factor=2.5, rope_parameters=YARN
+    )
 
 
 def moonlight() -> PretrainedConfig:
     """Queries that are not compressed, plain rotary embedding, two shared experts."""
     rope = {"rope_type": "default", "rope_theta": 50000.0}
     sizes = MLA | UNGROUPED | {"q_lora_rank": None}
-    return DeepseekV3Config(**sizes, n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=2.446, rope_parameters=rope, **NO_MTP)
+    return DeepseekV3Config(
+        **sizes,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.446,
+        rope_parameters=rope,
+        **NO_MTP,
+    )
 
 
 def kimi() -> PretrainedConfig:
     """Kimi K2's yarn, which has no slope between fast and slow frequencies."""
     sizes = MLA | UNGROUPED | {"max_position_embeddings": 16384}
-    return DeepseekV3Config(**sizes, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=2.827, rope_parameters=KIMI_YARN, **NO_MTP)
+    return DeepseekV3Config(
+        **sizes,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.827,
+        rope_parameters=KIMI_YARN,
+        **NO_MTP,
+    )
 
 
 def glm() -> PretrainedConfig:
     """GLM-4.7-Flash."""
-    return Glm4MoeLiteConfig(**MLA, **UNGROUPED, n_shared_experts=1, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    return Glm4MoeLiteConfig(
+        **MLA, **UNGROUPED, n_shared_experts=1, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+    )
 
 
 def glm_layer(config: Any, number: int) -> nn.Module:
@@ -96,12 +121,19 @@ def glm_layer(config: Any, number: int) -> nn.Module:
 
 def rotary_frequencies(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
     """Moonlight and Kimi K2 ship these in float32."""
-    return {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": model.model.rotary_emb.inv_freq.float() for layer in range(12)}
+    return {
+        f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": model.model.rotary_emb.inv_freq.float()
+        for layer in range(12)
+    }
 
 
 def vision(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
     """A few tensors of Kimi K2.5's vision tower and projector."""
-    shapes = {"vision_tower.encoder.blocks.0.wqkv.weight": (96, 32), "vision_tower.patch_embed.pos_emb.weight": (4, 4, 32), "mm_projector.proj.0.bias": (64,)}
+    shapes = {
+        "vision_tower.encoder.blocks.0.wqkv.weight": (96, 32),
+        "vision_tower.patch_embed.pos_emb.weight": (4, 4, 32),
+        "mm_projector.proj.0.bias": (64,),
+    }
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
 
@@ -114,7 +146,11 @@ def as_v4(config: dict[str, Any]) -> dict[str, Any]:
 
 def as_k25(config: dict[str, Any]) -> dict[str, Any]:
     """The language model's config inside that of a multimodal model."""
-    return {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": as_v4(config) | {"model_type": "kimi_k2"}}
+    return {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": as_v4(config) | {"model_type": "kimi_k2"},
+    }
 
 
 CASES = {

@@ -46,7 +46,9 @@ def random_layer(layer: nn.Module, prefix: str, dtype: torch.dtype) -> dict[str,
                     values[f"{stem}{expert}.{kind}_proj.weight"] = random(name, half, dtype)
         elif name.endswith(".experts.down_proj"):
             stem = prefix + name.removesuffix("down_proj")
-            values |= {f"{stem}{expert}.down_proj.weight": random(name, part, dtype) for expert, part in enumerate(tensor)}
+            values |= {
+                f"{stem}{expert}.down_proj.weight": random(name, part, dtype) for expert, part in enumerate(tensor)
+            }
     return values
 
 
@@ -58,7 +60,10 @@ def load_layer(layer: nn.Module, prefix: str, tensors: Mapping[str, Tensor]) -> 
         if ".experts." not in name:
             state[name] = tensors[prefix + name]
         elif leaf == "gate_up_proj":
-            one = [torch.cat([tensors[f"{stem}.{expert}.{kind}_proj.weight"] for kind in ("gate", "up")]) for expert in range(len(tensor))]
+            one = [
+                torch.cat([tensors[f"{stem}.{expert}.{kind}_proj.weight"] for kind in ("gate", "up")])
+                for expert in range(len(tensor))
+            ]
             state[name] = torch.stack(one)
         else:
             state[name] = torch.stack([tensors[f"{stem}.{expert}.{leaf}.weight"] for expert in range(len(tensor))])
@@ -79,7 +84,9 @@ def layer_prefix(model: PreTrainedModel) -> str:
     return f"model.layers.{model.config.num_hidden_layers}."
 
 
-def added_layer(make: Callable[[Any, int], nn.Module], *, copies: bool = True) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
+def added_layer(
+    make: Callable[[Any, int], nn.Module], *, copies: bool = True
+) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
     """The tensors of an MTP layer as DeepSeek and GLM ship it, around a decoder layer that `make` makes of config and number."""
 
     def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -96,7 +103,9 @@ def added_layer(make: Callable[[Any, int], nn.Module], *, copies: bool = True) -
     return added
 
 
-def reference(make: Callable[[Any, int], nn.Module]) -> Callable[[PreTrainedModel, Mapping[str, Tensor], Tensor], Tensor]:
+def reference(
+    make: Callable[[Any, int], nn.Module],
+) -> Callable[[PreTrainedModel, Mapping[str, Tensor], Tensor], Tensor]:
     """Logits of the MTP layer of DeepSeek and GLM by the equations above."""
 
     def logits(model: PreTrainedModel, added: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
@@ -107,7 +116,9 @@ def reference(make: Callable[[Any, int], nn.Module]) -> Callable[[PreTrainedMode
         embedded = rms_norm(model.model.embed_tokens(next_tokens(tokens)), added[prefix + "enorm.weight"], eps)
         joined = nn.functional.linear(torch.cat([embedded, hidden], dim=-1), added[prefix + "eh_proj.weight"])
         result = run_layer(model, layer, joined)
-        return nn.functional.linear(rms_norm(result, added[prefix + "shared_head.norm.weight"], eps), model.lm_head.weight)
+        return nn.functional.linear(
+            rms_norm(result, added[prefix + "shared_head.norm.weight"], eps), model.lm_head.weight
+        )
 
     return logits
 
@@ -148,11 +159,19 @@ def mimo_reference(model: PreTrainedModel, added: Mapping[str, Tensor], tokens: 
 def mimo(layers: int, *, tied: bool) -> Case:
     """MiMo with this many MTP layers; the release has one, and its own embeddings for the output."""
     return Case(
-        lambda: Qwen2Config(**SIZES, tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": 640000.0}),
+        lambda: Qwen2Config(
+            **SIZES, tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": 640000.0}
+        ),
         added=mimo_added(layers),
         edit=lambda config: (
             config
-            | {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": layers, "attention_bias": True, "use_mrope": False}
+            | {
+                "model_type": "mimo",
+                "architectures": ["MiMoForCausalLM"],
+                "num_nextn_predict_layers": layers,
+                "attention_bias": True,
+                "use_mrope": False,
+            }
         ),
         mtp=mimo_reference,
         witness="transformers' qwen2; MTP: its decoder layer in the equations of the published modeling code, and SGLang's own class",
@@ -174,7 +193,10 @@ def small(case: Case, layers: int) -> Case:
 
 def with_tensors(case: Case, wanted: Callable[[str], bool]) -> Case:
     """The same model, of whose added tensors only these are there."""
-    return replace(case, added=lambda model, dtype: {name: tensor for name, tensor in case.added(model, dtype).items() if wanted(name)})
+    return replace(
+        case,
+        added=lambda model, dtype: {name: tensor for name, tensor in case.added(model, dtype).items() if wanted(name)},
+    )
 
 
 def promising(path: Path, layers: int) -> Path:

@@ -31,14 +31,27 @@ def _of_one_mapping(group: Sequence[Rule], hf: Tensors) -> Iterator[tuple[str, d
     if any(tensor.shape[0] > 1 for tensor in right.values()):
         yield "rows reversed", {name: tensor.flip(0) for name, tensor in right.items()}
     if all(tensor.dim() == 2 and tensor.shape[1] % 2 == 0 for tensor in right.values()):
-        yield "column halves swapped", {name: tensor.roll(tensor.shape[1] // 2, dims=1) for name, tensor in right.items()}
+        yield (
+            "column halves swapped",
+            {name: tensor.roll(tensor.shape[1] // 2, dims=1) for name, tensor in right.items()},
+        )
     shapes = [tensor.shape for tensor in next(iter(inputs.values()))]
     for one, other in combinations(range(len(shapes)), 2):
         if shapes[one] == shapes[other]:
-            yield f"inputs {one} and {other} swapped", {name: op.merge(_swapped(tensors, one, other)) for name, tensors in inputs.items()}
+            yield (
+                f"inputs {one} and {other} swapped",
+                {name: op.merge(_swapped(tensors, one, other)) for name, tensors in inputs.items()},
+            )
     if len(shapes) > 1:
-        joined = {name: torch.cat(list(tensors)) for name, tensors in inputs.items() if all(tensor.dim() for tensor in tensors)}
-        if all(tensor.shape == right[name].shape and not torch.equal(tensor, right[name]) for name, tensor in joined.items()):
+        joined = {
+            name: torch.cat(list(tensors))
+            for name, tensors in inputs.items()
+            if all(tensor.dim() for tensor in tensors)
+        }
+        if all(
+            tensor.shape == right[name].shape and not torch.equal(tensor, right[name])
+            for name, tensor in joined.items()
+        ):
             yield "inputs one above the other", joined
     if all(tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] for tensor in right.values()):
         yield "transposed", {name: tensor.T.contiguous() for name, tensor in right.items()}

@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma3TextConfig, Glm4Config, PretrainedConfig, SiglipVisionConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    PretrainedConfig,
+    SiglipVisionConfig,
+)
 
 from families.case import SIZES, Case, random
 
@@ -22,7 +29,14 @@ GEMMA: dict[str, Any] = SIZES | {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
-VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 
 
 def gemma_value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -34,7 +48,11 @@ def gemma_value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def as_released(text: dict[str, Any]) -> dict[str, Any]:
     """Layers and rotary settings as transformers v4 spells them, and Gemma's releases."""
-    kept = {key: value for key, value in text.items() if key not in {"rope_parameters", "layer_types", "_sliding_window_pattern"}}
+    kept = {
+        key: value
+        for key, value in text.items()
+        if key not in {"rope_parameters", "layer_types", "_sliding_window_pattern"}
+    }
     return kept | {
         "rope_theta": 1000000,
         "rope_local_base_freq": 10000,
@@ -44,7 +62,9 @@ def as_released(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def multimodal() -> PretrainedConfig:
-    return Gemma3Config(text_config=Gemma3TextConfig(**GEMMA), vision_config=SiglipVisionConfig(**VISION), mm_tokens_per_image=4)
+    return Gemma3Config(
+        text_config=Gemma3TextConfig(**GEMMA), vision_config=SiglipVisionConfig(**VISION), mm_tokens_per_image=4
+    )
 
 
 def nested_as_released(config: dict[str, Any]) -> dict[str, Any]:

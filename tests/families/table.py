@@ -15,7 +15,15 @@ from families.case import Case
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
-HEAD = ("`model_type`", "family file", "test models", "logits compared with", "first MTP layer with", "dialects", "carried along")
+HEAD = (
+    "`model_type`",
+    "family file",
+    "test models",
+    "logits compared with",
+    "first MTP layer with",
+    "dialects",
+    "carried along",
+)
 
 
 def config_of(case: Case) -> dict[str, Any]:

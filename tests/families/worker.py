@@ -52,7 +52,10 @@ class Worker:
             self._process = self._start()
         self._count += 1
         question, answer = self._scratch / f"question-{self._count}.pt", self._scratch / f"answer-{self._count}.pt"
-        torch.save({"hf": str(hf), "megatron": str(megatron), "tokens": tokens, "mutate": mutate, "answer": str(answer)}, question)
+        torch.save(
+            {"hf": str(hf), "megatron": str(megatron), "tokens": tokens, "mutate": mutate, "answer": str(answer)},
+            question,
+        )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{question}\n")
@@ -76,8 +79,8 @@ def main() -> None:
     """Reads names of question files from stdin and says on stdout when each is answered."""
     import traceback
 
-    from verify.megatron_layout import ParallelSizes
-    from verify.megatron_model import connect
+    from verify.witnesses.megatron.layout import ParallelSizes
+    from verify.witnesses.megatron.model import connect
 
     os.unlink(sys.argv[1]) if os.path.exists(sys.argv[1]) else None
     connect(ParallelSizes(), 0, sys.argv[1])
@@ -92,27 +95,35 @@ def main() -> None:
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
-    from ckptkit.formats import locate
-    from ckptkit.safetensors_io import HfCheckpoint
-    from converters.module_names import global_name
+    from ckptkit.formats.detect import locate
+    from ckptkit.formats.hf.reader import HfCheckpoint
+    from converters.megatron.module_names import global_name
     from converters.planner import dims_of, rules_of, to_megatron
     from families.mutations import mutations
-    from verify import megatron_model
-    from verify.megatron_layout import ParallelSizes
-    from verify.witness_megatron import held_by, layers_of, load
+    from verify.witnesses.megatron import model as megatron_model
+    from verify.witnesses.megatron.layout import ParallelSizes
+    from verify.witnesses.megatron.process import held_by, layers_of, load
 
     source = HfCheckpoint(question["hf"])
     dims, tokens = dims_of(source.config), question["tokens"]
     (model,) = megatron_model.build_chunks(dims, megatron_model.Build(ParallelSizes(), torch.float32))
     _, missing, unexpected, refused = load([model], str(locate(question["megatron"]).path))
     logits, mtp = _logits(model, tokens, dims)
-    answer: dict[str, Any] = {"logits": logits, "mtp": mtp, "missing": sorted(missing), "unexpected": sorted({*unexpected, *refused}), "mutated": {}}
+    answer: dict[str, Any] = {
+        "logits": logits,
+        "mtp": mtp,
+        "missing": sorted(missing),
+        "unexpected": sorted({*unexpected, *refused}),
+        "mutated": {},
+    }
     if not question["mutate"]:
         return answer
     rules = list(rules_of(source.config))
     held: dict[str, list[Tensor]] = {}
     for local, tensor in held_by(model).items():
-        held.setdefault(global_name(local, layers_of(model), range(dims.experts), {rule.megatron: rule for rule in rules}), []).append(tensor)
+        held.setdefault(
+            global_name(local, layers_of(model), range(dims.experts), {rule.megatron: rule for rule in rules}), []
+        ).append(tensor)
     view = to_megatron(source, "the test model")
     unfused = view.source
     hf = {name: tensor for names in unfused.groups for name, tensor in unfused.read(names).items()}
@@ -122,7 +133,11 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
             for place in held[name]:
                 place[: tensor.shape[0]].copy_(tensor)
         found = _logits(model, tokens, dims)
-        answer["mutated"][label] = max(_far(now, then) for now, then in zip(found, (logits, mtp), strict=True) if now is not None and then is not None)
+        answer["mutated"][label] = max(
+            _far(now, then)
+            for now, then in zip(found, (logits, mtp), strict=True)
+            if now is not None and then is not None
+        )
         for name, tensors in before.items():
             for place, tensor in zip(held[name], tensors, strict=True):
                 place.copy_(tensor)
@@ -134,7 +149,7 @@ def _far(found: Tensor, expected: Tensor) -> float:
 
 
 def _logits(model: Any, tokens: Tensor, dims: Any) -> tuple[Tensor, Tensor | None]:
-    from verify import megatron_model
+    from verify.witnesses.megatron import model as megatron_model
 
     *mtp, logits = (found[..., : dims.vocab] for found in megatron_model.all_logits(model, tokens))
     return logits, torch.cat(mtp) if mtp else None

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptkit import api
-from ckptkit.errors import CkptkitError
-from quant.grids import quantize
-from quant.kernels import Packed, quantize_pack
-from quant.packing import pack, pack_zero_point
-from quant.scheme import QuantScheme
+from ckptkit.app import api
+from ckptkit.core.errors import CkptkitError
+from quant.formats.grids import quantize
+from quant.formats.packing import pack, pack_zero_point
+from quant.formats.scheme import QuantScheme
+from quant.kernels.dispatch import Packed, quantize_pack
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(600)]
 
@@ -23,7 +23,11 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SCHEMES = [
     *(QuantScheme(group, grid) for group in (32, 64, 128, None) for grid in ("qmax7", "minmax")),
     *(QuantScheme(group, "minmax", symmetric=False) for group in (32, 128, None)),
-    *(QuantScheme(64, "minmax", symmetric=symmetric, scale_dtype=dtype) for symmetric in (True, False) for dtype in (torch.float32, torch.bfloat16)),
+    *(
+        QuantScheme(64, "minmax", symmetric=symmetric, scale_dtype=dtype)
+        for symmetric in (True, False)
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
     QuantScheme(32, "qmax7", scale_dtype=torch.float32),
     QuantScheme(32, "minmax", search="mse"),
 ]
@@ -59,7 +63,14 @@ def odd_groups(dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     noise = torch.rand(256, generator=torch.Generator().manual_seed(3)) - 0.5
     big = min(info.max, 1e38)
-    rows = [torch.zeros(256), -torch.zeros(256), torch.full((256,), 0.3), torch.full((256,), -0.3), noise.abs(), -noise.abs()]
+    rows = [
+        torch.zeros(256),
+        -torch.zeros(256),
+        torch.full((256,), 0.3),
+        torch.full((256,), -0.3),
+        noise.abs(),
+        -noise.abs(),
+    ]
     rows += [noise * scale for scale in (1e-4, 1e-5, info.tiny, info.tiny / 8, info.smallest_normal * 20, big / 100)]
     rows += [torch.full((256,), info.smallest_normal), noise.sign() * big / 8]
     return torch.stack(rows).to(dtype)
@@ -69,7 +80,12 @@ def ties(dtype: torch.dtype) -> Tensor:
     """Weights that lie between two codes on both grids, or one step of the dtype beside: absmax is 7 s or 7.5 s, the rest (k + 1/2) s."""
     scale = torch.tensor([1.0, 0.75, 1.3, 0.0173, 3.1e-4]).to(dtype).float()[:, None]
     halves = torch.arange(-7, 7).repeat(9)[:123] + 0.5
-    rows = torch.cat([torch.full((1,), 7.0), halves, torch.full((1,), 3.0), halves, torch.full((1,), 7.5), torch.zeros(7)])[None] * scale
+    rows = (
+        torch.cat(
+            [torch.full((1,), 7.0), halves, torch.full((1,), 3.0), halves, torch.full((1,), 7.5), torch.zeros(7)]
+        )[None]
+        * scale
+    )
     near = rows.to(dtype)
     up, down = (torch.nextafter(near.float(), torch.full_like(rows, end)).to(dtype) for end in (torch.inf, -torch.inf))
     return torch.cat([near, up, down])
@@ -84,7 +100,11 @@ def test_same_bytes_as_on_the_cpu(dtype: torch.dtype, scheme: QuantScheme) -> No
     assert_same([*weights, odd_groups(dtype), ties(dtype)], scheme)
 
 
-@pytest.mark.parametrize("scheme", [QuantScheme(32, "qmax7"), QuantScheme(128, "minmax"), QuantScheme(32, "minmax", symmetric=False)], ids=name_of)
+@pytest.mark.parametrize(
+    "scheme",
+    [QuantScheme(32, "qmax7"), QuantScheme(128, "minmax"), QuantScheme(32, "minmax", symmetric=False)],
+    ids=name_of,
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_same_bytes_over_many_quotients(dtype: torch.dtype, scheme: QuantScheme) -> None:
     draw = torch.Generator().manual_seed(6)
@@ -96,7 +116,9 @@ def test_the_formulas_give_the_same_on_the_gpu() -> None:
     weight = torch.randn((256, 512), generator=torch.Generator().manual_seed(7))
     for dtype in DTYPES:
         for scheme in SCHEMES:
-            for actual, expected in zip(quantize(weight.to(dtype).cuda(), scheme), quantize(weight.to(dtype), scheme), strict=True):
+            for actual, expected in zip(
+                quantize(weight.to(dtype).cuda(), scheme), quantize(weight.to(dtype), scheme), strict=True
+            ):
                 assert (actual is None) == (expected is None)
                 assert actual is None or expected is None or torch.equal(actual.cpu(), expected), (dtype, scheme)
 
@@ -118,7 +140,11 @@ def test_nothing_to_quantize(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
-@pytest.mark.parametrize("scheme", [QuantScheme(32, "qmax7"), QuantScheme(None, "minmax"), QuantScheme(128, "minmax", symmetric=False)], ids=name_of)
+@pytest.mark.parametrize(
+    "scheme",
+    [QuantScheme(32, "qmax7"), QuantScheme(None, "minmax"), QuantScheme(128, "minmax", symmetric=False)],
+    ids=name_of,
+)
 def test_refuses_what_is_not_finite(scheme: QuantScheme, value: float) -> None:
     weights = [torch.ones((16, 256), dtype=torch.bfloat16, device="cuda") for _ in range(3)]
     weights[1][15, 255] = value
@@ -134,7 +160,9 @@ def test_refuses_scales_that_overflow() -> None:
 
 def test_a_layer_takes_few_launches() -> None:
     """As many matrices as Kimi K2 has in a layer: 384 experts of three."""
-    experts = [torch.randn(shape, device="cuda").bfloat16() for _ in range(384) for shape in ((64, 128), (64, 128), (128, 64))]
+    experts = [
+        torch.randn(shape, device="cuda").bfloat16() for _ in range(384) for shape in ((64, 128), (64, 128), (128, 64))
+    ]
     names = [str(index) for index in range(len(experts))]
     quantize_pack(experts, QuantScheme(32, "qmax7"), names)
     torch.cuda.synchronize()

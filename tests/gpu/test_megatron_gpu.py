@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import models
 import pytest
 import torch
+from fixture_types import PathOf
 
-from ckptkit.api import convert
-from verify.check_megatron import all_layers, right_slices, strict_load
-from verify.checks import Tally
+from ckptkit.app.api import convert
+from verify.check import Tally
+from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from verify.evidence.subject import Subject
 from verify.report import Finding
-from verify.subject import Subject
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed"),
 ]
 
-Paths = Callable[..., Path]
-
 
 def judge(subject: Subject) -> tuple[list[Finding], dict[str, list[str]]]:
     tally = Tally()
-    return [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, tally)], tally.facts
+    return [
+        finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, tally)
+    ], tally.facts
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def judge(subject: Subject) -> tuple[list[Finding], dict[str, list[str]]]:
         ("glm4_moe", 2, 2, 1),
     ],
 )
-def test_every_rank_holds_its_slice(releases: Paths, converted: Paths, name: str, tp: int, pp: int, ep: int) -> None:
+def test_every_rank_holds_its_slice(releases: PathOf, converted: PathOf, name: str, tp: int, pp: int, ep: int) -> None:
     subject = Subject(converted(name), releases(name), tp=tp, pp=pp, ep=ep)
     if torch.cuda.device_count() < tp * pp:
         pytest.skip(f"needs {tp * pp} GPUs, there are {torch.cuda.device_count()}")
@@ -50,7 +50,7 @@ def test_every_rank_holds_its_slice(releases: Paths, converted: Paths, name: str
     assert ("Transformer Engine spec" in facts["megatron"][0]) == (find_spec("transformer_engine") is not None)
 
 
-def test_one_changed_value_is_found(releases: Paths, copy_of: Paths, tmp_path: Path) -> None:
+def test_one_changed_value_is_found(releases: PathOf, copy_of: PathOf, tmp_path: Path) -> None:
     edited = copy_of(releases("glm4_moe"))
     name = "model.layers.9.mlp.experts.11.down_proj.weight"
     value = models.tensors(edited)[name]
@@ -58,4 +58,6 @@ def test_one_changed_value_is_found(releases: Paths, copy_of: Paths, tmp_path: P
     models.edit(edited, name, value)
     convert(edited, tmp_path / "broken")
     findings, _ = judge(Subject(tmp_path / "broken", releases("glm4_moe")))
-    assert [(finding.code, finding.tensor) for finding in findings] == [("CK402", "decoder.layers.9.mlp.experts.experts.11.linear_fc2.weight")]
+    assert [(finding.code, finding.tensor) for finding in findings] == [
+        ("CK402", "decoder.layers.9.mlp.experts.experts.11.linear_fc2.weight")
+    ]

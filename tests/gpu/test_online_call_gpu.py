@@ -11,11 +11,11 @@ import torch
 from online_model import config, names_of, release, same
 from torch import Tensor
 
-from ckptkit.errors import CkptkitError
-from quant.grids import quantize
-from quant.online import OnlineQuantizer
-from quant.packing import pack
-from quant.scheme import QuantScheme
+from ckptkit.core.errors import CkptkitError
+from quant.formats.grids import quantize
+from quant.formats.packing import pack
+from quant.formats.scheme import QuantScheme
+from quant.online.quantizer import OnlineQuantizer
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(600)]
 
@@ -26,7 +26,7 @@ EXPERTS = 50
 @pytest.fixture(autouse=True)
 def parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the 150 matrices of a layer, 128 come first."""
-    from quant import online_cuda
+    from quant.online import cuda as online_cuda
 
     monkeypatch.setattr(online_cuda, "_FIRST", 128 * 192 * 256)
 
@@ -34,7 +34,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["idle", "busy"])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the GPU has nothing to do, as the host sees it."""
-    monkeypatch.setattr("quant.online_cuda.idle", lambda device: request.param == "idle")
+    monkeypatch.setattr("quant.online.cuda.idle", lambda device: request.param == "idle")
 
 
 def layer(dtype: torch.dtype = torch.bfloat16, seed: int = 0, wide: tuple[int, int] = (192, 256)) -> Named:
@@ -42,11 +42,18 @@ def layer(dtype: torch.dtype = torch.bfloat16, seed: int = 0, wide: tuple[int, i
     draw = torch.Generator().manual_seed(seed)
     shapes = {"gate_proj": wide, "up_proj": wide, "down_proj": wide[::-1]}
     named = [
-        (f"model.layers.0.mlp.experts.{expert}.{projection}.weight", torch.randn(shape, generator=draw).to(dtype).cuda())
+        (
+            f"model.layers.0.mlp.experts.{expert}.{projection}.weight",
+            torch.randn(shape, generator=draw).to(dtype).cuda(),
+        )
         for expert in range(EXPERTS)
         for projection, shape in shapes.items()
     ]
-    return [*named[:7], ("model.layers.0.mlp.gate.weight", torch.randn((EXPERTS, 256), generator=draw).cuda()), *named[7:]]
+    return [
+        *named[:7],
+        ("model.layers.0.mlp.gate.weight", torch.randn((EXPERTS, 256), generator=draw).cuda()),
+        *named[7:],
+    ]
 
 
 def quantizer(named: Iterable[tuple[str, Tensor]], group: int | None = 32, grid: str = "qmax7") -> OnlineQuantizer:
@@ -73,7 +80,9 @@ def on_the_cpu(bucket: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("grid", ["qmax7", "minmax"])
 @pytest.mark.parametrize("group", [32, 64, None])
-def test_a_bucket_on_a_gpu_has_the_bytes_of_the_cpu_at_every_call(group: int | None, grid: str, dtype: torch.dtype) -> None:
+def test_a_bucket_on_a_gpu_has_the_bytes_of_the_cpu_at_every_call(
+    group: int | None, grid: str, dtype: torch.dtype
+) -> None:
     online = quantizer(layer(), group, grid)
     for seed in range(3):
         named = layer(dtype, seed)
@@ -94,10 +103,17 @@ def test_other_shapes_under_the_same_names_are_worked_out_anew() -> None:
 def test_views_are_read_where_they_lie() -> None:
     """Shifted by one weight, so that no load is aligned; and columns of a larger matrix."""
     online = quantizer(layer())
-    for number, cut in enumerate((lambda whole: whole.view(-1)[1 : 1 + 192 * 256].view(192, 256), lambda whole: whole.view(193, 512)[1:, 100:356])):
+    for number, cut in enumerate(
+        (
+            lambda whole: whole.view(-1)[1 : 1 + 192 * 256].view(192, 256),
+            lambda whole: whole.view(193, 512)[1:, 100:356],
+        )
+    ):
         whole = torch.randn(193 * 512, generator=torch.Generator().manual_seed(number)).bfloat16().cuda()
         for _ in range(2):
-            named = [(name, cut(whole) if name.endswith("experts.3.up_proj.weight") else tensor) for name, tensor in layer()]
+            named = [
+                (name, cut(whole) if name.endswith("experts.3.up_proj.weight") else tensor) for name, tensor in layer()
+            ]
             same(on_the_cpu(online.quantize(named)), expected(named))
 
 
@@ -111,7 +127,8 @@ def test_buckets_stay_as_they_are_when_the_next_one_comes() -> None:
         for _, tensor in named:
             tensor.zero_()
         same(
-            on_the_cpu(pair for pair in bucket if ".gate.weight" not in pair[0]), {name: tensor for name, tensor in wanted.items() if "gate.weight" not in name}
+            on_the_cpu(pair for pair in bucket if ".gate.weight" not in pair[0]),
+            {name: tensor for name, tensor in wanted.items() if "gate.weight" not in name},
         )
 
 
@@ -155,5 +172,9 @@ def test_a_stream_of_a_whole_model_has_the_bytes_of_the_cpu() -> None:
     tensors = release(experts=32)
     online = OnlineQuantizer(config(), names_of(tensors))
     for _ in range(2):
-        there = dict(pair for bucket in online.stream((name, tensor.cuda()) for name, tensor in tensors.items()) for pair in bucket)
+        there = dict(
+            pair
+            for bucket in online.stream((name, tensor.cuda()) for name, tensor in tensors.items())
+            for pair in bucket
+        )
         same(on_the_cpu(there.items()), dict(pair for bucket in online.stream(tensors.items()) for pair in bucket))

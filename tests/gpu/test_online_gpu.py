@@ -15,8 +15,8 @@ import torch
 from families import CASES
 from transformers import Glm4MoeConfig, Qwen3MoeConfig
 
-from ckptkit.api import quantize
-from quant.scheme import QuantScheme
+from ckptkit.app.api import quantize
+from quant.formats.scheme import QuantScheme
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
@@ -42,12 +42,16 @@ SIZES = {
 }
 CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=16, norm_topk_prob=True),
-    "glm4_moe": Glm4MoeConfig(**SIZES, n_routed_experts=16, n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True),
+    "glm4_moe": Glm4MoeConfig(
+        **SIZES, n_routed_experts=16, n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True
+    ),
 }
 ATTENTION = r"re:.*\.self_attn\..*"
 SCHEMES = {
     "qwen3_moe": QuantScheme(32, "qmax7", (ATTENTION,)),
-    "glm4_moe": QuantScheme(64, "minmax", (ATTENTION, r"re:.*\.shared_experts\..*", r"re:.*\.mlp\.(gate|up|gate_up|down)_proj(\.weight)?$")),
+    "glm4_moe": QuantScheme(
+        64, "minmax", (ATTENTION, r"re:.*\.shared_experts\..*", r"re:.*\.mlp\.(gate|up|gate_up|down)_proj(\.weight)?$")
+    ),
 }
 PACKED = {"qwen3_moe": range(5), "glm4_moe": range(1, 5)}
 
@@ -100,7 +104,9 @@ def furthest(steps: dict[str, Any], step: str) -> float:
 
 def test_two_experts_in_each_others_place_change_it(result: tuple[str, dict[str, Any]]) -> None:
     _, steps = result
-    parts = [f"model.layers.3.mlp.experts.w{number}_weight_{part}" for number in ("13", "2") for part in ("packed", "scale")]
+    parts = [
+        f"model.layers.3.mlp.experts.w{number}_weight_{part}" for number in ("13", "2") for part in ("packed", "scale")
+    ]
     assert differing(steps["disk"], steps["altered"]) == sorted(parts)
     assert steps["altered"]["total"] != steps["disk"]["total"]
 

@@ -16,13 +16,13 @@ from quantized import fp8_blocks, write
 from sglang_runs import Case, int4_config, online_int4, run_cases, written
 from transformers import Glm4MoeConfig, Qwen2Config, Qwen3MoeConfig
 
-from ckptkit.api import convert, quantize
-from quant.scheme import QuantScheme
-from verify.check_sglang import KEEP_ROUTER
-from verify.checks import all_checks, run_checks
+from ckptkit.app.api import convert, quantize
+from quant.formats.scheme import QuantScheme
+from verify.check import all_checks, run_checks
+from verify.checks.witnesses.sglang import KEEP_ROUTER
+from verify.evidence.subject import Subject
 from verify.run import choose, verify
-from verify.sglang_run import SglangRun
-from verify.subject import Subject
+from verify.witnesses.sglang.run import SglangRun
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
@@ -52,12 +52,24 @@ SIZES = {
 CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=12, norm_topk_prob=True),
     "glm4_moe": Glm4MoeConfig(
-        **SIZES, num_nextn_predict_layers=0, n_routed_experts=12, n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True
+        **SIZES,
+        num_nextn_predict_layers=0,
+        n_routed_experts=12,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        use_qk_norm=True,
+        attention_bias=True,
     ),
 }
 DENSE = Qwen2Config(**{key: value for key, value in SIZES.items() if "expert" not in key and "moe" not in key})
 ASYMMETRIC = QuantScheme(GROUP, "minmax", (), symmetric=False)
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
+}
 OTHER_FORMATS = ("zero points qwen2", "zero points qwen3_moe", "channel zero points qwen2", "fp8 qwen3_moe")
 ROUTERS = {"qwen3_moe": "model.layers.{0..4}.mlp.gate.weight", "glm4_moe": "model.layers.{1..4}.mlp.gate.weight"}
 
@@ -80,7 +92,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
             kept = [*ONLINE, KEEP_ROUTER, UNFUSED]
             for kind, ignore in (("online", kept), ("router", [*ONLINE, UNFUSED])):
                 packed = online_int4(tensors, ignore, GROUP)
-                found[f"{kind} {name}"] = Case(written(root, f"{name}-{kind}", release, packed, quantization_config=int4_config(ignore, GROUP)))
+                found[f"{kind} {name}"] = Case(
+                    written(root, f"{name}-{kind}", release, packed, quantization_config=int4_config(ignore, GROUP))
+                )
             convert(release, root / f"{name}-megatron")
             found[f"megatron {name}"] = Case(root / f"{name}-megatron", release)
         patch.setitem(CASES, "qwen2-untied", replace(CASES["qwen2-untied"], config=partial(deepcopy, DENSE)))
@@ -89,7 +103,13 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
         quantize(root / "qwen2", root / "qwen2-channel", replace(ASYMMETRIC, group_size=None))
         quantize(root / "qwen3_moe", root / "qwen3_moe-zeros", ASYMMETRIC, readers=("sglang",))
         projections = lambda name: name.endswith("_proj.weight")  # noqa: E731
-        write(root / "qwen3_moe", root / "qwen3_moe-fp8", projections, fp8_blocks(128, 128), lambda config: config | {"quantization_config": FP8})
+        write(
+            root / "qwen3_moe",
+            root / "qwen3_moe-fp8",
+            projections,
+            fp8_blocks(128, 128),
+            lambda config: config | {"quantization_config": FP8},
+        )
         directories = ("qwen2-zeros", "qwen3_moe-zeros", "qwen2-channel", "qwen3_moe-fp8")
         yield found | {name: Case(root / directory) for name, directory in zip(OTHER_FORMATS, directories, strict=True)}
 
@@ -115,7 +135,9 @@ def findings(case: Case, run: SglangRun) -> tuple[dict[str, str], set[tuple[str,
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("kind", ["bf16", "qmax7", "minmax", "online", "megatron"])
-def test_sound_checkpoints_pass_through_repacking(kind: str, family: str, cases: dict[str, Case], runs: dict[str, SglangRun]) -> None:
+def test_sound_checkpoints_pass_through_repacking(
+    kind: str, family: str, cases: dict[str, Case], runs: dict[str, SglangRun]
+) -> None:
     name = f"{kind} {family}"
     status, found = findings(cases[name], runs[name])
     assert found == set()
@@ -123,11 +145,15 @@ def test_sound_checkpoints_pass_through_repacking(kind: str, family: str, cases:
 
 
 @pytest.mark.parametrize("name", OTHER_FORMATS)
-def test_zero_points_and_fp8_blocks_pass_through_repacking(name: str, cases: dict[str, Case], runs: dict[str, SglangRun]) -> None:
+def test_zero_points_and_fp8_blocks_pass_through_repacking(
+    name: str, cases: dict[str, Case], runs: dict[str, SglangRun]
+) -> None:
     """Zero points of experts lie in AWQ's order, those of linear layers in compressed-tensors'; both end in Marlin's."""
     status, found = findings(cases[name], runs[name])
     assert found == set()
-    assert {code for code, one in status.items() if one == "passed"} == {f"CK50{number}" for number in range(1, 7) if number != 5 or "moe" in name}
+    assert {code for code, one in status.items() if one == "passed"} == {
+        f"CK50{number}" for number in range(1, 7) if number != 5 or "moe" in name
+    }
     report = runs[name].report
     assert report is not None
     assert (report.repacked, report.unchecked) == ((), ())
@@ -136,7 +162,9 @@ def test_zero_points_and_fp8_blocks_pass_through_repacking(name: str, cases: dic
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("kind", ["bf16", "qmax7", "minmax", "online", "megatron"])
-def test_it_ran_on_the_gpu_and_repacked(kind: str, family: str, cases: dict[str, Case], runs: dict[str, SglangRun]) -> None:
+def test_it_ran_on_the_gpu_and_repacked(
+    kind: str, family: str, cases: dict[str, Case], runs: dict[str, SglangRun]
+) -> None:
     report = runs[f"{kind} {family}"].report
     assert report is not None
     assert report.device == torch.cuda.get_device_name()
@@ -152,7 +180,13 @@ def test_the_quantized_router_is_named(family: str, cases: dict[str, Case], runs
     router = ROUTERS[family]
     assert found >= {("CK502", router), ("CK503", f"{router}_packed"), ("CK505", router)}
     assert {tensor for _, tensor in found} <= {router, f"{router}_packed", f"{router}_scale", f"{router}_shape"}
-    assert [status[code] for code in ("CK501", "CK502", "CK503", "CK504", "CK505")] == ["passed", "failed", "failed", "passed", "failed"]
+    assert [status[code] for code in ("CK501", "CK502", "CK503", "CK504", "CK505")] == [
+        "passed",
+        "failed",
+        "failed",
+        "passed",
+        "failed",
+    ]
 
 
 def test_verify_passes(cases: dict[str, Case]) -> None:
@@ -160,4 +194,6 @@ def test_verify_passes(cases: dict[str, Case]) -> None:
     for line in (*report.findings, *report.checks, report.facts):
         print(line)
     assert report.status == "passed"
-    assert {check.code: check.status for check in report.checks if check.code.startswith("CK5")} == {f"CK50{number}": "passed" for number in range(1, 7)}
+    assert {check.code: check.status for check in report.checks if check.code.startswith("CK5")} == {
+        f"CK50{number}": "passed" for number in range(1, 7)
+    }

@@ -20,7 +20,15 @@ def argument(name: str, value: Any) -> Damage:
     return damage
 
 
-def _of(name: str, argument_name: str, value: Any, imitates: str, models: tuple[str, ...], modes: tuple[str, ...] = ("F5",), *references: str) -> Mutation:
+def _of(
+    name: str,
+    argument_name: str,
+    value: Any,
+    imitates: str,
+    models: tuple[str, ...],
+    modes: tuple[str, ...] = ("F5",),
+    *references: str,
+) -> Mutation:
     damage, on = argument(argument_name, value), dict.fromkeys(models, argument_name)
     return Mutation(name, imitates, modes, "configuration", "CK701", damage, on, references)
 
@@ -61,16 +69,39 @@ MUTATIONS = (
     _of("training without routed scaling", "moe_router_topk_scaling_factor", None, _OPTION, (GLM, DEEPSEEK)),
     _of("training without expert bias", "moe_router_enable_expert_bias", False, _OPTION, (DEEPSEEK,), ("F5", "F9")),
     _of("training with other expert groups", "moe_router_num_groups", None, _OPTION, (DEEPSEEK,)),
-    _of("training with dense layers elsewhere", "moe_layer_freq", [0] + [1] * 11, _SCRIPT, (GLM, DEEPSEEK), ("F5",), "slime#1059"),
+    _of(
+        "training with dense layers elsewhere",
+        "moe_layer_freq",
+        [0] + [1] * 11,
+        _SCRIPT,
+        (GLM, DEEPSEEK),
+        ("F5",),
+        "slime#1059",
+    ),
     _of("training without query and key norms", "qk_layernorm", False, _OPTION, (QWEN3,)),
     _of("training without attention biases", "add_qkv_bias", False, _OPTION, (QWEN,)),
     _of("training with biases everywhere", "add_bias_linear", True, _OPTION, (QWEN,)),
     _of("training with another norm", "normalization", "LayerNorm", _OPTION, (QWEN,)),
     _of("training without SwiGLU", "swiglu", False, _OPTION, (QWEN,)),
     _of("training with another latent rank", "kv_lora_rank", 512, _SCRIPT, (DEEPSEEK,)),
-    _of("training with plain rotary embedding", "rotary_scaling_factor", 1.0, _OPTION, (DEEPSEEK,), ("F5", "F18"), "miles#2377"),
+    _of(
+        "training with plain rotary embedding",
+        "rotary_scaling_factor",
+        1.0,
+        _OPTION,
+        (DEEPSEEK,),
+        ("F5", "F18"),
+        "miles#2377",
+    ),
     _of("training with another mscale", "mscale_all_dim", 0.0, _OPTION, (DEEPSEEK,), ("F5", "F18"), "miles#2377"),
-    _of("export cuts the vocabulary", "vocab_size", 340, "the tokenizer's size was stored as the model's", (QWEN, GLM), ("F23",)),
+    _of(
+        "export cuts the vocabulary",
+        "vocab_size",
+        340,
+        "the tokenizer's size was stored as the model's",
+        (QWEN, GLM),
+        ("F23",),
+    ),
     Mutation(
         "training with a layer less",
         _SCRIPT,

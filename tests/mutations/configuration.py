@@ -11,7 +11,12 @@ from mutations.hf_config import settings
 from mutations.hf_files import DEEPSEEK, GLM, QWEN, QWEN3
 from mutations.mutation import Damage, Mutation
 
-GENERATION, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+GENERATION, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 
 
 def in_file(file: str, change: Callable[[Any], object]) -> Damage:
@@ -145,8 +150,24 @@ MUTATIONS = (
         {DEEPSEEK: "n_group"},
         with_source=True,
     ),
-    Mutation("router scores by softmax", "a flag was left out", ("F5",), "headers", "CK101", settings(scoring_func="softmax"), {DEEPSEEK: "scoring_func"}),
-    Mutation("another activation", "config.json of another model", ("F5",), "headers", "CK101", settings(hidden_act="gelu"), {QWEN: "hidden_act"}),
+    Mutation(
+        "router scores by softmax",
+        "a flag was left out",
+        ("F5",),
+        "headers",
+        "CK101",
+        settings(scoring_func="softmax"),
+        {DEEPSEEK: "scoring_func"},
+    ),
+    Mutation(
+        "another activation",
+        "config.json of another model",
+        ("F5",),
+        "headers",
+        "CK101",
+        settings(hidden_act="gelu"),
+        {QWEN: "hidden_act"},
+    ),
     Mutation(
         "shorter context",
         "config.json of a sibling",

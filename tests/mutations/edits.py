@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckptkit.blob import Blob
-from ckptkit.buffers import bytes_of
-from ckptkit.saved_tensor import SavedLayout
+from ckptkit.formats.torch_save.blob import Blob
+from ckptkit.formats.torch_save.saved_tensor import SavedLayout
+from ckptkit.storage.buffers import bytes_of
 
 INDEX = "model.safetensors.index.json"
 
@@ -71,7 +71,11 @@ def replace(path: Path, new: Mapping[str, Tensor], old: Collection[str] = ()) ->
     homes = {name: weight_map.get(name, beside) for name in (*new, *old)}
     for file in sorted(set(homes.values())):
         kept = {name: found for name, found in load_file(path / file).items() if name not in homes}
-        save_file(kept | {name: found.contiguous() for name, found in new.items() if homes[name] == file}, path / file, metadata={"format": "pt"})
+        save_file(
+            kept | {name: found.contiguous() for name, found in new.items() if homes[name] == file},
+            path / file,
+            metadata={"format": "pt"},
+        )
     for name in old:
         del weight_map[name]
     write_index(path, weight_map | {name: homes[name] for name in new})
@@ -80,7 +84,9 @@ def replace(path: Path, new: Mapping[str, Tensor], old: Collection[str] = ()) ->
 def write_index(path: Path, weight_map: Mapping[str, str]) -> None:
     """An index with this weight_map and a true total_size."""
     total = sum(data_bytes(path / file) for file in set(weight_map.values()))
-    (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2))
+    (path / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
+    )
 
 
 def data_bytes(file: Path) -> int:
@@ -134,5 +140,11 @@ def _stored(path: Path, key: str, expert: int) -> tuple[Blob, tuple[int, ...], t
         metadata = pickle.load(stream)
     entry = metadata.state_dict_metadata[key]
     chunk = next(chunk for chunk in entry.chunks if chunk.offsets[0] == expert)
-    info = next(info for index, info in metadata.storage_data.items() if index.fqn == key and index.offset == chunk.offsets)
-    return Blob(path / "release" / info.relative_path, info.offset, info.length), tuple(chunk.sizes), entry.properties.dtype
+    info = next(
+        info for index, info in metadata.storage_data.items() if index.fqn == key and index.offset == chunk.offsets
+    )
+    return (
+        Blob(path / "release" / info.relative_path, info.offset, info.length),
+        tuple(chunk.sizes),
+        entry.properties.dtype,
+    )

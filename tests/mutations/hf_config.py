@@ -112,8 +112,18 @@ MUTATIONS = (
         {QWEN: "lm_head.weight"},
         ("transformers#43429",),
     ),
-    Mutation("config.json missing", "only weights were copied", ("F5", "F24"), "headers", "CK101", no_file, ONLY_CONFIG),
-    Mutation("config.json cut short", "a download stopped", ("F2",), "headers", "CK101", config_text('{"model_type": "qwen2", "hidd'), ONLY_CONFIG),
+    Mutation(
+        "config.json missing", "only weights were copied", ("F5", "F24"), "headers", "CK101", no_file, ONLY_CONFIG
+    ),
+    Mutation(
+        "config.json cut short",
+        "a download stopped",
+        ("F2",),
+        "headers",
+        "CK101",
+        config_text('{"model_type": "qwen2", "hidd'),
+        ONLY_CONFIG,
+    ),
     Mutation(
         "config.json of an unknown model",
         "an architecture that no mapping knows",
@@ -124,5 +134,13 @@ MUTATIONS = (
         ONLY_CONFIG,
         ("slime#2129", "slime#1820"),
     ),
-    Mutation("config.json without sizes", "a config of defaults only", ("F5",), "headers", "CK101", settings(hidden_size="many"), ONLY_CONFIG),
+    Mutation(
+        "config.json without sizes",
+        "a config of defaults only",
+        ("F5",),
+        "headers",
+        "CK101",
+        settings(hidden_size="many"),
+        ONLY_CONFIG,
+    ),
 )

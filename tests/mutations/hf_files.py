@@ -20,7 +20,10 @@ EXPERT = "model.layers.5.mlp.experts.7.up_proj.weight"
 # A weight in the middle of each model, two models at a time.
 WEIGHT = {QWEN: "model.layers.3.mlp.up_proj.weight", GLM: EXPERT}
 OTHER = {QWEN3: EXPERT, DEEPSEEK: EXPERT}
-PACKED = {"glm4_moe/int4": "model.layers.5.mlp.experts.7.up_proj.weight_packed", "deepseek_v3/int4": "model.layers.0.mlp.gate_proj.weight_packed"}
+PACKED = {
+    "glm4_moe/int4": "model.layers.5.mlp.experts.7.up_proj.weight_packed",
+    "deepseek_v3/int4": "model.layers.0.mlp.gate_proj.weight_packed",
+}
 NORM = dict.fromkeys(("qwen2/hf", "glm4_moe/hf"), "model.norm.weight")
 
 
@@ -41,7 +44,9 @@ def resized(change: int) -> Damage:
 
 
 def _overlapping(header: dict[str, Any]) -> None:
-    first, second = sorted((entry for name, entry in header.items() if name != "__metadata__"), key=lambda entry: entry["data_offsets"])[:2]
+    first, second = sorted(
+        (entry for name, entry in header.items() if name != "__metadata__"), key=lambda entry: entry["data_offsets"]
+    )[:2]
     size = second["data_offsets"][1] - second["data_offsets"][0]
     second["data_offsets"] = [first["data_offsets"][0], first["data_offsets"][0] + size]
 
@@ -51,23 +56,31 @@ def _hole(shard: Path) -> None:
     content = shard.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
-    last = max((entry for name, entry in header.items() if name != "__metadata__"), key=lambda entry: entry["data_offsets"])
+    last = max(
+        (entry for name, entry in header.items() if name != "__metadata__"), key=lambda entry: entry["data_offsets"]
+    )
     begin = 8 + length + last["data_offsets"][0]
     last["data_offsets"] = [offset + 64 for offset in last["data_offsets"]]
     text = json.dumps(header).encode()
-    shard.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length : begin] + bytes(64) + content[begin:])
+    shard.write_bytes(
+        len(text).to_bytes(8, "little") + text + content[8 + length : begin] + bytes(64) + content[begin:]
+    )
 
 
 def _listed_twice(shard: Path) -> None:
     content = shard.read_bytes()
     length = int.from_bytes(content[:8], "little")
-    name, entry = next((name, entry) for name, entry in json.loads(content[8 : 8 + length]).items() if name != "__metadata__")
+    name, entry = next(
+        (name, entry) for name, entry in json.loads(content[8 : 8 + length]).items() if name != "__metadata__"
+    )
     text = content[8 : 8 + length].rstrip()[:-1] + f",{json.dumps(name)}:{json.dumps(entry)}}}".encode()
     shard.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
 
 
 def _lfs_pointer(shard: Path) -> None:
-    shard.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize {shard.stat().st_size}\n")
+    shard.write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize {shard.stat().st_size}\n"
+    )
 
 
 def _renamed(shard: Path) -> None:
@@ -101,7 +114,12 @@ def draft_shard_without_index(path: Path, name: str) -> str:
 
 
 def ghost_key(path: Path, name: str) -> None:
-    edit_index(path, lambda weight_map: weight_map.update({name: "model-00001-of-" + shard_of(path, "model.norm.weight").name[-17:]}))
+    edit_index(
+        path,
+        lambda weight_map: weight_map.update(
+            {name: "model-00001-of-" + shard_of(path, "model.norm.weight").name[-17:]}
+        ),
+    )
 
 
 def wrong_shard(path: Path, name: str) -> None:
@@ -170,8 +188,26 @@ def forgotten(path: Path, name: str) -> None:
 INDEX_ONLY = {QWEN: INDEX, "glm4_moe/int4": INDEX}
 
 MUTATIONS = (
-    Mutation("shard missing", "one weight file was not copied", ("F1", "F2"), "headers", "CK102", on_shard(Path.unlink), WEIGHT | PACKED, ("verl#4338",)),
-    Mutation("shard short by a byte", "a copy stopped just before its end", ("F2",), "headers", "CK102", resized(-1), WEIGHT, ("vmlx-swift#217",)),
+    Mutation(
+        "shard missing",
+        "one weight file was not copied",
+        ("F1", "F2"),
+        "headers",
+        "CK102",
+        on_shard(Path.unlink),
+        WEIGHT | PACKED,
+        ("verl#4338",),
+    ),
+    Mutation(
+        "shard short by a byte",
+        "a copy stopped just before its end",
+        ("F2",),
+        "headers",
+        "CK102",
+        resized(-1),
+        WEIGHT,
+        ("vmlx-swift#217",),
+    ),
     Mutation(
         "shard short by a third",
         "a download stopped",
@@ -182,15 +218,64 @@ MUTATIONS = (
         WEIGHT | PACKED,
         ("vmlx-swift#217",),
     ),
-    Mutation("shard empty", "a file system out of space", ("F2",), "headers", "CK102", on_shard(lambda shard: os.truncate(shard, 0)), OTHER, ("sglang#32279",)),
-    Mutation("shard of only a header", "the header is there and no data", ("F2",), "headers", "CK102", on_shard(lambda s: os.truncate(s, 90)), WEIGHT),
     Mutation(
-        "shard with bytes behind its data", "a shorter file was written over a longer one", ("F2", "F22"), "headers", "CK102", resized(4096), WEIGHT | PACKED
+        "shard empty",
+        "a file system out of space",
+        ("F2",),
+        "headers",
+        "CK102",
+        on_shard(lambda shard: os.truncate(shard, 0)),
+        OTHER,
+        ("sglang#32279",),
     ),
-    Mutation("shard is a Git LFS pointer", "a clone without the large files", ("F2",), "headers", "CK102", on_shard(_lfs_pointer), WEIGHT | PACKED),
-    Mutation("tensors overlap", "two tensors share bytes", ("F2",), "headers", "CK102", on_shard(lambda s: edit_header(s, _overlapping)), OTHER),
-    Mutation("hole between tensors", "a writer that pads each tensor", ("F2",), "headers", "CK102", on_shard(_hole), WEIGHT),
-    Mutation("name twice in a header", "two writers appended to one header", ("F22",), "headers", "CK102", on_shard(_listed_twice), OTHER),
+    Mutation(
+        "shard of only a header",
+        "the header is there and no data",
+        ("F2",),
+        "headers",
+        "CK102",
+        on_shard(lambda s: os.truncate(s, 90)),
+        WEIGHT,
+    ),
+    Mutation(
+        "shard with bytes behind its data",
+        "a shorter file was written over a longer one",
+        ("F2", "F22"),
+        "headers",
+        "CK102",
+        resized(4096),
+        WEIGHT | PACKED,
+    ),
+    Mutation(
+        "shard is a Git LFS pointer",
+        "a clone without the large files",
+        ("F2",),
+        "headers",
+        "CK102",
+        on_shard(_lfs_pointer),
+        WEIGHT | PACKED,
+    ),
+    Mutation(
+        "tensors overlap",
+        "two tensors share bytes",
+        ("F2",),
+        "headers",
+        "CK102",
+        on_shard(lambda s: edit_header(s, _overlapping)),
+        OTHER,
+    ),
+    Mutation(
+        "hole between tensors", "a writer that pads each tensor", ("F2",), "headers", "CK102", on_shard(_hole), WEIGHT
+    ),
+    Mutation(
+        "name twice in a header",
+        "two writers appended to one header",
+        ("F22",),
+        "headers",
+        "CK102",
+        on_shard(_listed_twice),
+        OTHER,
+    ),
     Mutation("shard renamed", "a file got another number", ("F1",), "headers", "CK102", on_shard(_renamed), WEIGHT),
     Mutation(
         "last shards lost, index agrees",
@@ -232,16 +317,97 @@ MUTATIONS = (
         {QWEN: "model.layers.12.mlp.up_proj.weight", GLM: "model.layers.5.mlp.experts.12.up_proj.weight"},
         ("Relax#148",),
     ),
-    Mutation("key that the index forgot", "a tensor is in a shard that no loader opens for it", ("F1",), "headers", "CK104", forgotten, WEIGHT | PACKED),
-    Mutation("key in another shard than listed", "the index is of another cut into shards", ("F1",), "headers", "CK104", wrong_shard, OTHER),
-    Mutation("tensor in two shards", "a forced second export left its predecessor's shards", ("F22",), "headers", "CK104", in_two_shards, NORM),
-    Mutation("file of an earlier save", "a forced second export left a file", ("F22",), "headers", "CK104", old_file, {QWEN: "old.safetensors"}),
-    Mutation("shard of an earlier save", "an export with fewer shards was there before", ("F22",), "headers", "CK104", old_shards, WEIGHT),
-    Mutation("index points out of the directory", "weights of a base model are read", ("F1",), "headers", "CK103", outside, OTHER),
-    Mutation("index missing", "the shards were copied without it", ("F1",), "headers", "CK103", index_file(Path.unlink), INDEX_ONLY),
-    Mutation("index cut short", "a download stopped", ("F2",), "headers", "CK103", index_file(lambda file: os.truncate(file, 200)), INDEX_ONLY),
-    Mutation("index without a weight_map", "another tool's index", ("F1",), "headers", "CK103", index_file(lambda file: file.write_text("{}")), INDEX_ONLY),
-    Mutation("total_size counts rows", "total_size is the sum of len(tensor)", ("F22",), "headers", "CK106", wrong_total(rows), INDEX_ONLY, severity="warning"),
+    Mutation(
+        "key that the index forgot",
+        "a tensor is in a shard that no loader opens for it",
+        ("F1",),
+        "headers",
+        "CK104",
+        forgotten,
+        WEIGHT | PACKED,
+    ),
+    Mutation(
+        "key in another shard than listed",
+        "the index is of another cut into shards",
+        ("F1",),
+        "headers",
+        "CK104",
+        wrong_shard,
+        OTHER,
+    ),
+    Mutation(
+        "tensor in two shards",
+        "a forced second export left its predecessor's shards",
+        ("F22",),
+        "headers",
+        "CK104",
+        in_two_shards,
+        NORM,
+    ),
+    Mutation(
+        "file of an earlier save",
+        "a forced second export left a file",
+        ("F22",),
+        "headers",
+        "CK104",
+        old_file,
+        {QWEN: "old.safetensors"},
+    ),
+    Mutation(
+        "shard of an earlier save",
+        "an export with fewer shards was there before",
+        ("F22",),
+        "headers",
+        "CK104",
+        old_shards,
+        WEIGHT,
+    ),
+    Mutation(
+        "index points out of the directory",
+        "weights of a base model are read",
+        ("F1",),
+        "headers",
+        "CK103",
+        outside,
+        OTHER,
+    ),
+    Mutation(
+        "index missing",
+        "the shards were copied without it",
+        ("F1",),
+        "headers",
+        "CK103",
+        index_file(Path.unlink),
+        INDEX_ONLY,
+    ),
+    Mutation(
+        "index cut short",
+        "a download stopped",
+        ("F2",),
+        "headers",
+        "CK103",
+        index_file(lambda file: os.truncate(file, 200)),
+        INDEX_ONLY,
+    ),
+    Mutation(
+        "index without a weight_map",
+        "another tool's index",
+        ("F1",),
+        "headers",
+        "CK103",
+        index_file(lambda file: file.write_text("{}")),
+        INDEX_ONLY,
+    ),
+    Mutation(
+        "total_size counts rows",
+        "total_size is the sum of len(tensor)",
+        ("F22",),
+        "headers",
+        "CK106",
+        wrong_total(rows),
+        INDEX_ONLY,
+        severity="warning",
+    ),
     Mutation(
         "total_size of another save",
         "back-filled tensors were counted twice",
@@ -252,7 +418,16 @@ MUTATIONS = (
         INDEX_ONLY,
         severity="warning",
     ),
-    Mutation("total_size left out", "an index written by hand", ("F22",), "headers", "CK106", wrong_total(lambda path: None), INDEX_ONLY, severity="warning"),
+    Mutation(
+        "total_size left out",
+        "an index written by hand",
+        ("F22",),
+        "headers",
+        "CK106",
+        wrong_total(lambda path: None),
+        INDEX_ONLY,
+        severity="warning",
+    ),
     Mutation(
         "file names count other shards",
         "the files say of-N and there are fewer",

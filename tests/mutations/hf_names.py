@@ -73,7 +73,14 @@ def adapter_files(path: Path, file: str) -> None:
 MUTATIONS = (
     # Lost
     Mutation(
-        "tensor lost everywhere", "a mapping had no rule for it, the index follows", ("F1", "F4"), "headers", "CK104", lost, WEIGHT, ("Megatron-Bridge#1883",)
+        "tensor lost everywhere",
+        "a mapping had no rule for it, the index follows",
+        ("F1", "F4"),
+        "headers",
+        "CK104",
+        lost,
+        WEIGHT,
+        ("Megatron-Bridge#1883",),
     ),
     Mutation(
         "router lost",
@@ -168,7 +175,10 @@ MUTATIONS = (
         "headers",
         "CK104",
         renamed(r"experts\.11\.", "experts.12."),
-        {QWEN3: "model.layers.{0..11}.mlp.experts.12.up_proj.weight", GLM: "model.layers.{2..12}.mlp.experts.12.up_proj.weight"},
+        {
+            QWEN3: "model.layers.{0..11}.mlp.experts.12.up_proj.weight",
+            GLM: "model.layers.{2..12}.mlp.experts.12.up_proj.weight",
+        },
     ),
     Mutation(
         "layers numbered from one",

@@ -32,7 +32,10 @@ def merged_with(*others: str) -> Damage:
     def damage(path: Path, name: str) -> None:
         module, _, leaf = name.rpartition(".")
         parent = module.rpartition(".")[0]
-        replace(path, {name: torch.cat([tensor(path, name), *(tensor(path, f"{parent}.{other}.{leaf}") for other in others)])})
+        replace(
+            path,
+            {name: torch.cat([tensor(path, name), *(tensor(path, f"{parent}.{other}.{leaf}") for other in others)])},
+        )
 
     return damage
 

@@ -24,7 +24,17 @@ SCALES = {QWEN: "model.layers.{0..11}.mlp.up_proj.weight_scale", GLM: "model.lay
 CONFIG = {QWEN: "config.json", GLM: "config.json"}
 
 
-def of(code: str, level: Any, name: str, imitates: str, damage: Damage, on: dict[str, str], modes: tuple[str, ...], *references: str, **more: Any) -> Mutation:
+def of(
+    code: str,
+    level: Any,
+    name: str,
+    imitates: str,
+    damage: Damage,
+    on: dict[str, str],
+    modes: tuple[str, ...],
+    *references: str,
+    **more: Any,
+) -> Mutation:
     return Mutation(name, imitates, modes, level, code, damage, on, references, **more)
 
 
@@ -33,7 +43,11 @@ def packed(modules: Sequence[str]) -> Damage:
 
     def damage(path: Path, folded: str) -> None:
         pack = quantized.int4(symmetric=True, strategy="group", group_size=32)
-        parts = {f"{module}.weight{ending}": part for module in modules for ending, part in pack(tensor(path, f"{module}.weight"))[0].items()}
+        parts = {
+            f"{module}.weight{ending}": part
+            for module in modules
+            for ending, part in pack(tensor(path, f"{module}.weight"))[0].items()
+        }
         replace(path, parts, [f"{module}.weight" for module in modules])
 
     return damage
@@ -44,7 +58,9 @@ def unpack(path: Path, modules: Sequence[str]) -> None:
     plain = {}
     for module in modules:
         words, scale, shape = (tensor(path, f"{module}.{part}") for part in PARTS)
-        plain[f"{module}.weight"] = unpack_from_int32(words, 4, torch.Size(shape.tolist())).to(scale.dtype) * scale.repeat_interleave(32, 1)
+        plain[f"{module}.weight"] = unpack_from_int32(words, 4, torch.Size(shape.tolist())).to(
+            scale.dtype
+        ) * scale.repeat_interleave(32, 1)
     replace(path, plain, [f"{module}.{part}" for module in modules for part in PARTS])
 
 
@@ -173,7 +189,15 @@ MUTATIONS = (
         ("F3", "F4"),
         "Relax low-precision",
     ),
-    of("CK104", "headers", "INT4 config lost", "config.json was taken from the BF16 release", not_quantized, WORDS, ("F3", "F4")),
+    of(
+        "CK104",
+        "headers",
+        "INT4 config lost",
+        "config.json was taken from the BF16 release",
+        not_quantized,
+        WORDS,
+        ("F3", "F4"),
+    ),
     # ignore
     of(
         "CK302",
@@ -235,7 +259,13 @@ MUTATIONS = (
     ),
     of("CK303", "headers", "another number of bits", "a config for 8 bits", weights(num_bits=8), WORDS, ("F12",)),
     of(
-        "CK302", "headers", "another format", "a config of float8 beside packed words", settings(lambda c: c.update(format="float-quantized")), CONFIG, ("F14",)
+        "CK302",
+        "headers",
+        "another format",
+        "a config of float8 beside packed words",
+        settings(lambda c: c.update(format="float-quantized")),
+        CONFIG,
+        ("F14",),
     ),
     of(
         "CK302",
@@ -246,5 +276,13 @@ MUTATIONS = (
         CONFIG,
         ("F14",),
     ),
-    of("CK303", "headers", "one scale a row by config", "a strategy that was not used", weights(strategy="channel", group_size=None), SCALES, ("F12",)),
+    of(
+        "CK303",
+        "headers",
+        "one scale a row by config",
+        "a strategy that was not used",
+        weights(strategy="channel", group_size=None),
+        SCALES,
+        ("F12",),
+    ),
 )

@@ -67,10 +67,16 @@ def missed(mutation: Mutation, named: str, report: Report) -> str | None:
         return f"{mutation.code} found nothing; findings are of {', '.join(codes) or 'no check'}"
     if not any(named in said(finding) for finding in found):
         return f"no finding of {mutation.code} names {named}: {[said(finding) for finding in found]}"
-    if mutation.severity == "error" and not any(finding.severity == "error" for finding in found if named in said(finding)):
+    if mutation.severity == "error" and not any(
+        finding.severity == "error" for finding in found if named in said(finding)
+    ):
         return f"{mutation.code} is only a warning"
     cheapest = min((level_of(code) for code in codes), key=LEVELS.index)
-    return None if cheapest == mutation.level else f"the level is {cheapest} ({', '.join(codes)}), the registry says {mutation.level}"
+    return (
+        None
+        if cheapest == mutation.level
+        else f"the level is {cheapest} ({', '.join(codes)}), the registry says {mutation.level}"
+    )
 
 
 def said(finding: Finding) -> str:

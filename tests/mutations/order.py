@@ -18,7 +18,9 @@ QUERY, KEY = "model.layers.3.self_attn.q_proj.weight", "model.layers.10.self_att
 BIASES = "model.layers.{2..12}.mlp.gate.e_score_correction_bias"
 
 
-def of(name: str, imitates: str, damage: Damage, on: dict[str, str], modes: tuple[str, ...], *references: str) -> Mutation:
+def of(
+    name: str, imitates: str, damage: Damage, on: dict[str, str], modes: tuple[str, ...], *references: str
+) -> Mutation:
     return Mutation(name, imitates, modes, "source", "CK202", damage, on, references)
 
 
@@ -39,7 +41,9 @@ def next_of(pattern: str, count: int) -> Damage:
         moved = {}
         for name in names(path, ""):
             if match := re.fullmatch(pattern, name):
-                moved[name] = tensor(path, f"{name[: match.start(1)]}{(int(match[1]) + 1) % count}{name[match.end(1) :]}")
+                moved[name] = tensor(
+                    path, f"{name[: match.start(1)]}{(int(match[1]) + 1) % count}{name[match.end(1) :]}"
+                )
         replace(path, moved)
 
     return damage
@@ -104,7 +108,13 @@ MUTATIONS = (
         ("F7",),
         "slime#1840",
     ),
-    of("key and value swapped", "two rules of one mapping in the wrong order", swapped("k_proj", "v_proj"), {QWEN: KEY, QWEN3: KEY}, ("F25",)),
+    of(
+        "key and value swapped",
+        "two rules of one mapping in the wrong order",
+        swapped("k_proj", "v_proj"),
+        {QWEN: KEY, QWEN3: KEY},
+        ("F25",),
+    ),
     of(
         "two experts swapped",
         "experts sorted as text: 10 before 2",
@@ -136,8 +146,22 @@ MUTATIONS = (
         "Megatron-LM#1583",
         "swiss-ai/Megatron-LM#116",
     ),
-    of("query heads regrouped", "heads taken for ungrouped ones", valued(regrouped), {QWEN: QUERY, GLM: QUERY}, ("F25",), "Megatron-LLM#45"),
-    of("rotary rows in pairs", "rows permuted for another rotary embedding", valued(half_turned), {QWEN: QUERY, QWEN3: QUERY}, ("F25",), "llama.cpp#3364"),
+    of(
+        "query heads regrouped",
+        "heads taken for ungrouped ones",
+        valued(regrouped),
+        {QWEN: QUERY, GLM: QUERY},
+        ("F25",),
+        "Megatron-LLM#45",
+    ),
+    of(
+        "rotary rows in pairs",
+        "rows permuted for another rotary embedding",
+        valued(half_turned),
+        {QWEN: QUERY, QWEN3: QUERY},
+        ("F25",),
+        "llama.cpp#3364",
+    ),
     of(
         "gate and up interleaved",
         "rows of gate and up one after the other",

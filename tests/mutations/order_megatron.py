@@ -65,7 +65,10 @@ MUTATIONS = (
         "stored q, k and v above one another",
         "not by group, as Megatron has them",
         stored(ungrouped, named=QUERY),
-        {MEGATRON: "decoder.layers.3.self_attention.linear_qkv.weight", MEGATRON3: "decoder.layers.3.self_attention.linear_qkv.weight"},
+        {
+            MEGATRON: "decoder.layers.3.self_attention.linear_qkv.weight",
+            MEGATRON3: "decoder.layers.3.self_attention.linear_qkv.weight",
+        },
         ("F25",),
         "gpt-neox#1315",
     ),

@@ -29,13 +29,22 @@ def outcomes(work: Path) -> Iterator[tuple[Mutation, str, Outcome]]:
 
 def matrix(found: list[tuple[Mutation, str, Outcome]]) -> Iterator[str]:
     """One line a mutation and checkpoint: level, name, checkpoint, a cell for every code that fired anywhere."""
-    codes = sorted({finding.code for _, _, outcome in found for finding in outcome.report.findings} | {mutation.code for mutation, _, _ in found})
+    codes = sorted(
+        {finding.code for _, _, outcome in found for finding in outcome.report.findings}
+        | {mutation.code for mutation, _, _ in found}
+    )
     width = max(len(f"{mutation.name}, {label}") for mutation, label, _ in found)
     yield f"{'level':13} {'mutation, checkpoint':{width}} " + " ".join(code.removeprefix("CK") for code in codes)
     for mutation, label, outcome in found:
         fired = {finding.code for finding in outcome.report.findings}
-        cells = (f"{EXPECTED if code == mutation.code else ALSO:^3}" if code in fired else f"{NONE:^3}" for code in codes)
-        yield f"{mutation.level:13} {f'{mutation.name}, {label}':{width}} " + " ".join(cells) + (f"  MISSED: {outcome.missed}" if outcome.missed else "")
+        cells = (
+            f"{EXPECTED if code == mutation.code else ALSO:^3}" if code in fired else f"{NONE:^3}" for code in codes
+        )
+        yield (
+            f"{mutation.level:13} {f'{mutation.name}, {label}':{width}} "
+            + " ".join(cells)
+            + (f"  MISSED: {outcome.missed}" if outcome.missed else "")
+        )
 
 
 def main() -> int:
@@ -44,7 +53,9 @@ def main() -> int:
         found = list(outcomes(Path(work)))
     print("\n".join(matrix(found)))
     missed = sum(outcome.missed is not None for _, _, outcome in found)
-    print(f"\n{len(MUTATIONS)} mutations, {len(found)} runs, {missed} missed. {EXPECTED}: the code expected, {ALSO}: found as well. Codes are those of CK.")
+    print(
+        f"\n{len(MUTATIONS)} mutations, {len(found)} runs, {missed} missed. {EXPECTED}: the code expected, {ALSO}: found as well. Codes are those of CK."
+    )
     return int(missed > 0)
 
 

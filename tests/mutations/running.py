@@ -28,7 +28,9 @@ def run(mutation: Mutation, label: str, starts: Starts, work: Path) -> Outcome:
     named = mutation.damage(path, mutation.on[label]) or mutation.on[label]
     changed = bool(mutation.arguments) or differ(path, start)
     source = starts.source(label) if mutation.source else None
-    report = verify(path, source=source, manifest=starts.manifest(label) if mutation.with_manifest else None, **mutation.arguments)
+    report = verify(
+        path, source=source, manifest=starts.manifest(label) if mutation.with_manifest else None, **mutation.arguments
+    )
     shutil.rmtree(path)
     return Outcome(report, missed(mutation, named, report) if changed else "the mutation changed nothing on disk")
 
@@ -37,7 +39,11 @@ def clean(label: str, starts: Starts) -> list[Finding | CheckResult]:
     """What is found in a checkpoint that nothing is wrong with, alone and against its source, and the checks that did not pass."""
     path = starts.path(label)
     reports = [verify(path), verify(path, source=starts.source(label))]
-    return [one for report in reports for one in (*report.findings, *(check for check in report.checks if check.status != "passed"))]
+    return [
+        one
+        for report in reports
+        for one in (*report.findings, *(check for check in report.checks if check.status != "passed"))
+    ]
 
 
 def differ(one: Path, other: Path) -> bool:

@@ -12,9 +12,9 @@ from families import CASES, case
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ckptkit.api import convert, quantize
+from ckptkit.app.api import convert, quantize
 from mutations.edits import INDEX
-from quant.scheme import QuantScheme
+from quant.formats.scheme import QuantScheme
 
 # Tied with biases, untied, softmax router, sigmoid router with fp32 bias and an MTP layer, latent attention with one too, multimodal.
 MODELS = {
@@ -63,11 +63,18 @@ class Starts:
         path = self.path(label)
         file = path.with_suffix(".json")
         if not file.exists():
-            found = {name: tensor for shard in sorted(path.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
+            found = {
+                name: tensor
+                for shard in sorted(path.glob("*.safetensors"))
+                for name, tensor in load_file(shard).items()
+            }
             beside = [one.name for one in sorted(path.iterdir()) if one.suffix != ".safetensors" and one.name != INDEX]
             content = {
                 "schema": "ckptkit-manifest/2",
-                "tensors": {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _digest(tensor)] for name, tensor in found.items()},
+                "tensors": {
+                    name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _digest(tensor)]
+                    for name, tensor in found.items()
+                },
                 "files": {name: blake3((path / name).read_bytes()).hexdigest() for name in beside},
             }
             file.write_text(json.dumps(content))
@@ -89,9 +96,19 @@ def _digest(tensor: Tensor) -> str:
 
 def write_tokenizer(path: Path) -> None:
     """The tokenizer files of a release: 340 tokens, the special ones that config.json means, a chat template."""
-    vocabulary = {token: number for number, token in enumerate(_SPECIAL)} | {f"w{number}": number for number in range(len(_SPECIAL), _TOKENS)}
+    vocabulary = {token: number for number, token in enumerate(_SPECIAL)} | {
+        f"w{number}": number for number in range(len(_SPECIAL), _TOKENS)
+    }
     special = [
-        {"id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        {
+            "id": number,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
         for number, token in enumerate(_SPECIAL)
     ]
     tokenizer = {
@@ -105,7 +122,15 @@ def write_tokenizer(path: Path) -> None:
         "decoder": None,
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
     }
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>", "model_max_length": 256}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "model_max_length": 256,
+    }
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (path / "chat_template.jinja").write_text("{% for message in messages %}<bos>{{ message['content'] }}<eos>{% endfor %}\n")
+    (path / "chat_template.jinja").write_text(
+        "{% for message in messages %}<bos>{{ message['content'] }}<eos>{% endfor %}\n"
+    )

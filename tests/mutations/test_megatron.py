@@ -19,6 +19,9 @@ def test_a_clean_one_has_no_finding(label: str, starts: Starts) -> None:
     assert clean(label, starts) == []
 
 
-@pytest.mark.parametrize(("mutation", "label"), [pytest.param(one, label, id=f"{one.name}, {label}") for one, label in runs(MUTATIONS, KINDS)])
+@pytest.mark.parametrize(
+    ("mutation", "label"),
+    [pytest.param(one, label, id=f"{one.name}, {label}") for one, label in runs(MUTATIONS, KINDS)],
+)
 def test_it_is_found(mutation: Mutation, label: str, starts: Starts, tmp_path: Path) -> None:
     assert run(mutation, label, starts, tmp_path).missed is None

@@ -14,14 +14,23 @@ from mutations.mutation import Mutation, level_of, missed
 from mutations.report import matrix
 from mutations.running import run
 from mutations.starts import MODELS, Starts, labels
-from verify.checks import all_checks
+from verify.check import all_checks
 from verify.report import Finding, Report
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "failure-modes.md"
 MODES = [f"F{number}" for number in range(1, 30)]
 # What files cannot show, and what is no defect of a checkpoint.
 WITHOUT_MUTATION = {"F11", "F16", "F17", "F26"}
-NORM = Mutation("test", "a test", ("F5",), "configuration", "CK702", lambda path, place: None, {"qwen2/hf": "rms_norm_eps"}, with_source=True)
+NORM = Mutation(
+    "test",
+    "a test",
+    ("F5",),
+    "configuration",
+    "CK702",
+    lambda path, place: None,
+    {"qwen2/hf": "rms_norm_eps"},
+    with_source=True,
+)
 
 
 def other_epsilon(path: Path, place: str) -> None:
@@ -57,7 +66,11 @@ def test_there_are_enough_of_every_kind_and_family() -> None:
 
 
 def test_a_code_belongs_to_its_level() -> None:
-    wrong = [one.name for one in MUTATIONS if level_of(one.code) != one.level and not (one.source and level_of(one.code) == "source")]
+    wrong = [
+        one.name
+        for one in MUTATIONS
+        if level_of(one.code) != one.level and not (one.source and level_of(one.code) == "source")
+    ]
     # Here a dearer check says what is wrong where a cheaper one only says that something is.
     assert sorted(wrong) == ["both rotary spellings, two bases"]
 
@@ -78,7 +91,12 @@ def test_the_document_names_checks_and_mutations_that_exist() -> None:
 
 def test_the_document_names_the_code_of_every_mutation_in_the_rows_of_its_modes() -> None:
     found = rows()
-    wrong = [(one.name, mode, one.code) for one in MUTATIONS for mode in one.modes if mode in WITHOUT_MUTATION or one.code not in codes(found[mode][1])]
+    wrong = [
+        (one.name, mode, one.code)
+        for one in MUTATIONS
+        for mode in one.modes
+        if mode in WITHOUT_MUTATION or one.code not in codes(found[mode][1])
+    ]
     assert wrong == []
 
 
@@ -103,9 +121,14 @@ def test_what_is_not_found_as_it_should_be_is_missed() -> None:
     assert judged(NORM, right) is None
     assert judged(NORM) == "CK702 found nothing; findings are of no check"
     assert judged(NORM, replace(right, code="CK701")) == "CK702 found nothing; findings are of CK701"
-    assert "names rms_norm_eps" in (judged(NORM, replace(right, expected="rotary_base = 1", actual="rotary_base = 2")) or "")
+    assert "names rms_norm_eps" in (
+        judged(NORM, replace(right, expected="rotary_base = 1", actual="rotary_base = 2")) or ""
+    )
     assert judged(NORM, replace(right, severity="warning")) == "CK702 is only a warning"
-    assert judged(NORM, right, replace(right, code="CK104")) == "the level is headers (CK104, CK702), the registry says configuration"
+    assert (
+        judged(NORM, right, replace(right, code="CK104"))
+        == "the level is headers (CK104, CK702), the registry says configuration"
+    )
 
 
 def test_the_matrix_has_a_cell_for_every_code_that_fired(starts: Starts, tmp_path: Path) -> None:

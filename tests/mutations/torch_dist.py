@@ -46,37 +46,132 @@ DATA = {QWEN: FILE, GLM: FILE}
 WEIGHT = {QWEN: FC1, DEEPSEEK: "decoder.layers.1.mlp.linear_fc1.weight"}
 
 
-def _of(code: str, name: str, imitates: str, damage: Damage, on: dict[str, str], modes: tuple[str, ...], *references: str, **more: Any) -> Mutation:
+def _of(
+    code: str,
+    name: str,
+    imitates: str,
+    damage: Damage,
+    on: dict[str, str],
+    modes: tuple[str, ...],
+    *references: str,
+    **more: Any,
+) -> Mutation:
     return Mutation(name, imitates, modes, "headers", code, damage, on, references, **more)
 
 
 MUTATIONS = (
     # The directory
-    _of("CK111", "tracker of an iteration that is not there", "an old iteration was deleted", tracker("400"), ROOT, ("F10",), "ms-swift#8151"),
+    _of(
+        "CK111",
+        "tracker of an iteration that is not there",
+        "an old iteration was deleted",
+        tracker("400"),
+        ROOT,
+        ("F10",),
+        "ms-swift#8151",
+    ),
     _of("CK111", "tracker empty", "a file system out of space", tracker(""), ROOT, ("F10",), "Megatron-Bridge#829"),
     _of("CK111", "tracker that is no number", "a tracker written by hand", tracker("iter_0000001"), ROOT, ("F10",)),
-    _of("CK111", "release never moved into place", "a converter wrote the tracker before it moved the directory", not_moved, ROOT, ("F10",), "slime#306"),
-    _of("CK111", ".metadata missing", "hidden files were not copied", gone, {QWEN: ".metadata", GLM: ".metadata"}, ("F2", "F10")),
-    _of("CK111", "metadata.json missing", "only weights were copied", gone, {QWEN: "metadata.json", DEEPSEEK: "metadata.json"}, ("F10",)),
-    _of("CK111", "common.pt missing", "only weights were copied", gone, {QWEN: "common.pt", QWEN3: "common.pt"}, ("F10",), "Megatron-Bridge#1514"),
+    _of(
+        "CK111",
+        "release never moved into place",
+        "a converter wrote the tracker before it moved the directory",
+        not_moved,
+        ROOT,
+        ("F10",),
+        "slime#306",
+    ),
+    _of(
+        "CK111",
+        ".metadata missing",
+        "hidden files were not copied",
+        gone,
+        {QWEN: ".metadata", GLM: ".metadata"},
+        ("F2", "F10"),
+    ),
+    _of(
+        "CK111",
+        "metadata.json missing",
+        "only weights were copied",
+        gone,
+        {QWEN: "metadata.json", DEEPSEEK: "metadata.json"},
+        ("F10",),
+    ),
+    _of(
+        "CK111",
+        "common.pt missing",
+        "only weights were copied",
+        gone,
+        {QWEN: "common.pt", QWEN3: "common.pt"},
+        ("F10",),
+        "Megatron-Bridge#1514",
+    ),
     _of("CK111", ".metadata of garbage", "a download stopped", garbage, {QWEN: ".metadata"}, ("F2",)),
     _of("CK111", "common.pt of garbage", "a download stopped", garbage, {QWEN: "common.pt"}, ("F2",)),
-    _of("CK111", "another backend", "a save in zarr", backend(sharded_backend="zarr"), {QWEN: "metadata.json"}, ("F10",)),
+    _of(
+        "CK111", "another backend", "a save in zarr", backend(sharded_backend="zarr"), {QWEN: "metadata.json"}, ("F10",)
+    ),
     _of("CK111", "arguments that are a text", "common.pt of another tool", arguments_gone, {QWEN: "release"}, ("F5",)),
     # Entries
     _of("CK112", "data file missing", "one rank's file was not copied", gone, DATA, ("F2",)),
-    _of("CK112", "data file cut short", "a copy stopped", sized(lambda size: size * 2 // 3), DATA, ("F2",), "vmlx-swift#217"),
+    _of(
+        "CK112",
+        "data file cut short",
+        "a copy stopped",
+        sized(lambda size: size * 2 // 3),
+        DATA,
+        ("F2",),
+        "vmlx-swift#217",
+    ),
     _of("CK112", "data file empty", "a file system out of space", sized(lambda size: 0), DATA, ("F2",)),
-    _of("CK112", "data file of an earlier save", "a save with fewer ranks was there before", stray, {QWEN: "__7_0.distcp"}, ("F22",), severity="warning"),
+    _of(
+        "CK112",
+        "data file of an earlier save",
+        "a save with fewer ranks was there before",
+        stray,
+        {QWEN: "__7_0.distcp"},
+        ("F22",),
+        severity="warning",
+    ),
     _of("CK112", "entry beyond its file", ".metadata is of another save", metadata(beyond), WEIGHT, ("F2",)),
-    _of("CK112", "entry in a file that is not there", ".metadata is of a save with more ranks", metadata(in_another_file), WEIGHT, ("F2",), "NeMo-RL#1053"),
+    _of(
+        "CK112",
+        "entry in a file that is not there",
+        ".metadata is of a save with more ranks",
+        metadata(in_another_file),
+        WEIGHT,
+        ("F2",),
+        "NeMo-RL#1053",
+    ),
     _of("CK112", "entry inside another", "offsets of another save", metadata(moved(-10)), WEIGHT, ("F2",)),
-    _of("CK117", "entry too short for its tensor", "another dtype was stored than .metadata says", metadata(shorter), WEIGHT, ("F2",)),
-    _of("CK117", "bytes behind the last entry", "a shorter save over a longer one", sized(lambda size: size + 4096), DATA, ("F2", "F22"), severity="warning"),
+    _of(
+        "CK117",
+        "entry too short for its tensor",
+        "another dtype was stored than .metadata says",
+        metadata(shorter),
+        WEIGHT,
+        ("F2",),
+    ),
+    _of(
+        "CK117",
+        "bytes behind the last entry",
+        "a shorter save over a longer one",
+        sized(lambda size: size + 4096),
+        DATA,
+        ("F2", "F22"),
+        severity="warning",
+    ),
     # Chunks
     _of("CK113", "rows in no chunk", "one tensor parallel rank never saved", metadata(hole), WEIGHT, ("F2", "F4")),
     _of("CK113", "rows in two chunks", "a replica was saved twice", metadata(overlap), WEIGHT, ("F22",)),
-    _of("CK113", "expert in no chunk", "one expert parallel rank never saved", metadata(expert_lost), dict.fromkeys((QWEN3, GLM, DEEPSEEK), EXPERTS), ("F8",)),
+    _of(
+        "CK113",
+        "expert in no chunk",
+        "one expert parallel rank never saved",
+        metadata(expert_lost),
+        dict.fromkeys((QWEN3, GLM, DEEPSEEK), EXPERTS),
+        ("F8",),
+    ),
     # Keys
     _of(
         "CK104",
@@ -101,7 +196,15 @@ MUTATIONS = (
         "slime#1780",
         "pytorch#148252",
     ),
-    _of("CK104", "stored layer lost", "a pipeline stage saved one layer less", layer_lost, {QWEN: "decoder.layers.11."}, ("F5", "F21"), "slime#309"),
+    _of(
+        "CK104",
+        "stored layer lost",
+        "a pipeline stage saved one layer less",
+        layer_lost,
+        {QWEN: "decoder.layers.11."},
+        ("F5", "F21"),
+        "slime#309",
+    ),
     _of(
         "CK114",
         "stored MTP layer lost",
@@ -173,7 +276,16 @@ MUTATIONS = (
         "NeMo-RL#1053",
     ),
     # Bytes
-    Mutation("stored bytes damaged", "a block of a disk reads as zeros", ("F2",), "values", "CK201", bytes_damaged, WEIGHT, ("vmlx-swift#217",)),
+    Mutation(
+        "stored bytes damaged",
+        "a block of a disk reads as zeros",
+        ("F2",),
+        "values",
+        "CK201",
+        bytes_damaged,
+        WEIGHT,
+        ("vmlx-swift#217",),
+    ),
     Mutation(
         "padding rows that are not zero",
         "rows beyond the vocabulary were trained or never written",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from ckptkit.blob import Blob
+from ckptkit.formats.torch_save.blob import Blob
 from mutations.edits import edit_common, edit_json, saved
 from mutations.mutation import Damage
 
@@ -133,7 +133,9 @@ def hole(content: Metadata, key: str) -> None:
     """Only the first rows are in a chunk."""
     old = index_of(content, key)
     first = content.state_dict_metadata[key].chunks[0]
-    content.state_dict_metadata[key].chunks = [ChunkStorageMetadata(first.offsets, torch.Size([first.sizes[0] - 8, *first.sizes[1:]]))]
+    content.state_dict_metadata[key].chunks = [
+        ChunkStorageMetadata(first.offsets, torch.Size([first.sizes[0] - 8, *first.sizes[1:]]))
+    ]
     assert old.offset == first.offsets
 
 
@@ -141,7 +143,9 @@ def overlap(content: Metadata, key: str) -> None:
     """The same rows in two chunks."""
     chunks = content.state_dict_metadata[key].chunks
     chunks.append(chunks[0])
-    content.storage_data[MetadataIndex(key, chunks[0].offsets, len(chunks) - 1)] = content.storage_data[index_of(content, key)]
+    content.storage_data[MetadataIndex(key, chunks[0].offsets, len(chunks) - 1)] = content.storage_data[
+        index_of(content, key)
+    ]
 
 
 def expert_lost(content: Metadata, key: str) -> None:
@@ -168,7 +172,9 @@ def stacked(content: Metadata, key: str) -> None:
     """The key of another layout: without the number of its layer."""
     content.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"] = content.state_dict_metadata.pop(key)
     old = index_of(content, key)
-    content.storage_data[MetadataIndex("decoder.layers.mlp.linear_fc1.weight", old.offset, 0)] = content.storage_data.pop(old)
+    content.storage_data[MetadataIndex("decoder.layers.mlp.linear_fc1.weight", old.offset, 0)] = (
+        content.storage_data.pop(old)
+    )
 
 
 def layer_lost(path: Path, prefix: str) -> str:

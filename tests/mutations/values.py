@@ -89,14 +89,21 @@ def local_experts(path: Path, folded: str) -> None:
 def local_layers(path: Path, folded: str) -> None:
     """The second of two pipeline stages wrote its layers by their local numbers: 6 to 11 are 0 to 5."""
     found = {
-        name: f"model.layers.{int(name.split('.')[2]) - 6}." + name.split(".", 3)[3] for name in names(path, "model.layers.") if int(name.split(".")[2]) >= 6
+        name: f"model.layers.{int(name.split('.')[2]) - 6}." + name.split(".", 3)[3]
+        for name in names(path, "model.layers.")
+        if int(name.split(".")[2]) >= 6
     }
     replace(path, {name: tensor(path, origin) for name, origin in found.items()})
 
 
 def local_stored_layers(path: Path, folded: str) -> None:
     """The same in a Megatron checkpoint."""
-    kinds = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+    kinds = (
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_proj.weight",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+    )
     for kind in kinds:
         for layer in range(6, 12):
             origin = stored_tensor(path, f"decoder.layers.{layer - 6}.{kind}")
@@ -151,7 +158,13 @@ MUTATIONS = (
         ("Megatron-Bridge#4706",),
     ),
     Mutation(
-        "norm all zero", "a norm that is stored as its distance from one", ("F4",), "values", "CK205", valued(torch.zeros_like), {GLM: NORM_4, QWEN: NORM_4}
+        "norm all zero",
+        "a norm that is stored as its distance from one",
+        ("F4",),
+        "values",
+        "CK205",
+        valued(torch.zeros_like),
+        {GLM: NORM_4, QWEN: NORM_4},
     ),
     Mutation(
         "stored norm all zero",
@@ -191,7 +204,11 @@ MUTATIONS = (
         "values",
         "CK204",
         valued(one_element(math.nan)),
-        {QWEN: "model.layers.6.self_attn.v_proj.weight", DEEPSEEK: "model.layers.6.self_attn.kv_b_proj.weight", GLM4: "model.norm.weight"},
+        {
+            QWEN: "model.layers.6.self_attn.v_proj.weight",
+            DEEPSEEK: "model.layers.6.self_attn.kv_b_proj.weight",
+            GLM4: "model.norm.weight",
+        },
     ),
     Mutation(
         "infinite",
@@ -209,7 +226,10 @@ MUTATIONS = (
         "values",
         "CK204",
         stored(one_element(math.nan)),
-        {MEGATRON: "decoder.layers.6.self_attention.linear_qkv.weight", MEGATRON_GLM: "decoder.layers.6.mlp.router.expert_bias"},
+        {
+            MEGATRON: "decoder.layers.6.self_attention.linear_qkv.weight",
+            MEGATRON_GLM: "decoder.layers.6.mlp.router.expert_bias",
+        },
     ),
     Mutation(
         "nothing but denormals",

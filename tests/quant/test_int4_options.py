@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from fixture_types import PathOf
 
-from ckptkit.cli import cli
-from ckptkit.errors import CkptkitError
-from quant.scheme import QuantScheme, read_scheme
+from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
+from quant.formats.scheme import QuantScheme, read_scheme
 from verify.run import verify
 
-Paths = Callable[..., Path]
 CASES = [
     (["--ignore", r"re:.*\.o_proj(\.weight)?$"], QuantScheme(128, "qmax7")),  # 320 input features
     (["--group-size", "channel"], QuantScheme(None, "qmax7")),
@@ -38,7 +37,9 @@ def scheme_of(path: Path) -> QuantScheme:
 
 
 @pytest.mark.parametrize(("options", "scheme"), CASES)
-def test_every_option_is_recorded_and_the_result_verifies(options: list[str], scheme: QuantScheme, releases: Paths, tmp_path: Path) -> None:
+def test_every_option_is_recorded_and_the_result_verifies(
+    options: list[str], scheme: QuantScheme, releases: PathOf, tmp_path: Path
+) -> None:
     """`verify` unpacks with compressed-tensors and compares every weight with its source."""
     run("quantize", releases("qwen2-tied"), tmp_path / "out", *options, *IGNORED)
     assert scheme_of(tmp_path / "out") == scheme
@@ -47,18 +48,29 @@ def test_every_option_is_recorded_and_the_result_verifies(options: list[str], sc
     assert {check.code for check in report.checks if check.status == "passed"} >= {"CK302", "CK303", "CK304", "CK305"}
 
 
-def test_on_the_way_from_megatron(converted: Paths, tmp_path: Path) -> None:
-    run("convert", converted("qwen2-tied"), tmp_path / "out", "--quantize", "w4a16", "--group-size", "32", "--asymmetric")
+def test_on_the_way_from_megatron(converted: PathOf, tmp_path: Path) -> None:
+    run(
+        "convert",
+        converted("qwen2-tied"),
+        tmp_path / "out",
+        "--quantize",
+        "w4a16",
+        "--group-size",
+        "32",
+        "--asymmetric",
+    )
     assert scheme_of(tmp_path / "out") == QuantScheme(32, "minmax", (), symmetric=False)
 
 
-def test_what_is_not_said_is_as_in_an_int4_source(releases: Paths, tmp_path: Path) -> None:
+def test_what_is_not_said_is_as_in_an_int4_source(releases: PathOf, tmp_path: Path) -> None:
     run("quantize", releases("qwen2-tied"), tmp_path / "first", "--group-size", "32", "--asymmetric")
     run("quantize", tmp_path / "first", tmp_path / "second")
     assert scheme_of(tmp_path / "second") == QuantScheme(32, "minmax", (), symmetric=False)
 
 
-@pytest.mark.parametrize("options", [["--grid", "qmax7", "--asymmetric"], ["--grid", "qmax7", "--search", "mse"]], ids=str)
-def test_what_does_not_go_together_is_refused(options: list[str], releases: Paths, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [["--grid", "qmax7", "--asymmetric"], ["--grid", "qmax7", "--search", "mse"]], ids=str
+)
+def test_what_does_not_go_together_is_refused(options: list[str], releases: PathOf, tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match="qmax7 grid"):
         run("quantize", releases("qwen2-tied"), tmp_path / "out", *options)

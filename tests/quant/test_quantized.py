@@ -15,11 +15,11 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
 from transformers import AutoModelForCausalLM
 
-from ckptkit.api import convert, quantize
-from ckptkit.errors import CkptkitError
-from ckptkit.safetensors_io import HfCheckpoint
+from ckptkit.app.api import convert, quantize
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import HfCheckpoint
+from quant.formats.scheme import QuantScheme, read_scheme
 from quant.planner import packed_modules, quantized, quantized_layout
-from quant.scheme import QuantScheme, read_scheme
 
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
 
@@ -50,13 +50,17 @@ def compressed(path: Path) -> Iterator[tuple[str, dict[str, torch.Tensor], Quant
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "glm4_moe"])
-def test_minmax_is_bit_for_bit_what_compressed_tensors_writes(releases: Callable[[str], Path], int4: Callable[[str, str], Path], name: str) -> None:
+def test_minmax_is_bit_for_bit_what_compressed_tensors_writes(
+    releases: Callable[[str], Path], int4: Callable[[str, str], Path], name: str
+) -> None:
     source = models.tensors(releases(name))
     packed = 0
     for module, stored, scheme in compressed(int4(name, "minmax")):
         weight = source.pop(f"{module}.weight")
         scale, zero_point = compute_dynamic_scales_and_zp(weight, scheme.weights, torch.nn.Linear(1, 1))
-        expected = PackedQuantizationCompressor.compress({"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}, scheme)
+        expected = PackedQuantizationCompressor.compress(
+            {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}, scheme
+        )
         assert stored.keys() == expected.keys()
         for part in PARTS:
             assert stored[part].dtype == expected[part].dtype
@@ -66,17 +70,23 @@ def test_minmax_is_bit_for_bit_what_compressed_tensors_writes(releases: Callable
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_moe"])
-def test_everything_else_is_untouched(releases: Callable[[str], Path], int4: Callable[[str, str], Path], name: str) -> None:
+def test_everything_else_is_untouched(
+    releases: Callable[[str], Path], int4: Callable[[str, str], Path], name: str
+) -> None:
     source = models.tensors(releases(name))
     written = models.tensors(int4(name, "qmax7"))
     quantized_names = {key.removesuffix("_packed") for key in written if key.endswith(".weight_packed")}
-    assert set(written) == (set(source) - quantized_names) | {f"{key.removesuffix('.weight')}.{part}" for key in quantized_names for part in PARTS}
+    assert set(written) == (set(source) - quantized_names) | {
+        f"{key.removesuffix('.weight')}.{part}" for key in quantized_names for part in PARTS
+    }
     for key in set(source) - quantized_names:
         assert torch.equal(written[key].view(torch.uint8), source[key].view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", ["qwen2-untied", "qwen3_moe"])
-def test_qmax7_unpacks_to_within_half_a_step(releases: Callable[[str], Path], int4: Callable[[str, str], Path], name: str) -> None:
+def test_qmax7_unpacks_to_within_half_a_step(
+    releases: Callable[[str], Path], int4: Callable[[str, str], Path], name: str
+) -> None:
     source = models.tensors(releases(name))
     for module, stored, scheme in compressed(int4(name, "qmax7")):
         weight = source[f"{module}.weight"].float()
@@ -104,7 +114,9 @@ def test_transformers_loads_it(int4: Callable[[str, str], Path]) -> None:
 @pytest.mark.parametrize("name", sorted(models.configs()))
 def test_packed_modules_are_those_of_the_file(int4: Callable[[str, str], Path], name: str) -> None:
     checkpoint = HfCheckpoint(int4(name, "qmax7"))
-    assert packed_modules(checkpoint.specs, checkpoint.config) == {key.removesuffix(".weight_packed") for key in checkpoint.specs if key.endswith("_packed")}
+    assert packed_modules(checkpoint.specs, checkpoint.config) == {
+        key.removesuffix(".weight_packed") for key in checkpoint.specs if key.endswith("_packed")
+    }
     assert read_scheme(checkpoint.config).grid == "qmax7"
 
 
@@ -114,7 +126,9 @@ def test_shards_are_cut_as_in_the_source(releases: Callable[[str], Path], int4: 
     assert list(after) == list(before)
     assert len(before) > 1
     for file, names in before.items():
-        assert {key.removesuffix("_packed").removesuffix("_scale").removesuffix("_shape") for key in after[file]} == set(names)
+        assert {
+            key.removesuffix("_packed").removesuffix("_scale").removesuffix("_shape") for key in after[file]
+        } == set(names)
 
 
 def test_layout_by_hand() -> None:
@@ -127,8 +141,15 @@ def test_layout_by_hand() -> None:
 def test_own_entries_are_added_to_the_default_list(releases: Callable[[str], Path]) -> None:
     source = HfCheckpoint(releases("glm4_moe"))
     view = quantized(source, "here", QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*", "lm_head")))
-    assert view.config["quantization_config"]["ignore"] == ["model.embed_tokens", r"re:.*\.mlp\.gate(\.weight)?$", "lm_head", r"re:.*\.self_attn\..*"]
-    assert view.specs["model.layers.0.self_attn.q_proj.weight"] == source.specs["model.layers.0.self_attn.q_proj.weight"]
+    assert view.config["quantization_config"]["ignore"] == [
+        "model.embed_tokens",
+        r"re:.*\.mlp\.gate(\.weight)?$",
+        "lm_head",
+        r"re:.*\.self_attn\..*",
+    ]
+    assert (
+        view.specs["model.layers.0.self_attn.q_proj.weight"] == source.specs["model.layers.0.self_attn.q_proj.weight"]
+    )
     assert view.specs["model.layers.2.mlp.experts.3.up_proj.weight_packed"].shape == (96, 16)
     assert view.specs["model.layers.2.mlp.experts.3.up_proj.weight_scale"].shape == (96, 4)
     assert "quantization_config" not in source.config
@@ -137,11 +158,15 @@ def test_own_entries_are_added_to_the_default_list(releases: Callable[[str], Pat
 def test_a_missing_linear_is_refused(releases: Callable[[str], Path]) -> None:
     source = HfCheckpoint(releases("glm4_moe"))
     del source.specs["model.layers.3.mlp.experts.7.down_proj.weight"]  # type: ignore[attr-defined]
-    with pytest.raises(CkptkitError, match=r"here lacks 1 tensor\(s\).*model\.layers\.3\.mlp\.experts\.7\.down_proj\.weight"):
+    with pytest.raises(
+        CkptkitError, match=r"here lacks 1 tensor\(s\).*model\.layers\.3\.mlp\.experts\.7\.down_proj\.weight"
+    ):
         quantized(source, "here", QuantScheme(32, "qmax7"))
 
 
-def test_broken_weights_are_named_and_nothing_is_left(releases: Callable[[str], Path], copy_of: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_broken_weights_are_named_and_nothing_is_left(
+    releases: Callable[[str], Path], copy_of: Callable[[Path], Path], tmp_path: Path
+) -> None:
     path = copy_of(releases("qwen2-tied"))
     name = "model.layers.7.mlp.up_proj.weight"
     models.edit(path, name, torch.full_like(models.tensors(path)[name], torch.nan))
@@ -150,7 +175,9 @@ def test_broken_weights_are_named_and_nothing_is_left(releases: Callable[[str], 
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-def test_from_megatron_in_one_pass_is_the_same(converted: Callable[[str], Path], int4: Callable[[str, str], Path], tmp_path: Path) -> None:
+def test_from_megatron_in_one_pass_is_the_same(
+    converted: Callable[[str], Path], int4: Callable[[str, str], Path], tmp_path: Path
+) -> None:
     convert(converted("glm4_moe"), tmp_path / "out", quantize=QuantScheme(32, "qmax7"))
     expected = models.tensors(int4("glm4_moe", "qmax7"))
     written = models.tensors(tmp_path / "out")

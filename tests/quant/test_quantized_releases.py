@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.quantizers import quantizer_finegrained_fp8
 
-from ckptkit.api import convert, inspect, quantize
-from ckptkit.torch_dist_reader import TorchDistCheckpoint
+from ckptkit.app.api import convert, inspect, quantize
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.planner import to_megatron
-from quant.scheme import QuantScheme
+from quant.formats.scheme import QuantScheme
 from verify.run import verify
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
@@ -55,7 +55,12 @@ class Release:
 
 def linear(name: str) -> bool:
     """Projections of attention, dense layers, experts and shared experts."""
-    return name.endswith((".weight",)) and ("_proj" in name or ".experts." in name) and "norm" not in name and "eh_proj" not in name
+    return (
+        name.endswith((".weight",))
+        and ("_proj" in name or ".experts." in name)
+        and "norm" not in name
+        and "eh_proj" not in name
+    )
 
 
 def fused_experts(name: str) -> bool:
@@ -82,7 +87,12 @@ RELEASES = {
         "minimax_m2",
         linear,
         quantized.fp8_blocks(50, 70),
-        FP8 | {"fmt": "float8_e4m3fn", "weight_block_size": [50, 70], "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
+        FP8
+        | {
+            "fmt": "float8_e4m3fn",
+            "weight_block_size": [50, 70],
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        },
         "FP8 (float8_e4m3fn, one scale for each block of 50 x 70)",
     ),
     "GLM, with a quantized copy of the output layer": Release(
@@ -112,7 +122,10 @@ RELEASES = {
         "gpt_oss-v4",
         fused_experts,
         quantized.mxfp4,
-        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]},
+        {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        },
         "MXFP4 (4-bit floats, one power of two for each 32 weights)",
     ),
 }
@@ -132,7 +145,11 @@ def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
 def errors(path: Path, source: Path | None = None) -> list[str]:
     """What verify finds wrong, and checks that did not run although they compare values."""
     report = verify(path, source=source)
-    skipped = [f"{check.code}: {check.reason}" for check in report.checks if check.status == "skipped" and check.code.startswith("CK2")]
+    skipped = [
+        f"{check.code}: {check.reason}"
+        for check in report.checks
+        if check.status == "skipped" and check.code.startswith("CK2")
+    ]
     return [str(finding) for finding in report.findings if finding.severity == "error"] + skipped
 
 
@@ -147,12 +164,18 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     assert written.dequantized == release.words
     count = sum(map(release.wanted, meant))
     assert count > 0
-    assert inspect(tmp_path / "release")["quantization"] == f"{release.words}: {count} tensors; `ckptkit convert` dequantizes them"
+    assert (
+        inspect(tmp_path / "release")["quantization"]
+        == f"{release.words}: {count} tensors; `ckptkit convert` dequantizes them"
+    )
 
     meant |= {copy: meant[original] for copy, original in release.copies.items()}
     megatron = TorchDistCheckpoint(tmp_path / "megatron/release")
     view = to_megatron(models.InMemory(said, meant), "meant")
-    same(megatron.read(list(megatron.specs)), {key: tensor for names in view.groups for key, tensor in view.read(names).items()})
+    same(
+        megatron.read(list(megatron.specs)),
+        {key: tensor for names in view.groups for key, tensor in view.read(names).items()},
+    )
 
     convert(tmp_path / "megatron", tmp_path / "back")
     same(models.tensors(tmp_path / "back"), meant)
@@ -161,7 +184,9 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
         assert json.loads((tmp_path / side / "config.json").read_text()) == said
         names = {file.name for file in (tmp_path / "plain").iterdir() if not file.name.startswith("model")}
         assert {file.name for file in (tmp_path / side).iterdir()} == {"ckptkit.json", "model.safetensors", *names}
-    assert (tmp_path / "back/model.safetensors").read_bytes() == (tmp_path / "back-with-hf/model.safetensors").read_bytes()
+    assert (tmp_path / "back/model.safetensors").read_bytes() == (
+        tmp_path / "back-with-hf/model.safetensors"
+    ).read_bytes()
 
     assert errors(tmp_path / "megatron", tmp_path / "release") == []
     assert errors(tmp_path / "release") == []
@@ -176,7 +201,9 @@ def test_transformers_loads_the_same_model_from_fp8(tmp_path: Path, monkeypatch:
     quantized.write(tmp_path / "plain", tmp_path / "release", release.wanted, release.quantizer, release.edit)
     convert(tmp_path / "release", tmp_path / "megatron")
     convert(tmp_path / "megatron", tmp_path / "back")
-    expected, found = (AutoModelForCausalLM.from_pretrained(tmp_path / side, dtype=torch.bfloat16) for side in ("release", "back"))
+    expected, found = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / side, dtype=torch.bfloat16) for side in ("release", "back")
+    )
     same(found.state_dict(), expected.state_dict())
     assert torch.equal(found(tokens()).logits, expected(tokens()).logits)
 
@@ -187,7 +214,9 @@ def test_the_int4_that_ckptkit_writes(tmp_path: Path) -> None:
     quantize(tmp_path / "plain", tmp_path / "release", QuantScheme(32, "qmax7"))
     convert(tmp_path / "release", tmp_path / "megatron")
     convert(tmp_path / "megatron", tmp_path / "back")
-    packed, found = (AutoModelForCausalLM.from_pretrained(tmp_path / side, dtype=torch.bfloat16) for side in ("release", "back"))
+    packed, found = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / side, dtype=torch.bfloat16) for side in ("release", "back")
+    )
     assert any(name.endswith("weight_packed") for name in packed.state_dict())
     assert torch.equal(found(tokens()).logits, packed(tokens()).logits)
 

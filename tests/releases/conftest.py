@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckptkit import forecast
-from ckptkit.errors import CkptkitError
+from ckptkit.app import forecast
+from ckptkit.core.errors import CkptkitError
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,9 @@ _DOT = re.compile(r"(?<!\.)\.(?!\.)")  # not those of a range
 
 def saved_by_transformers(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes that `save_pretrained` would write, without any weights: tied tensors once, experts one by one."""
-    fields = {key: value for key, value in config.items() if key not in ("model_type", "auto_map", "quantization_config")}
+    fields = {
+        key: value for key, value in config.items() if key not in ("model_type", "auto_map", "quantization_config")
+    }
     parsed: Any = AutoConfig.for_model(config["model_type"], **fields)
     auto: Any = AutoModelForImageTextToText if "vision_config" in fields else AutoModelForCausalLM
     with torch.device("meta"):
@@ -92,7 +94,8 @@ def _joined(lines: Sequence[str], position: int) -> list[str]:
         else:
             kept.append(line)
     return kept + [
-        ".".join((*before, found[0] if len(found) == 1 else "{" + ",".join(sorted(found)) + "}", *after)) for (before, after), found in words.items()
+        ".".join((*before, found[0] if len(found) == 1 else "{" + ",".join(sorted(found)) + "}", *after))
+        for (before, after), found in words.items()
     ]
 
 
@@ -101,7 +104,9 @@ def main() -> None:
     by_shape: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name, shape in saved_by_transformers(json.loads(Path(sys.argv[1]).read_text())).items():
         by_shape[shape].append(name)
-    print(json.dumps({"BF16 " + "x".join(map(str, shape)): folded(names) for shape, names in by_shape.items()}, indent=1))
+    print(
+        json.dumps({"BF16 " + "x".join(map(str, shape)): folded(names) for shape, names in by_shape.items()}, indent=1)
+    )
 
 
 if __name__ == "__main__":

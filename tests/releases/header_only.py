@@ -30,7 +30,10 @@ def write(release: Release, path: Path) -> Path:
         _write_shard(path / file, tensors)
         weight_map |= {tensor.name: file for tensor in tensors}
     total = release.nbytes if release.index_size is None else release.index_size
-    _json(path / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    _json(
+        path / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+    )
     return path
 
 

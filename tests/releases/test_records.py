@@ -13,8 +13,23 @@ from releases.header_only import write
 from releases.record import load, models, unfolded
 
 # Kinds that transformers saves whole and under the names of the release: no draft layer, no vision tower of other names.
-SAVED_WHOLE = {"gemma3_text", "glm4", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl"}
-BY_CLASS = [model for model in models() if (config := load(model).config)["model_type"] in SAVED_WHOLE and "quantization_config" not in config]
+SAVED_WHOLE = {
+    "gemma3_text",
+    "glm4",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_vl",
+}
+BY_CLASS = [
+    model
+    for model in models()
+    if (config := load(model).config)["model_type"] in SAVED_WHOLE and "quantization_config" not in config
+]
 
 
 @pytest.mark.parametrize("model", BY_CLASS)
@@ -34,7 +49,10 @@ def test_written_release_is_what_safetensors_reads(model: str, tmp_path: Path) -
     read = {}
     for file in path.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
-            read |= {name: (opened.get_slice(name).get_dtype(), tuple(opened.get_slice(name).get_shape())) for name in list(opened.keys())}
+            read |= {
+                name: (opened.get_slice(name).get_dtype(), tuple(opened.get_slice(name).get_shape()))
+                for name in list(opened.keys())
+            }
     assert read == {tensor.name: (tensor.dtype, tensor.shape) for tensor in release.tensors_in_order}
     assert sum(file.stat().st_size for file in path.glob("*.safetensors")) > release.nbytes
     assert sum(file.stat().st_blocks * 512 for file in path.iterdir()) < 1_000_000
@@ -43,11 +61,15 @@ def test_written_release_is_what_safetensors_reads(model: str, tmp_path: Path) -
 def test_first_shard_of_gpt_oss_is_number_0(tmp_path: Path) -> None:
     path = write(load("openai/gpt-oss-20b"), tmp_path / "release")
     index = json.loads((path / "model.safetensors.index.json").read_text())
-    assert sorted(set(index["weight_map"].values())) == [f"model-0000{number}-of-00002.safetensors" for number in (0, 1, 2)]
+    assert sorted(set(index["weight_map"].values())) == [
+        f"model-0000{number}-of-00002.safetensors" for number in (0, 1, 2)
+    ]
 
 
 def test_folded_names_are_written_out() -> None:
-    assert list(unfolded("layers.{0,2..4,7..15/4}.{a,b}")) == [f"layers.{layer}.{name}" for layer in (0, 2, 3, 4, 7, 11, 15) for name in "ab"]
+    assert list(unfolded("layers.{0,2..4,7..15/4}.{a,b}")) == [
+        f"layers.{layer}.{name}" for layer in (0, 2, 3, 4, 7, 11, 15) for name in "ab"
+    ]
     assert list(unfolded("model.norm.weight")) == ["model.norm.weight"]
 
 

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptkit.api import convert, inspect, model_arguments
-from quant.lint import lint
+from ckptkit.app.api import convert, inspect, model_arguments
+from quant.lint.lint import lint
 from releases.header_only import write
 from releases.record import Release, load
-from verify.preflight import preflight
+from verify.launch.preflight import preflight
 
 # Those with the most tensors, which take as long as all others together: they are tested apart, so that two processes share the work.
 LARGE = (
@@ -35,7 +35,9 @@ def check_every_verb(model: str, root: Path) -> None:
     path = write(release, root / "release")
     with _collecting_as_the_command_line_does():
         report = preflight(hf_checkpoint=path)
-        assert [f"{one.code} {one.severity}" for one in report.findings] == release.findings.get("preflight", []), "\n".join(map(str, report.findings[:5]))
+        assert [f"{one.code} {one.severity}" for one in report.findings] == release.findings.get("preflight", []), (
+            "\n".join(map(str, report.findings[:5]))
+        )
         assert report.status == "passed"
         facts = inspect(path)
         assert (facts["tensors"], facts["bytes"]) == (len(release.tensors_in_order), release.nbytes)
@@ -50,7 +52,9 @@ def check_every_verb(model: str, root: Path) -> None:
 def check_against_published_numbers(release: Release) -> None:
     """Fails where the record's folded names do not come to what was published."""
     assert len({tensor.name for tensor in release.tensors_in_order}) == len(release.tensors_in_order)
-    elements = sum(math.prod(tensor.shape) for tensor in release.tensors_in_order if release.scales or "_scale" not in tensor.name)
+    elements = sum(
+        math.prod(tensor.shape) for tensor in release.tensors_in_order if release.scales or "_scale" not in tensor.name
+    )
     assert release.tensors in (None, len(release.tensors_in_order))
     assert release.total_size in (None, release.nbytes)
     assert release.parameters in (None, elements)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from verify.checks import all_checks, run_checks
+from verify.check import all_checks, run_checks
+from verify.evidence.subject import Subject
 from verify.report import CheckResult, Finding, Report
 from verify.run import choose
-from verify.subject import Subject
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ckptkit.errors import CkptkitError
-from ckptkit.printable import json_text
-from ckptkit.whole import write_whole
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import json_text
+from ckptkit.storage.whole import write_whole
 from verify.report import Report
 from verify.reports.destination import FORMATS, fault_of
 

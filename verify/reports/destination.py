@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from ckptkit.formats import LOADED, MANIFEST
+from ckptkit.formats.detect import LOADED, MANIFEST
 
 # How a report of each format begins; `page.html` says it in a <meta>.
 _BEGINNINGS = {

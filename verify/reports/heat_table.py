@@ -21,7 +21,10 @@ def heat_table(report: Report, targets: Mapping[str, str]) -> str:
         return f"{title}<p>No check looked at single tensors.</p></section>"
     kinds = list(dict.fromkeys(kind for cells in report.heat.values() for kind in cells))
     head = "".join(f'<th scope="col"><span>{escaped(kind)}</span></th>' for kind in kinds)
-    worst = {key: max((cell[key] or 0.0 for cells in report.heat.values() for cell in cells.values()), default=0.0) for key in ("max_error", "max_steps")}
+    worst = {
+        key: max((cell[key] or 0.0 for cells in report.heat.values() for cell in cells.values()), default=0.0)
+        for key in ("max_error", "max_steps")
+    }
     rows = []
     for layer, cells in report.heat.items():
         found = "".join(_cell(layer, kind, cells.get(kind), worst, targets) for kind in kinds)
@@ -39,8 +42,14 @@ def _legend(report: Report) -> str:
         "✗ N": ("N tensors are wrong", any(word.startswith("✗") for word in words)),
         "!": ("a warning names it", "!" in words),
         "=": ("equal to the source, bit for bit", "=" in words),
-        "N st": ("largest error of a quantized weight, in quantization steps", any(word.endswith(" st") for word in words)),
-        "N": ("largest difference from the source", any(word[0].isdigit() and not word.endswith(" st") for word in words)),
+        "N st": (
+            "largest error of a quantized weight, in quantization steps",
+            any(word.endswith(" st") for word in words),
+        ),
+        "N": (
+            "largest difference from the source",
+            any(word[0].isdigit() and not word.endswith(" st") for word in words),
+        ),
         "ok": ("read, with nothing to compare with", "ok" in words),
     }
     said = "; ".join(f"<b>{word}</b> {meaning}" for word, (meaning, occurs) in meanings.items() if occurs)

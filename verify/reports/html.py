@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from string import Template
 
-from verify.checks import Check, all_checks
+from verify.check import Check, all_checks
 from verify.report import SCHEMA, CheckResult, Finding, Report
 from verify.reports.heat_table import heat_table
 from verify.reports.text import Group, escaped, groups, rest, subject_of, totals
@@ -84,7 +84,9 @@ def _findings(shown: list[Group], rules: Mapping[str, Check]) -> str:
 
 def _filter(shown: list[Group]) -> str:
     """Hidden until the script runs, since it does nothing without it."""
-    codes, severities = (list(dict.fromkeys(values)) for values in ((group.code for group in shown), (group.severity for group in shown)))
+    codes, severities = (
+        list(dict.fromkeys(values)) for values in ((group.code for group in shown), (group.severity for group in shown))
+    )
     return (
         '<form id="filter" hidden><label>text<input type="search" name="text" autocomplete="off"></label>'
         f'{_select("code", codes)}{_select("severity", severities)}<output id="shown" class="quiet"></output></form>'
@@ -99,7 +101,9 @@ def _select(name: str, values: Sequence[str]) -> str:
 def _group(group: Group, rule: Check | None) -> str:
     rows = [_finding(group, anchor, finding, rule) for anchor, finding in group.shown]
     if group.more:
-        rows.append(f'<tbody id="{escaped(group.code)}-{group.severity}-more"><tr><td colspan="4">{escaped(rest(group))}</td></tr></tbody>')
+        rows.append(
+            f'<tbody id="{escaped(group.code)}-{group.severity}-more"><tr><td colspan="4">{escaped(rest(group))}</td></tr></tbody>'
+        )
     return "\n".join(rows)
 
 
@@ -115,7 +119,11 @@ def _finding(group: Group, anchor: str, finding: Finding, rule: Check | None) ->
         "file": finding.file,
         "rank": finding.rank,
     }
-    details = "".join(f"<dt>{name}</dt><dd{_NAME if name in ('tensors', 'file') else ''}>{escaped(value)}</dd>" for name, value in lines.items() if value)
+    details = "".join(
+        f"<dt>{name}</dt><dd{_NAME if name in ('tensors', 'file') else ''}>{escaped(value)}</dd>"
+        for name, value in lines.items()
+        if value
+    )
     anchor, code = escaped(anchor), escaped(group.code)
     return (
         f'<tbody class="finding" data-code="{code}" data-severity="{group.severity}">'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from ckptkit.printable import printable
+from ckptkit.core.printable import printable
 from verify.report import CheckResult, Report
 from verify.reports.text import Group, groups, rest, subject_of
 
@@ -24,12 +24,23 @@ def junit(report: Report) -> str:
     """One testsuite; a check with findings of severity error is a failure, one with warnings alone passes and prints them."""
     root = ElementTree.Element("testsuites")
     counts = report.to_json()["counts"]
-    suite = ElementTree.SubElement(root, "testsuite", name="ckptkit", tests=str(counts["checks"] + len(report.reasons)), failures=str(counts["failed"]))
+    suite = ElementTree.SubElement(
+        root,
+        "testsuite",
+        name="ckptkit",
+        tests=str(counts["checks"] + len(report.reasons)),
+        failures=str(counts["failed"]),
+    )
     suite.set("errors", str(len(report.reasons)))
     suite.set("skipped", str(counts["skipped"]))
     suite.set("time", f"{sum(check.seconds for check in report.checks):.3f}")
     properties = ElementTree.SubElement(suite, "properties")
-    for name, value in (("version", report.version), ("checkpoint", report.checkpoint), ("source", report.source), ("command", " ".join(report.command))):
+    for name, value in (
+        ("version", report.version),
+        ("checkpoint", report.checkpoint),
+        ("source", report.source),
+        ("command", " ".join(report.command)),
+    ):
         if value:
             ElementTree.SubElement(properties, "property", name=name, value=_xml(value))
     found = groups(report, _SHOWN)
@@ -43,13 +54,17 @@ def junit(report: Report) -> str:
 
 def _case(suite: ElementTree.Element, check: CheckResult, found: list[Group]) -> None:
     classname = f"ckptkit.{_GROUPS.get(check.code[:3], 'checks')}"
-    case = ElementTree.SubElement(suite, "testcase", classname=classname, name=_xml(f"{check.code} {check.title}"), time=f"{check.seconds:.3f}")
+    case = ElementTree.SubElement(
+        suite, "testcase", classname=classname, name=_xml(f"{check.code} {check.title}"), time=f"{check.seconds:.3f}"
+    )
     if check.status == "skipped":
         ElementTree.SubElement(case, "skipped", message=_xml(check.reason or ""))
     errors = [group for group in found if group.severity == "error"]
     if check.status == "failed":
         count = sum(len(group.shown) + group.more for group in errors)
-        failure = ElementTree.SubElement(case, "failure", type=check.code, message=f"{count} finding{'s' * (count != 1)}")
+        failure = ElementTree.SubElement(
+            case, "failure", type=check.code, message=f"{count} finding{'s' * (count != 1)}"
+        )
         failure.text = _text(errors)
     if warnings := [group for group in found if group.severity == "warning"]:
         ElementTree.SubElement(case, "system-out").text = _text(warnings)
@@ -58,7 +73,9 @@ def _case(suite: ElementTree.Element, check: CheckResult, found: list[Group]) ->
 def _unlooked(suite: ElementTree.Element, reason: str) -> None:
     """A case of its own for what was asked for and not looked at: CI systems show a skipped case as green."""
     codes, _, why = reason.partition(": ")
-    case = ElementTree.SubElement(suite, "testcase", classname="ckptkit.inconclusive", name=_xml(f"{codes} could not look"), time="0.000")
+    case = ElementTree.SubElement(
+        suite, "testcase", classname="ckptkit.inconclusive", name=_xml(f"{codes} could not look"), time="0.000"
+    )
     ElementTree.SubElement(case, "error", message=_xml(why))
 
 

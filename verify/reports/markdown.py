@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ckptkit.printable import printable
+from ckptkit.core.printable import printable
 from verify.report import CheckResult, Finding, Report
 from verify.reports.text import Group, groups, rest, totals
 
@@ -14,7 +14,15 @@ _SHOWN = 20  # findings of one code
 def markdown(report: Report) -> str:
     """Status first, then a table of checks, the findings by code, and the facts."""
     source = f" against {_code(report.source)}" if report.source else ""
-    lines = [f"# ckptkit: {report.verdict}", "", f"{_code(report.checkpoint)}{source}", "", *_reasons(report), f"{totals(report)}.", ""]
+    lines = [
+        f"# ckptkit: {report.verdict}",
+        "",
+        f"{_code(report.checkpoint)}{source}",
+        "",
+        *_reasons(report),
+        f"{totals(report)}.",
+        "",
+    ]
     lines += ["| code | check | status | compared | seconds |", "| --- | --- | --- | ---: | ---: |"]
     lines += [_row(check) for check in report.checks]
     for group in groups(report, _SHOWN):
@@ -45,7 +53,12 @@ def _finding(anchor: str, finding: Finding) -> list[str]:
     lines = [f"- **{anchor}** {about}{count}".rstrip()]
     lines += [f"  - file: {_code(finding.file)}"] if finding.file and finding.tensor else []
     lines += [f"  - rank: {_plain(finding.rank)}"] if finding.rank else []
-    return [*lines, f"  - expected: {_plain(finding.expected)}", f"  - actual: {_plain(finding.actual)}", f"  - next: {_plain(finding.hint)}"]
+    return [
+        *lines,
+        f"  - expected: {_plain(finding.expected)}",
+        f"  - actual: {_plain(finding.actual)}",
+        f"  - next: {_plain(finding.hint)}",
+    ]
 
 
 def _plain(text: str) -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ckptkit.printable import json_text, printable
-from verify.checks import Check, all_checks
+from ckptkit.core.printable import json_text, printable
+from verify.check import Check, all_checks
 from verify.report import CheckResult, Finding, Report, anchors
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -22,7 +22,10 @@ def sarif(report: Report) -> str:
     run = {
         "tool": {"driver": {"name": "ckptkit", "version": report.version, "rules": rules}},
         "invocations": [_invocation(report)],
-        "results": [_result(anchor, finding, report, places) for anchor, finding in zip(anchors(report.findings), report.findings, strict=True)],
+        "results": [
+            _result(anchor, finding, report, places)
+            for anchor, finding in zip(anchors(report.findings), report.findings, strict=True)
+        ],
     }
     return json_text({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}) + "\n"
 
@@ -32,7 +35,10 @@ def _rule(result: CheckResult, check: Check | None) -> dict[str, Any]:
     if check is None:
         return rule
     markdown = f"**Why it matters**: {check.rationale}\n\n**What to do**: {check.fix}"
-    return rule | {"fullDescription": {"text": check.rationale}, "help": {"text": f"{check.rationale}\n\n{check.fix}", "markdown": markdown}}
+    return rule | {
+        "fullDescription": {"text": check.rationale},
+        "help": {"text": f"{check.rationale}\n\n{check.fix}", "markdown": markdown},
+    }
 
 
 def _invocation(report: Report) -> dict[str, Any]:
@@ -40,26 +46,36 @@ def _invocation(report: Report) -> dict[str, Any]:
     invocation: dict[str, Any] = {"executionSuccessful": not report.reasons}
     if report.command:
         invocation["arguments"] = [printable(word) for word in report.command[1:]]
-    notes: list[dict[str, Any]] = [{"level": "error", "message": {"text": printable(f"not looked at: {reason}")}} for reason in report.reasons]
+    notes: list[dict[str, Any]] = [
+        {"level": "error", "message": {"text": printable(f"not looked at: {reason}")}} for reason in report.reasons
+    ]
     notes += [_skipped(check) for check in report.checks if check.status == "skipped"]
     return invocation | ({"toolExecutionNotifications": notes} if notes else {})
 
 
 def _skipped(check: CheckResult) -> dict[str, Any]:
-    return {"level": "note", "message": {"text": printable(f"{check.code} was skipped: {check.reason}")}, "associatedRule": {"id": check.code}}
+    return {
+        "level": "note",
+        "message": {"text": printable(f"{check.code} was skipped: {check.reason}")},
+        "associatedRule": {"id": check.code},
+    }
 
 
 def _result(anchor: str, finding: Finding, report: Report, places: dict[str, int]) -> dict[str, Any]:
     count = f" ({finding.count} tensors)" if finding.count > 1 else ""
     about = f"{finding.tensor}{count}: " if finding.tensor else ""
     rank = f" on rank {finding.rank}" if finding.rank else ""
-    location: dict[str, Any] = {"physicalLocation": {"artifactLocation": {"uri": _uri(finding.file or _first_path(report))}}}
+    location: dict[str, Any] = {
+        "physicalLocation": {"artifactLocation": {"uri": _uri(finding.file or _first_path(report))}}
+    }
     if finding.tensor:
         location["logicalLocations"] = [{"fullyQualifiedName": printable(finding.tensor), "kind": "object"}]
     result: dict[str, Any] = {
         "ruleId": finding.code,
         "level": finding.severity,
-        "message": {"text": printable(f"{about}expected {finding.expected}, found {finding.actual}{rank}. Next: {finding.hint}")},
+        "message": {
+            "text": printable(f"{about}expected {finding.expected}, found {finding.actual}{rank}. Next: {finding.hint}")
+        },
         "locations": [location],
         "properties": {"anchor": anchor, "count": finding.count},
     }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from ckptkit.printable import printable
+from ckptkit.core.printable import printable
 from verify.report import Finding, Report, anchors
 
 
@@ -29,7 +29,10 @@ def groups(report: Report, limit: int) -> list[Group]:
         found[finding.severity, finding.code].append((anchor, finding))
     titles = {check.code: check.title for check in report.checks}
     ordered = sorted(found.items(), key=lambda item: item[0][0] != "error")
-    return [Group(code, titles.get(code, ""), severity, group[:limit], max(0, len(group) - limit)) for (severity, code), group in ordered]
+    return [
+        Group(code, titles.get(code, ""), severity, group[:limit], max(0, len(group) - limit))
+        for (severity, code), group in ordered
+    ]
 
 
 def rest(group: Group) -> str:
@@ -60,5 +63,7 @@ def size(nbytes: int) -> str:
 def totals(report: Report) -> str:
     """How many checks there were and how they ended, and how much was compared."""
     counts = report.to_json()["counts"]
-    ended = f"{counts['checks']} checks: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
+    ended = (
+        f"{counts['checks']} checks: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
+    )
     return f"{ended}; {counts['tensors_compared']} comparisons, {size(counts['bytes_compared'])}"

@@ -1,0 +1,4 @@
+"""What everything stands on: tensor specs, the checkpoint protocols, plans, errors and printable text.
+
+Imports nothing else of the project.
+"""

@@ -1,0 +1,45 @@
+"""The two protocols that everything else is written against: a checkpoint that is read, a checkpoint that is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ckptkit.core.specs import TensorSpec
+
+
+class Checkpoint(Protocol):
+    """A set of named global tensors: never sharded, never stacked over layers or experts.
+
+    `specs` is ordered as the bytes lie on disk; reading `groups` one after the other is the cheapest way through.
+    """
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The HF `config.json` that describes the model."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every tensor, by name."""
+
+    @property
+    def groups(self) -> Sequence[tuple[str, ...]]:
+        """Names to read together, because they come from the same bytes; every name stands in exactly one group."""
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """These tensors on the CPU, contiguous, in the dtype of their spec."""
+
+
+class CheckpointWriter(Protocol):
+    """Takes each tensor once, in any order. Nothing is visible under the final path before `finish`."""
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Stores one tensor. Raises CkptkitError when it is not what was announced or is written twice."""
+
+    def finish(self) -> None:
+        """Completes the checkpoint. Raises CkptkitError when a tensor is missing."""
+
+    def discard(self) -> None:
+        """Removes everything written so far."""

@@ -1,0 +1,32 @@
+"""The one exception that ckptkit raises on purpose: bad input, or something missing from the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptkit.core.printable import printable
+
+
+class CkptkitError(Exception):
+    """What is wrong (naming file and tensor) and, as `hint`, what to do next, each on one line. The command line exits with code 2.
+
+    `details`: what is wrong one by one; `message` has all of them, and printed each has a line of its own.
+    `resumable`: whether the same job may end well another time, so that what it has finished is worth keeping.
+    """
+
+    resumable = True
+
+    def __init__(self, message: str, hint: str | None = None, details: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.message = f"{message}: {'; '.join(details)}" if details else message
+        self.hint = hint
+        self._lines = [f"{message}:", *details]
+
+    def __str__(self) -> str:
+        # Names of a checkpoint are in all of it, and a notebook prints them as a terminal does.
+        lines = self._lines if len(self._lines) > 1 else [self.message]
+        return "\n  ".join(map(printable, [*lines, f"next: {self.hint}"] if self.hint else lines))
+
+
+class UnsupportedError(CkptkitError):
+    """A model or a format that is none of those that ckptkit reads. It says nothing of the checkpoint, which may be sound."""

@@ -1,0 +1,262 @@
+"""A conversion as data: steps whose inputs and outputs are known before a byte is read.
+
+A plan over a checkpoint is itself a checkpoint (`View`), so plans stack and one loop copies them all.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol, TypeGuard, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.extents import Extent, Place
+from ckptkit.core.specs import TensorSpec, summarize
+
+Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A pure function from some tensors to others. `label` names it in `--dry-run`.
+
+    `passes`: the bytes of the outputs, one after the other, are those of the inputs; of a single input they may be the first.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[TensorSpec, ...]
+    run: Function
+    label: str
+    passes: bool = False
+
+
+def identity(spec: TensorSpec) -> Step:
+    """The step that passes a tensor through untouched."""
+    return Step((spec.name,), (spec,), list, "copy", passes=True)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps that together use every source tensor (or drop it by name) and make every output once.
+
+    Raises CkptkitError, naming tensors, when a source tensor is left over, is missing or an output is made twice.
+    """
+
+    steps: tuple[Step, ...]
+    sources: Collection[str]
+    dropped: frozenset[str] = frozenset()
+    where: str = "the checkpoint"
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Of a large model each of these is a hundred thousand names, and sources may be a list.
+        used, sources = {name for step in self.steps for name in step.inputs}, set(self.sources)
+        require(self.where, used, sources)
+        if left := sources - used - self.dropped:
+            raise CkptkitError(
+                f"{self.where} holds {len(left)} tensor(s) that no rule of this model family knows: {summarize(sorted(left))}",
+                "nothing is converted, so that nothing is lost; check num_hidden_layers, num_nextn_predict_layers and the other sizes in config.json",
+            )
+        made = Counter(spec.name for step in self.steps for spec in step.outputs)
+        if twice := [name for name, count in made.items() if count > 1]:
+            raise CkptkitError(f"{self.where}: two rules make the same tensor: {summarize(twice)}")
+
+
+def require(where: str, needed: Iterable[str], sources: Collection[str]) -> None:
+    """Raises CkptkitError naming the needed tensors that `where` does not have."""
+    if missing := [name for name in dict.fromkeys(needed) if name not in sources]:
+        raise CkptkitError(
+            f"{where} lacks {len(missing)} tensor(s) that its config promises: {summarize(missing)}",
+            "a shard is missing or config.json describes another model; `ckptkit verify` says which",
+        )
+
+
+class View:
+    """A plan over a checkpoint, computed lazily: itself a Checkpoint."""
+
+    def __init__(self, source: Checkpoint, plan: Plan) -> None:
+        self.source = source
+        self._plan = plan
+        self._step_of = {spec.name: step for step in plan.steps for spec in step.outputs}
+        self._specs = {spec.name: spec for step in plan.steps for spec in step.outputs}
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self._plan.config
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self._specs
+
+    @cached_property
+    def groups(self) -> Sequence[tuple[str, ...]]:
+        """Outputs of all steps that share a source group, in the source's reading order."""
+        source = self.source.groups
+        group_of = {name: index for index, names in enumerate(source) for name in names}
+        merged = _Components(len(source))
+        for step in self._plan.steps:
+            if len(step.inputs) > 1:
+                merged.join([group_of[name] for name in step.inputs])
+        outputs: dict[int, list[str]] = {}
+        for step in self._plan.steps:
+            key = merged.find(group_of[step.inputs[0]])
+            outputs.setdefault(key, []).extend([spec.name for spec in step.outputs])
+        return [tuple(outputs[key]) for key in sorted(outputs)]
+
+    def step(self, name: str) -> Step:
+        """What makes a tensor."""
+        return self._step_of[name]
+
+    def _steps(self, names: Sequence[str]) -> Collection[Step]:
+        return {id(step): step for step in (self._step_of[name] for name in names)}.values()
+
+    def inputs(self, names: Sequence[str]) -> list[str]:
+        """What is read of the source to make these."""
+        return list(dict.fromkeys(name for step in self._steps(names) for name in step.inputs))
+
+    def places(self, names: Sequence[str]) -> Iterable[Place]:
+        """Where what is read to make these stands in files."""
+        return places_of(self.source, self.inputs(names))
+
+    def shares(self, name: str) -> bool:
+        """Whether a tensor lies in the memory of the one that it is made of."""
+        step = self._step_of[name]
+        return step.passes and len(step.inputs) == 1
+
+    def in_order(self, name: str) -> bool:
+        """Whether the bytes of a tensor are those of stored ones, in their order, through every plan."""
+        step = self._step_of[name]
+        return step.passes and all(passes(self.source, source) for source in step.inputs)
+
+    def extents(self, name: str) -> Sequence[Extent] | None:
+        """Where the bytes of a tensor stand in files, if it passes through every plan as it is, and begins where one of them does."""
+        step = self._step_of[name]
+        if not step.passes:
+            return None
+        before = itertools.takewhile(lambda spec: spec.name != name, step.outputs)
+        # Of a padded vocabulary the last rows are left out.
+        at, begin = 0, sum(spec.nbytes for spec in before)
+        end, found = begin + self._specs[name].nbytes, list[Extent]()
+        for source in step.inputs:
+            extents = extents_of(self.source, source)
+            if extents is None or (
+                len(step.inputs) > 1 and sum(extent.nbytes for extent in extents) != self.source.specs[source].nbytes
+            ):
+                return None
+            for extent in extents:
+                if at < begin < at + extent.nbytes:
+                    return None
+                if begin <= at < end:
+                    found.append(extent)
+                at += extent.nbytes
+        return found
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        steps = self._steps(names)
+        inputs = self.source.read(self.inputs(names))
+        wanted = set(names)
+        found: dict[str, Tensor] = {}
+        for step in steps:
+            tensors = [inputs[name] for name in step.inputs]
+            results = _side_by_side(step, tensors) or step.run(tensors)
+            for spec, tensor in zip(step.outputs, results, strict=True):
+                if spec.name in wanted:
+                    found[spec.name] = checked(spec, tensor)
+        return found
+
+
+def _side_by_side(step: Step, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """What a step makes that puts tensors together as they are, without a copy where they lie side by side already."""
+    if not step.passes or len(tensors) == 1 or not all(tensor.numel() and tensor.is_contiguous() for tensor in tensors):
+        return None
+    first, ends = tensors[0].view(-1).view(torch.uint8), list(itertools.accumulate(tensor.nbytes for tensor in tensors))
+    places = [(tensor.untyped_storage().data_ptr(), tensor.data_ptr()) for tensor in tensors]
+    if places[1:] != [(places[0][0], places[0][1] + end) for end in ends[:-1]]:
+        return None
+    every = torch.as_strided(first, (ends[-1],), (1,), first.storage_offset())
+    parts = torch.split(every, [spec.nbytes for spec in step.outputs])
+    return [part.view(spec.dtype).view(spec.shape) for part, spec in zip(parts, step.outputs, strict=True)]
+
+
+@runtime_checkable
+class HasExtents(Protocol):
+    """A checkpoint that knows of some tensors where their bytes stand in files."""
+
+    def places(self, names: Sequence[str]) -> Iterable[Place]:
+        """Where what is read to make these tensors stands, as far as that is on a local disk. Opens no file."""
+
+    def in_order(self, name: str) -> bool:
+        """Whether the bytes stand in files as they are and in their order, as far as can be told without opening one."""
+
+    def extents(self, name: str) -> Sequence[Extent] | None:
+        """Where, one after the other; None where the bytes are nowhere as they are. The last may go on behind them."""
+
+
+def _has_extents(checkpoint: Checkpoint) -> TypeGuard[HasExtents]:
+    return _class_has_extents(type(checkpoint))
+
+
+@functools.cache
+def _class_has_extents(kind: type) -> bool:
+    # Of an instance, Python 3.11 would ask for every member of the protocol each time; a plan asks a hundred thousand times.
+    return issubclass(kind, HasExtents)
+
+
+def extents_of(checkpoint: Checkpoint, name: str) -> Sequence[Extent] | None:
+    """Where the bytes of a tensor stand in files, if they do."""
+    return checkpoint.extents(name) if _has_extents(checkpoint) else None
+
+
+def places_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterable[Place]:
+    """Where what is read to make these tensors stands in files, as far as the checkpoint knows."""
+    return checkpoint.places(names) if _has_extents(checkpoint) else ()
+
+
+def moved(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[int, int]:
+    """Bytes of everything stored that is read to make these tensors, and of memory for them and for it; what passes as it is counts once."""
+    if not isinstance(checkpoint, View):
+        stored = sum(checkpoint.specs[name].nbytes for name in names)
+        return stored, stored
+    read, held = moved(checkpoint.source, checkpoint.inputs(names))
+    return read, held + sum(checkpoint.specs[name].nbytes for name in names if not checkpoint.shares(name))
+
+
+def passes(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether the bytes of a tensor stand in files as they are, so that they need not be held as a whole. Opens no file."""
+    return _has_extents(checkpoint) and checkpoint.in_order(name)
+
+
+def checked(spec: TensorSpec, tensor: Tensor) -> Tensor:
+    """The tensor, contiguous. Raises CkptkitError when it is not what the spec announces."""
+    if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+        raise CkptkitError(
+            f"{spec} came out as {list(tensor.shape)} {tensor.dtype}", "this is a defect in a rule: please report it"
+        )
+    return tensor.contiguous()
+
+
+class _Components:
+    """Union-find over 0..n-1; the representative is the smallest member."""
+
+    def __init__(self, size: int) -> None:
+        self._parent = list(range(size))
+
+    def find(self, node: int) -> int:
+        while self._parent[node] != node:
+            self._parent[node] = self._parent[self._parent[node]]
+            node = self._parent[node]
+        return node
+
+    def join(self, nodes: Sequence[int]) -> None:
+        roots = [self.find(node) for node in nodes]
+        smallest = min(roots)
+        for root in roots:
+            self._parent[root] = smallest

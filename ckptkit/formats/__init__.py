@@ -1,0 +1,4 @@
+"""The file formats of checkpoints, one folder each, and what tells them apart.
+
+May import core and storage.
+"""

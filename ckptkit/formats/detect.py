@@ -1,0 +1,158 @@
+"""Tells from a path what lies there: an HF directory or a Megatron checkpoint, in which format, and which iteration of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ckptkit.core.errors import CkptkitError
+
+MANIFEST = "ckptkit.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+ITERATION = re.compile(r"iter_\d{7}")
+LEGACY_RANK = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
+LEGACY_FILE = "model_optim_rng.pt"
+# JSON that transformers, SGLang, vLLM, sentence-transformers or Megatron read from a checkpoint's directory by these names.
+LOADED = frozenset(
+    {
+        *(
+            "config.json",
+            "generation_config.json",
+            "adapter_config.json",
+            "model.safetensors.index.json",
+            "pytorch_model.bin.index.json",
+        ),
+        *(
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+            "added_tokens.json",
+            "vocab.json",
+            "chat_template.json",
+            "tekken.json",
+        ),
+        *(
+            "processor_config.json",
+            "preprocessor_config.json",
+            "image_processor.json",
+            "video_preprocessor_config.json",
+            "feature_extractor.json",
+        ),
+        *(
+            "quant_config.json",
+            "quantize_config.json",
+            "quantization_config.json",
+            "hf_quant_config.json",
+            "params.json",
+            "metadata.json",
+        ),
+        *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "model_index.json"),
+    }
+)
+_URL = re.compile(
+    r"(?:^|/)([a-z][a-z0-9+.-]*):/+(.*)", re.IGNORECASE
+)  # as a Path leaves it: made absolute, and of its slashes one
+
+_PICKLE = "{} is a pickle: convert .bin weights to safetensors first: load with transformers and save_pretrained"
+# What lies where safetensors with an index should, the most telling first, and the way out.
+_OTHER_WEIGHTS = {
+    "consolidated*.safetensors": "{} is Mistral's own format: take the model-*.safetensors of the release and their index",
+    "*.safetensors": "{} is there without model.safetensors.index.json: restore the index from the release",
+    "consolidated*.pth": "{} is the format of the model's authors: take the safetensors of the release, not its original/ folder",
+    "*.gguf": "{} is llama.cpp's format, which is quantized for it: start from the safetensors release",
+    "pytorch_model*.bin": _PICKLE,
+    "*.bin": _PICKLE,
+    "*.pt": _PICKLE,
+    "*.pth": _PICKLE,
+}
+
+
+@dataclass(frozen=True)
+class Location:
+    """`path` holds the weights themselves; `root` is what the user gave or, for Megatron, the directory with the tracker."""
+
+    kind: Literal["hf", "megatron"]
+    path: Path
+    root: Path
+
+    @property
+    def legacy(self) -> bool:
+        """Whether these are Megatron's files of one rank each (`mp_rank_*`), from before torch_dist."""
+        return self.kind == "megatron" and is_legacy(self.path)
+
+
+def locate(path: str | Path) -> Location:
+    """What kind of checkpoint lies at `path`. Raises CkptkitError when there is none or it is ambiguous."""
+    given, root = Path(path), Path(path).absolute()
+    refuse_url(path)
+    if not root.exists():
+        raise CkptkitError(f"{given} does not exist", "check the path")
+    if not root.is_dir():
+        raise CkptkitError(
+            f"{given} is a file, not a checkpoint directory", "give the directory that holds config.json or .metadata"
+        )
+    if (root / TRACKER).exists():
+        return Location("megatron", tracked(root), root)
+    is_hf = (root / "config.json").exists()
+    if root.name == "original" and (root.parent / "config.json").exists():
+        raise CkptkitError(
+            f"{given} holds the model in the format of its authors", f"give the HF directory around it: {given.parent}"
+        )
+    if (root / ".metadata").exists() or ((root / "metadata.json").exists() and not is_hf):
+        return Location("megatron", root, root.parent)
+    if is_legacy(root):
+        return Location("megatron", root, root.parent)
+    if is_hf or any(root.glob("*.safetensors")) or (root / "model.safetensors.index.json").exists():
+        return Location("hf", root, root)
+    raise CkptkitError(f"{given} holds no checkpoint", _why_not(root))
+
+
+def refuse_url(path: str | Path) -> None:
+    """Raises CkptkitError for a URL, also for what a Path leaves of one, unless there is a file or directory of that name."""
+    if (url := _URL.search(str(path))) and not Path(path).exists():
+        hint = "copy it to a local disk; inspect, convert and quantize read HF directories from URLs"
+        raise CkptkitError(f"{url[1]}://{url[2]} is a URL, which is not read here", hint)
+
+
+def is_legacy(path: Path) -> bool:
+    """Whether an iteration's directory holds one directory a rank and is no torch_dist checkpoint."""
+    return (
+        path.is_dir()
+        and not (path / ".metadata").exists()
+        and any(LEGACY_RANK.fullmatch(entry.name) for entry in path.iterdir())
+    )
+
+
+def tracked(root: Path) -> Path:
+    """The directory that the tracker file of a Megatron root names. Raises CkptkitError when it names none that exists."""
+    text = (root / TRACKER).read_text(errors="replace").strip()
+    if text != "release" and not text.isdecimal():
+        raise CkptkitError(f"{root / TRACKER} says {text!r}", "it must say `release` or an iteration number")
+    path = root / ("release" if text == "release" else f"iter_{int(text):07d}")
+    if not path.is_dir():
+        raise CkptkitError(
+            f"{root / TRACKER} says {text!r}, but {path.name}/ is not there",
+            "the save was cut short, or the directory was moved",
+        )
+    return path
+
+
+def _why_not(root: Path) -> str:
+    inside = sorted(entry.name for entry in root.iterdir())
+    if not inside:
+        return "the directory is empty"
+    if any(ITERATION.fullmatch(name) or name == "release" for name in inside):
+        return f"it has iterations but no {TRACKER}: give one of them, or restore the tracker"
+    return other_weights(root) or "expected config.json with *.safetensors, or a Megatron directory with .metadata"
+
+
+def other_weights(root: Path) -> str | None:
+    """What weights a directory holds instead of safetensors with an index, and the way out; None when it holds none."""
+    for pattern, advice in _OTHER_WEIGHTS.items():
+        if found := sorted(root.glob(pattern)):
+            return advice.format(found[0].name)
+    if (root / "original").is_dir():
+        return "only original/ holds weights, in the format of the model's authors: download the *.safetensors beside it too"
+    return None

@@ -1,0 +1,50 @@
+"""The files of a checkpoint to write, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from ckptkit.core.specs import TensorSpec
+from ckptkit.storage.digest import TensorDigest
+from ckptkit.storage.write import WrittenFile
+
+FILE_BYTES = 5_000_000_000  # where a file ends unless something else says so
+Digests = Mapping[str, TensorDigest]
+Piece = Callable[[int, int], memoryview]
+
+
+class Files(Protocol):
+    """The files of a checkpoint to write, as data: where each byte will lie follows from the tensors' specs alone.
+
+    So any number of threads, processes and machines may write them, and what they write is always the same.
+    """
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every tensor, by name."""
+
+    @property
+    def names(self) -> Mapping[str, Sequence[str]]:
+        """Which tensors stand in which file; files are relative to the checkpoint's root."""
+
+    def size(self, file: str) -> int:
+        """Bytes of a file."""
+
+    def around(self, file: str) -> tuple[int, bytes]:
+        """What stands in a file beside its tensors, and where."""
+
+    def put(self, name: str, file: WrittenFile, piece: Piece) -> None:
+        """Writes one tensor to its place in the file that holds it, from pieces of its bytes of at most BUFFER that are asked for in order, each once."""
+
+    def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:
+        """Reads the tensors of a file back. Raises CkptkitError where it is damaged."""
+
+    def prepare(self) -> None:
+        """Does what takes a while and can be done while files are written, for `finish` to be quick."""
+
+    def finish(self, root: Path) -> None:
+        """Writes what makes a checkpoint of the files when all are there: an index, metadata, a tracker."""

@@ -1,0 +1,4 @@
+"""HF directories: safetensors shards with an index, and the files beside the weights.
+
+May import what formats may.
+"""

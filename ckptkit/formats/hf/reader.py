@@ -1,0 +1,269 @@
+"""Reads HF checkpoints: safetensors shards with an index, or a single file.
+
+Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data
+(https://github.com/huggingface/safetensors#format).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.extents import Extent, Place
+from ckptkit.core.specs import DTYPE_OF_CODE, TensorSpec, summarize
+from ckptkit.formats.detect import other_weights
+from ckptkit.storage.buffers import bytes_of, elements
+from ckptkit.storage.read import FileExtent, held, read_into
+from ckptkit.storage.remote_file import RemoteFile, remote_file
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER = 100_000_000  # the limit of the safetensors library
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The validated header of one file: where each tensor's bytes lie, in file order."""
+
+    path: Path
+    specs: Mapping[str, TensorSpec]
+    offsets: Mapping[str, int]
+    metadata: Mapping[str, str]
+    remote: RemoteFile | None = None
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, which may lie in what is `prefetched`.
+
+        It is read with plain reads, not mapped: a file that is cut meanwhile, or a bad sector, is an error and no signal.
+        """
+        spec, offset = self.specs[name], self.offsets[name]
+        if (found := held(self.path, offset, spec.nbytes)) is not None:
+            return elements(found, spec.dtype).view(spec.shape)
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        buffer = bytes_of(tensor)
+        count = self.remote.read_into(buffer, offset) if self.remote else read_into(self.path, buffer, offset)
+        if count != spec.nbytes:
+            hint = "the file is truncated; copy or download it again"
+            raise CkptkitError(f"{self.remote or self.path}: {name} ends before its {spec.nbytes} bytes", hint)
+        return tensor
+
+
+def read_shard(path: Path) -> Shard:
+    """The header of a safetensors file. Raises CkptkitError for anything that safetensors itself would refuse:
+
+    truncation, trailing bytes, holes or overlaps between tensors, unknown dtypes, sizes that do not fit shapes.
+    """
+    try:
+        remote = remote_file(path)
+        size = remote.size if remote else path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER):
+                raise _broken(path, f"{size} bytes cannot hold a header of {length}")
+            header = json.loads(file.read(length), object_pairs_hook=_unique)
+    except OSError as error:
+        raise CkptkitError(f"{path}: {error.strerror}", "the index names it; is a shard missing?") from error
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, f"its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise _broken(path, "its header is not a JSON object")
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _broken(path, "its __metadata__ holds something else than strings")
+    start = 8 + length
+    try:
+        spans = sound_spans(header) or [parse_entry(name, entry) for name, entry in header.items()]
+    except ValueError as error:
+        raise _broken(path, str(error)) from error
+    spans.sort(key=BEGIN)
+    end = 0
+    for begin, stop, nbytes, spec in spans:
+        if begin != end:
+            raise _broken(
+                path, f"{spec.name} starts at byte {begin} of the data, but the tensor before it ends at {end}"
+            )
+        if stop - begin != nbytes:
+            raise _broken(path, f"{spec} takes {nbytes} bytes, but its entry spans {stop - begin}")
+        end = stop
+    if start + end != size:
+        raise _broken(path, f"the header promises {start + end} bytes, the file has {size}")
+    offsets = {spec.name: start + begin for begin, _, _, spec in spans}
+    return Shard(path, {spec.name: spec for _, _, _, spec in spans}, offsets, metadata, remote)
+
+
+# First byte and end in the data, the bytes that the tensor takes, and the tensor.
+Span = tuple[int, int, int, TensorSpec]
+BEGIN = itemgetter(0)
+_SIZE_OF_CODE = {code: dtype.itemsize for code, dtype in DTYPE_OF_CODE.items()}
+
+
+def sound_spans(header: Mapping[str, Any]) -> list[Span] | None:
+    """Every entry, looked at all together; None when one of them is not as safetensors writes it, and each is to be looked at by itself."""
+    try:
+        entries = [(name, entry["dtype"], entry["shape"], *entry["data_offsets"]) for name, entry in header.items()]
+        numbers = [
+            *chain.from_iterable(entry[2] for entry in entries),
+            *(entry[3] for entry in entries),
+            *(entry[4] for entry in entries),
+        ]
+        spans = [
+            (begin, end, math.prod(shape) * _SIZE_OF_CODE[code], TensorSpec(name, tuple(shape), DTYPE_OF_CODE[code]))
+            for name, code, shape, begin, end in entries
+        ]
+    except (TypeError, ValueError, LookupError):
+        return None
+    shapes_are_lists = {list}.issuperset({type(entry[2]) for entry in entries})
+    return spans if shapes_are_lists and {int}.issuperset(map(type, numbers)) and min(numbers, default=0) >= 0 else None
+
+
+def parse_entry(name: str, entry: Any) -> Span:
+    """One header entry. Raises ValueError, saying why, for what safetensors does not allow."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"its header entry for {name} is not valid: {entry}")
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPE_OF_CODE:
+        raise ValueError(f"{name} has dtype {entry['dtype']}, which ckptkit does not know")
+    numbers = [*_integers(name, entry["shape"]), *_integers(name, entry["data_offsets"])]
+    if len(entry["data_offsets"]) != 2 or min(numbers) < 0:
+        raise ValueError(f"its header entry for {name} is not valid: {entry}")
+    *shape, begin, end = numbers
+    spec = TensorSpec(name, tuple(shape), DTYPE_OF_CODE[entry["dtype"]])
+    return begin, end, spec.nbytes, spec
+
+
+def _integers(name: str, values: Any) -> list[int]:
+    if not isinstance(values, list) or not {int}.issuperset(map(type, values)):
+        raise ValueError(f"its header entry for {name} has {values} where whole numbers must be")
+    return values
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError when a key is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _broken(path: Path, what: str) -> CkptkitError:
+    return CkptkitError(f"{path} is not a whole safetensors file: {what}", "copy or download it again")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises CkptkitError when the file is missing or is not one."""
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise CkptkitError(f"{path}: {error.strerror}", "an HF checkpoint directory needs it") from error
+    except (ValueError, RecursionError) as error:
+        raise CkptkitError(f"{path} is not valid JSON: {error}", "restore it from the release") from error
+    if not isinstance(content, dict):
+        raise CkptkitError(f"{path} does not hold a JSON object", "restore it from the release")
+    return content
+
+
+def shard_names(root: Path) -> dict[str, str] | None:
+    """The index's {tensor: file}; None for a single-file checkpoint. Raises CkptkitError when a file lies outside `root`."""
+    if not (root / INDEX).exists():
+        return None
+    weight_map = read_json(root / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CkptkitError(f"{root / INDEX} has no weight_map of names to files", "restore it from the release")
+    for file in set(weight_map.values()):
+        if Path(file).name != file or file in {"", ".", ".."}:
+            name = next(name for name, home in weight_map.items() if home == file)
+            raise CkptkitError(
+                f"{root / INDEX} puts {name} into {file!r}, which is not a file of this directory",
+                "restore the index from the release",
+            )
+    return weight_map
+
+
+def stored_names(root: Path) -> Collection[str]:
+    """The tensors of an HF directory by its index or its single file; none where it has neither. Raises CkptkitError as these are read."""
+    if (weight_map := shard_names(root)) is not None:
+        return weight_map
+    return read_shard(root / SINGLE).specs if (root / SINGLE).exists() else ()
+
+
+def has_weights(root: Path) -> bool:
+    """Whether this HF directory holds safetensors weights: an index, or the single file that needs none."""
+    return (root / INDEX).exists() or (root / SINGLE).exists()
+
+
+class HfCheckpoint:
+    """An HF directory. Opening reads headers only, and raises CkptkitError unless index and shards agree exactly."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+        self.config = read_json(self.root / "config.json")
+        weight_map = shard_names(self.root)
+        files = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
+        if weight_map is None and not (self.root / SINGLE).exists():
+            raise CkptkitError(
+                f"{self.root} has neither {INDEX} nor {SINGLE}",
+                other_weights(self.root) or "download its weights, as safetensors",
+            )
+        self.shards = {file: read_shard(self.root / file) for file in files}
+        self._shard_of = {name: shard for shard in self.shards.values() for name in shard.specs}
+        if weight_map is not None:
+            self._compare_with_index(weight_map)
+
+    def _compare_with_index(self, weight_map: Mapping[str, str]) -> None:
+        actual = {name: file for file, shard in self.shards.items() for name in shard.specs}
+        if ghosts := weight_map.keys() - actual.keys():
+            raise CkptkitError(
+                f"{self.root / INDEX} lists {len(ghosts)} tensor(s) that no shard holds: {summarize(sorted(ghosts))}",
+                "a shard is wrong",
+            )
+        if extra := actual.keys() - weight_map.keys():
+            raise CkptkitError(
+                f"{len(extra)} tensor(s) in the shards are not in {self.root / INDEX}: {summarize(sorted(extra))}",
+                "the index is wrong",
+            )
+        if sum(len(shard.specs) for shard in self.shards.values()) != len(actual):
+            raise CkptkitError(f"{self.root}: a tensor stands in two shards", "remove leftovers of an earlier save")
+        if moved := [name for name, file in weight_map.items() if actual[name] != file]:
+            raise CkptkitError(f"{self.root / INDEX} names the wrong file for {summarize(moved)}", "the index is wrong")
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {name: spec for shard in self.shards.values() for name, spec in shard.specs.items()}
+
+    @property
+    def groups(self) -> Sequence[tuple[str, ...]]:
+        return [(name,) for name in self.specs]
+
+    @property
+    def layout(self) -> dict[str, list[str]]:
+        """Which tensors stand in which file, in file order: what a writer needs to cut shards the same way."""
+        return {file: list(shard.specs) for file, shard in self.shards.items()}
+
+    def places(self, names: Iterable[str]) -> Iterator[Place]:
+        """Where the bytes of these tensors stand on a local disk."""
+        for name in names:
+            shard = self._shard_of[name]
+            if shard.remote is None:
+                yield shard.path, shard.offsets[name], shard.offsets[name] + shard.specs[name].nbytes
+
+    def in_order(self, name: str) -> bool:
+        """Whether its bytes are on a local disk: there they are in order."""
+        return self._shard_of[name].remote is None
+
+    def extents(self, name: str) -> Sequence[Extent] | None:
+        """Where its bytes stand, on a local disk."""
+        shard = self._shard_of[name]
+        return [FileExtent(shard.path, shard.offsets[name], shard.specs[name].nbytes)] if self.in_order(name) else None
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self._shard_of[name].read(name) for name in names}

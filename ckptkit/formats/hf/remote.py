@@ -1,0 +1,138 @@
+"""Opens an HF directory at a URL: its small files come here, its tensors are read from there when they are wanted."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import summarize
+from ckptkit.formats.detect import ITERATION, LEGACY_RANK, TRACKER
+from ckptkit.formats.hf.reader import INDEX, MAX_HEADER, read_json
+from ckptkit.formats.hf.side_files import is_hidden, is_weight
+from ckptkit.storage.remote_file import Listing, listing_of, mark
+from ckptkit.storage.url import Store, is_url
+
+CONFIG = "config.json"
+_AT_ONCE = 16  # files at one time: most of the time goes by waiting for the first byte
+
+
+@contextmanager
+def opened(path: str | Path) -> Iterator[Path]:
+    """A path of this machine as it is; for a URL, a temporary directory that stands for the HF directory there while the block runs.
+
+    In it are config, tokenizer, templates and code, and every shard up to the end of its header: what `HfCheckpoint` needs, which reads
+    the tensors from the URL. Errors that name a file of it are raised with the URL. Raises CkptkitError where there is no HF directory.
+    """
+    if not is_url(path):
+        yield Path(path)
+        return
+    store = Store(path)
+    with _stand_in(store) as root:
+        _fetch(store, root)
+        yield root
+
+
+def config_at(path: str | Path) -> dict[str, Any] | None:
+    """The config.json of an HF directory at a path or URL; None where there is none. Raises CkptkitError as `read_json` and `Store` do."""
+    if not is_url(path):
+        return read_json(Path(path) / CONFIG) if (Path(path) / CONFIG).exists() else None
+    store = Store(path)
+    if CONFIG not in store.top():
+        return None
+    with _stand_in(store) as root:
+        store.download(CONFIG, root / CONFIG)
+        return read_json(root / CONFIG)
+
+
+@contextmanager
+def _stand_in(store: Store) -> Iterator[Path]:
+    """An empty temporary directory of the store's name. Errors that name a file of it are raised with the URL."""
+    with tempfile.TemporaryDirectory(prefix="ckptkit-") as folder:
+        root = Path(folder) / store.name
+        root.mkdir()
+        try:
+            yield root
+        except CkptkitError as error:
+            here, there = str(root), store.url.rstrip("/")
+            error.message = error.message.replace(here, there)
+            error.hint = error.hint.replace(here, there) if error.hint else None
+            raise
+
+
+class ChangedError(CkptkitError):
+    """What was being read has been written meanwhile."""
+
+    resumable = False
+
+
+def check_unchanged(root: Path) -> None:
+    """Raises ChangedError when a file of the URL that `root` stands for was written since it was opened. A directory of this machine passes."""
+    before = listing_of(root)
+    if before is None:
+        return
+    after = Listing.of(Store(before.url)).versions
+    if changed := [name for name in sorted({*before.versions, *after}) if before.versions.get(name) != after.get(name)]:
+        raise ChangedError(
+            f"{before.url} changed while it was read: {summarize(changed)}", "run again when nothing writes there"
+        )
+
+
+def _fetch(store: Store, root: Path) -> None:
+    """Brings into `root` what is read whole, and the headers."""
+    _check_kind(store)
+    listing = Listing.of(store)
+    seen = [name for name in listing.sizes if not is_hidden(name)]
+    whole = [name for name in seen if not is_weight(name) or name == INDEX]
+    weights = [name for name in seen if is_weight(name) and name != INDEX and "/" not in name]
+    for name in whole:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(_AT_ONCE, "ckptkit-open") as pool:
+        tasks = [pool.submit(store.download, name, root / name) for name in whole]
+        tasks += [pool.submit(_fetch_header, store, name, listing.sizes[name], root / name) for name in weights]
+        try:
+            for task in tasks:
+                task.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+    mark(root, listing)
+
+
+def _check_kind(store: Store) -> None:
+    """Raises CkptkitError unless this is an HF directory, before anything else in there is listed."""
+    top = store.top()
+    if not top:
+        raise CkptkitError(f"{store.url} holds nothing", "check the URL; give the directory that holds config.json")
+    if {TRACKER, ".metadata"} & set(top) or any(
+        ITERATION.fullmatch(name) or LEGACY_RANK.fullmatch(name) for name in top
+    ):
+        raise CkptkitError(
+            f"{store.url} is a Megatron checkpoint, and only HF directories are read from URLs",
+            "copy it to a local disk first",
+        )
+    if CONFIG not in top:
+        raise CkptkitError(
+            f"{store.url} holds no config.json, but {summarize(top)}", "give the directory of an HF checkpoint"
+        )
+
+
+def _fetch_header(store: Store, name: str, size: int, target: Path) -> None:
+    """Writes the start of a shard to `target`, up to the end of its header; of a file in another format, nothing."""
+    content = b""
+    if name.endswith(".safetensors"):
+        content = _read(store, name, 0, min(8, size))
+        length = int.from_bytes(content, "little")
+        # A length that cannot be is for the reader of the header to refuse.
+        content += _read(store, name, 8, length) if length <= min(size - 8, MAX_HEADER) else b""
+    target.write_bytes(content)
+
+
+def _read(store: Store, name: str, offset: int, count: int) -> bytes:
+    buffer = bytearray(count)
+    if store.read_into(name, memoryview(buffer), offset) != count:
+        raise CkptkitError(f"{store.at(name)} ends within its header", "copy it there again")
+    return bytes(buffer)

@@ -1,0 +1,136 @@
+"""What belongs to an HF checkpoint besides weights: config, tokenizer, templates, code; and how its shards were cut."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import TensorSpec, summarize
+from ckptkit.formats.detect import MANIFEST as MANIFEST
+from ckptkit.formats.hf.reader import read_json
+
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp")
+
+
+def side_files(root: Path) -> Iterator[Path]:
+    """Every file of an HF directory that is no weight, relative to it; hidden files and folders are left out.
+
+    Raises CkptkitError for a link to nothing: a tokenizer that was not downloaded would be lost without a word.
+    """
+    for path in sorted(root.rglob("*")):
+        relative = path.relative_to(root)
+        hidden = is_hidden(str(relative))
+        if not hidden and path.is_symlink() and not path.exists():
+            raise CkptkitError(f"{path} is a link to nothing", "download or copy it again, or remove the link")
+        if path.is_file() and not hidden and not is_weight(path.name) and relative != Path(MANIFEST):
+            yield relative
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file, named relative to its HF directory, or a folder that it is in, is hidden: a download's own, and no part of the model."""
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def is_weight(name: str) -> bool:
+    """Whether a file holds weights, in whatever format, or is their index."""
+    return name.endswith(_WEIGHTS)
+
+
+def copy_side_files(root: Path, target: Path) -> None:
+    """Copies them byte for byte. Raises CkptkitError when one cannot be read."""
+    for relative in side_files(root):
+        (target / relative).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            content = (root / relative).read_bytes()
+        except OSError as error:
+            raise CkptkitError(
+                f"{root / relative}: {error.strerror}", "it belongs to the checkpoint; make it readable"
+            ) from error
+        (target / relative).write_bytes(content)
+
+
+_QUANTIZATION = ("quantization_config", "compression_config")
+
+
+def quantization_of(config: Mapping[str, Any]) -> Any:
+    """What an HF config says of quantized weights, also under compressed-tensors' older key and in `text_config`; None: they are not."""
+    holders = [holder for holder in (config, config.get("text_config")) if isinstance(holder, Mapping)]
+    return next((holder[key] for holder in holders for key in _QUANTIZATION if holder.get(key) is not None), None)
+
+
+def is_quantized(config: Mapping[str, Any]) -> bool:
+    """Whether an HF config says that the weights are quantized; null says that they are not."""
+    return quantization_of(config) is not None
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the same model with weights that are not quantized."""
+    plain = {key: value for key, value in config.items() if key not in _QUANTIZATION}
+    if isinstance(text := plain.get("text_config"), Mapping):
+        plain["text_config"] = {key: value for key, value in text.items() if key not in _QUANTIZATION}
+    return plain
+
+
+def write_config(target: Path, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
+    """Makes `config.json` true to the weights beside it: their dtype, and whether they are quantized.
+
+    The file is left as it is, byte for byte, when it is true already.
+    """
+    before = read_json(target / "config.json")
+    after = without_quantization(before)
+    if is_quantized(config):
+        after["quantization_config"] = quantization_of(config)
+    if dtype := main_dtype(specs):
+        places = [holder for holder in (after, after.get("text_config")) if isinstance(holder, dict)]
+        stated = [(holder, key) for holder in places for key in ("dtype", "torch_dtype") if key in holder]
+        for holder, key in stated or [(after, "dtype")]:
+            holder[key] = dtype
+    if after != before:
+        (target / "config.json").write_text(json.dumps(after, indent=2) + "\n")
+
+
+def main_dtype(specs: Mapping[str, TensorSpec]) -> str | None:
+    """The floating dtype that most bytes are in, spelled as a config does; None when there is none."""
+    sizes: dict[torch.dtype, int] = {}
+    for spec in specs.values():
+        if spec.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.nbytes
+    return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.") if sizes else None
+
+
+def stored_layout(manifest: Path) -> dict[str, list[str]] | None:
+    """How the release cut its shards, from the manifest that was written beside Megatron's weights; None when there is none."""
+    if not manifest.exists():
+        return None
+    layout = read_json(manifest).get("hf_layout")
+    if not isinstance(layout, dict) or not all(isinstance(names, list) for names in layout.values()):
+        raise CkptkitError(f"{manifest} has no hf_layout of files and tensors", "name the HF directory with --hf")
+    for file in layout:
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise CkptkitError(
+                f"{manifest} puts tensors into {file!r}, which is no safetensors file of one directory",
+                "name the HF directory with --hf",
+            )
+    return {file: [str(name) for name in names] for file, names in layout.items()}
+
+
+def layout_for(checkpoint: Checkpoint, layout: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """`layout` if it names exactly the tensors of `checkpoint`. Raises CkptkitError otherwise."""
+    names = [name for file in layout.values() for name in file]
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise CkptkitError(
+            f"the shard layout names tensors twice: {summarize(twice)}", "name the HF directory with --hf"
+        )
+    if differ := sorted(set(names) ^ set(checkpoint.specs)):
+        raise CkptkitError(
+            f"the shards of the reference hold other tensors than this model: {summarize(differ)}",
+            "name the right HF directory with --hf",
+        )
+    return dict(layout)

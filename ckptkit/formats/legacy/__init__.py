@@ -1,0 +1,4 @@
+"""Megatron's legacy `torch` format: the files of every rank.
+
+May import what formats may.
+"""

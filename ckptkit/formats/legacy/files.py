@@ -1,0 +1,207 @@
+"""The files of Megatron's legacy `torch` format: what every rank held, under the names of its own modules.
+
+`iter_N/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` holds the training arguments and a state dict of the model chunks of
+tensor parallel rank TT, pipeline stage PPP (where there are several) and expert parallel rank EEE (where there are several).
+Source: Megatron-LM `training/checkpointing.py` (`get_checkpoint_name`, `save_checkpoint`, `generate_state_dict`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.detect import LEGACY_FILE, LEGACY_RANK
+from ckptkit.formats.torch_save.saved_file import SavedFile, SavedTensor
+
+_EXTRA = "_extra_state"
+_MOST = 100_000  # ranks of a kind
+_LEGACY_GROUPED = re.compile(r".*\.mlp\.experts\.weight[12]")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parallel sizes of the run that saved: tensor, pipeline, expert, and tensor parallel inside experts."""
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+
+    def __str__(self) -> str:
+        return f"TP{self.tp} PP{self.pp} EP{self.ep} ETP{self.etp}"
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What one rank saved: where it stood, and the tensors of each of its model chunks by the names of their modules."""
+
+    tp: int
+    pp: int
+    ep: int
+    file: SavedFile
+    chunks: tuple[Mapping[str, SavedTensor], ...]
+
+    def __str__(self) -> str:
+        return str(self.file.path)
+
+
+class LegacyFiles:
+    """All rank files of an iteration. Raises CkptkitError when one is missing, damaged, or of another save than the first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        found = sorted(entry for entry in path.iterdir() if LEGACY_RANK.fullmatch(entry.name))
+        first = SavedFile(found[0] / LEGACY_FILE)
+        self.args = _args_of(first)
+        self.sizes = _sizes_of(first)
+        self._stamp = _stamp_of(first)
+        self.ranks = tuple(
+            self._rank(entry, first if index == 0 else SavedFile(entry / LEGACY_FILE))
+            for index, entry in enumerate(found)
+        )
+        self._check_complete()
+
+    def _rank(self, entry: Path, file: SavedFile) -> RankFile:
+        for name, value in _stamp_of(file).items():
+            if value != self._stamp[name]:
+                first = sorted(other.name for other in self.path.iterdir() if LEGACY_RANK.fullmatch(other.name))[0]
+                raise CkptkitError(
+                    f"{file.path} was saved with {name} {value}, {first} with {self._stamp[name]}",
+                    "two saves were mixed: copy one of them again",
+                )
+        tp, pp, ep = self._place(entry)
+        chunks = tuple(_chunk(file, content) for content in _models(file))
+        # The rest of the pickle (the optimizer) may be large, and is of no interest.
+        file.forget()
+        return RankFile(tp, pp, ep, file, chunks)
+
+    def _place(self, entry: Path) -> tuple[int, int, int]:
+        """Tensor, pipeline and expert parallel rank of a directory; the name has only those that there are several of."""
+        numbers = [int(number) for number in entry.name.removeprefix("mp_rank_").split("_")]
+        if len(numbers) == 1 + (self.sizes.pp > 1) + (self.sizes.ep > 1):
+            pp = numbers[1] if self.sizes.pp > 1 else 0
+            ep = numbers[-1] if self.sizes.ep > 1 else 0
+            if numbers[0] < self.sizes.tp and pp < self.sizes.pp and ep < self.sizes.ep:
+                return numbers[0], pp, ep
+        raise CkptkitError(
+            f"{entry} is no rank of {self.sizes}, which the training arguments say",
+            "two saves were mixed: copy one of them again",
+        )
+
+    def _check_complete(self) -> None:
+        there = {(rank.tp, rank.pp, rank.ep) for rank in self.ranks}
+        for pp in range(self.sizes.pp):
+            held = {(tp, ep) for tp, stage, ep in there if stage == pp}
+            lost = [self._name(tp, pp, None) for tp in range(self.sizes.tp) if all(rank != tp for rank, _ in held)]
+            experts = {(self.etp_rank(tp), ep) for tp, ep in held}
+            lost += [
+                self._name(None, pp, ep)
+                for ep in range(self.sizes.ep)
+                for etp in range(self.sizes.etp)
+                if (etp, ep) not in experts
+            ]
+            if lost:
+                raise CkptkitError(
+                    f"{self.path} lacks {', '.join(lost)}",
+                    f"the run was {self.sizes}; copy all of its mp_rank directories",
+                )
+
+    def _name(self, tp: int | None, pp: int, ep: int | None) -> str:
+        parts = [f"{tp:02d}" if tp is not None else "TT"]
+        parts += [f"{pp:03d}"] if self.sizes.pp > 1 else []
+        parts += [f"{ep:03d}" if ep is not None else "EEE"] if self.sizes.ep > 1 else []
+        return f"mp_rank_{'_'.join(parts)}"
+
+    def etp_rank(self, tp_rank: int) -> int:
+        """Rank inside the experts' tensor parallel group: Megatron numbers the ranks of a stage one after the other for both."""
+        return tp_rank % self.sizes.etp
+
+
+def _args_of(file: SavedFile) -> Mapping[str, Any]:
+    stored = file.content.get("args") if isinstance(file.content, dict) else None
+    if stored is None or not hasattr(stored, "__dict__"):
+        raise CkptkitError(
+            f"{file.path} holds no training arguments", "they say which layers a rank has; was it saved by Megatron-LM?"
+        )
+    return dict(vars(stored))
+
+
+def _whole(file: SavedFile, args: Mapping[str, Any], name: str, default: int | None) -> int:
+    value = args.get(name) if args.get(name) is not None else default
+    if type(value) is not int or not 0 < value <= _MOST:
+        raise CkptkitError(
+            f"{file.path}: the training argument {name} is {value!r}", "the file is damaged; copy it again"
+        )
+    return value
+
+
+def _sizes_of(file: SavedFile) -> Sizes:
+    """Parallel sizes with Megatron's own defaults. Raises CkptkitError for those that no file name tells apart."""
+    args = _args_of(file)
+    tp, pp = (_whole(file, args, f"{kind}_model_parallel_size", None) for kind in ("tensor", "pipeline"))
+    sizes = Sizes(
+        tp,
+        pp,
+        _whole(file, args, "expert_model_parallel_size", 1),
+        _whole(file, args, "expert_tensor_parallel_size", tp),
+    )
+    if args.get("moe_extended_tp"):
+        raise CkptkitError(
+            f"{file.path}: --moe-extended-tp is not supported",
+            "save it with a Megatron that has --expert-tensor-parallel-size",
+        )
+    if sizes.tp % sizes.etp:
+        raise CkptkitError(
+            f"{file.path}: {sizes}: ranks of different expert shards have one file name",
+            "save it with --ckpt-format torch_dist",
+        )
+    return sizes
+
+
+def _stamp_of(file: SavedFile) -> dict[str, Any]:
+    """What all files of a save have in common. Raises CkptkitError for another than megatron-core's order of q, k and v."""
+    args = _args_of(file)
+    version = file.content.get("checkpoint_version", 0)
+    if version != 3.0:
+        raise CkptkitError(
+            f"{file.path}: checkpoint_version {version} is not supported",
+            "only 3.0 has q, k and v in the order that is known here",
+        )
+    return {
+        "iteration": file.content.get("iteration"),
+        "num_layers": args.get("num_layers"),
+        "parallel sizes": str(_sizes_of(file)),
+    }
+
+
+def _models(file: SavedFile) -> list[Mapping[str, Any]]:
+    """The state dict of each model chunk: under `model`, or `model0`, `model1` and so on."""
+    there = {key for key in file.content if re.fullmatch(r"model\d*", str(key))}
+    names = ["model"] if "model" in there else [f"model{index}" for index in range(len(there))]
+    if not there or there != set(names) or not all(isinstance(file.content[name], dict) for name in names):
+        raise CkptkitError(
+            f"{file.path} holds {', '.join(sorted(there)) or 'no model'}",
+            "expected `model`, or `model0`, `model1` and so on; copy it again",
+        )
+    return [file.content[name] for name in names]
+
+
+def _chunk(file: SavedFile, content: Mapping[str, Any]) -> dict[str, SavedTensor]:
+    tensors = {}
+    for name, value in content.items():
+        if isinstance(value, dict):
+            raise CkptkitError(
+                f"{file.path}: {name} is a dict of its own: a model from before megatron-core",
+                "convert it with Megatron-LM's tools/checkpoint first",
+            )
+        if _LEGACY_GROUPED.fullmatch(name):
+            raise CkptkitError(
+                f"{file.path}: {name} holds all experts of a rank (GroupedMLP)", "save it with --ckpt-format torch_dist"
+            )
+        if not name.endswith(_EXTRA):
+            tensors[name] = file.tensor(value, name)
+    return tensors

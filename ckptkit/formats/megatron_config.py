@@ -1,0 +1,28 @@
+"""Where the HF config of a Megatron checkpoint comes from: the HF directory that is named, or `hf/` beside the iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import read_json
+from ckptkit.formats.hf.side_files import without_quantization
+
+
+def hf_home(path: Path, hf: str | Path | None) -> Path:
+    """The HF directory of the iteration at `path`; it need not exist unless it is named. Raises CkptkitError then."""
+    if hf and not (Path(hf) / "config.json").exists():
+        raise CkptkitError(f"{hf} has no config.json", "name the HF directory of this model with --hf")
+    return Path(hf) if hf else path.parent / "hf"
+
+
+def config_in(home: Path, path: Path) -> Mapping[str, Any]:
+    """The config in `home` for the weights at `path`. Raises CkptkitError when there is none."""
+    if not (home / "config.json").exists():
+        raise CkptkitError(
+            f"{path}: the HF config of this model is not stored beside it", "name its HF directory with --hf"
+        )
+    # Megatron's weights are not quantized, even when the directory named is the INT4 release of the model.
+    return without_quantization(read_json(home / "config.json"))

@@ -1,0 +1,4 @@
+"""Megatron's torch_dist format: its names, reading it and writing it.
+
+May import what formats may.
+"""

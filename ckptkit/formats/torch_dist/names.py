@@ -1,0 +1,105 @@
+"""How Megatron's global tensors are named on disk in torch_dist, and which objects its models also ask for.
+
+Sources: megatron-core `transformer_block.py` (`sharded_state_dict`: stacked or one key a layer), `moe/experts.py` (one key
+for all experts, expert axis first), `gpt_layer_specs.py` (norm names of the local and the Transformer Engine spec),
+`mlp.py` and `ssm/gated_delta_net` (tensors whose rows are saved in parts).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any
+
+_EXPERT = re.compile(r"(.*\.experts\.experts)\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(decoder\.layers\.(?:\d+\.)?|mtp\.layers\.\d+\.transformer_layer\.)(.+)")
+# Norms by two names: that of the Transformer Engine spec (which fuses a norm into the linear layer after it), that of the local spec.
+_MLP_NORM, _MOE_NORM = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
+_LATENT_NORMS = tuple(
+    (f"self_attention.linear_{part}_up_proj.layer_norm_weight", f"self_attention.{part}_layernorm.weight")
+    for part in ("q", "kv")
+)
+_NO_EXTRA_STATE = ("embedding.word_embeddings", "output_layer", ".router")
+# megatron-core's `singleton_local_shards` stores gate and up of a SwiGLU apart.
+_GATE_UP, _GATE_UP_PARTS = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))(_[wv])"), ("_w", "_v")
+# A gated delta net stores the kinds of rows of its input projection apart, and those of its convolution.
+_DELTA_NET = re.compile(r"(.+\.self_attention\.(in_proj|conv1d)\.weight)(\.[a-z]+)?")
+_DELTA_NET_PARTS = {
+    "in_proj": (".query", ".key", ".value", ".z", ".beta", ".alpha"),
+    "conv1d": (".query", ".key", ".value"),
+}
+
+
+def disk_key(name: str) -> tuple[str, int | None]:
+    """Key on disk of a global tensor, and its place on the key's expert axis (None: the key has none)."""
+    if match := _EXPERT.fullmatch(name):
+        return f"{match[1]}.{match[3]}", int(match[2])
+    return name, None
+
+
+def whole_of(key: str) -> tuple[str, tuple[str, ...]] | None:
+    """The tensor some of whose rows a key holds, and the suffixes of the keys of all its rows, in order; None for a whole tensor."""
+    if match := _GATE_UP.fullmatch(key):
+        return match[1], _GATE_UP_PARTS
+    if (match := _DELTA_NET.fullmatch(key)) and match[3] in _DELTA_NET_PARTS[match[2]]:
+        return match[1], _DELTA_NET_PARTS[match[2]]
+    return None
+
+
+def rows_apart(key: str, args: Mapping[str, Any]) -> dict[str, int]:
+    """Keys under which Megatron saves the rows of a tensor apart, and how many rows each holds; nothing where it saves them together.
+
+    `args` are the training arguments with the sizes of the gated delta net.
+    """
+    match = _DELTA_NET.fullmatch(key)
+    if not match or match[3]:
+        return {}
+    keys, heads = args["linear_num_key_heads"] * args["linear_key_head_dim"], args["linear_num_value_heads"]
+    values = heads * args["linear_value_head_dim"]
+    rows = {".query": keys, ".key": keys, ".value": values, ".z": values, ".beta": heads, ".alpha": heads}
+    return {key + part: rows[part] for part in _DELTA_NET_PARTS[match[2]]}
+
+
+def _norm_names(name: str, names: Container[str]) -> tuple[str, str] | None:
+    """Both names of a norm, Transformer Engine's first; None for what is no norm, or one that goes by one name.
+
+    `names` are those of the model or checkpoint: they tell which kind of layer this is.
+    """
+    match = _LAYER.fullmatch(name)
+    if not match:
+        return None
+    layer, rest = match.groups()
+    routed = f"{layer}mlp.router.weight" in names
+    # Only of layers without latent attention does the local spec save the norm before routed experts as one of linear_fc1.
+    if f"{layer}self_attention.linear_kv_up_proj.weight" in names:
+        pairs = _LATENT_NORMS if routed else (*_LATENT_NORMS, (_MLP_NORM, _MOE_NORM))
+    else:
+        pairs = ((_MOE_NORM, _MLP_NORM),) if routed else ()
+    return next(((layer + engine, layer + local) for engine, local in pairs if rest in (engine, local)), None)
+
+
+def norm_alias(name: str, names: Container[str]) -> str | None:
+    """The other name of a norm that goes by two, among those of the model or checkpoint; None when it has no other."""
+    pair = _norm_names(name, names)
+    return pair and pair[pair.index(name) - 1]
+
+
+def engine_name(name: str, names: Container[str]) -> str:
+    """The name that Transformer Engine's spec has for a tensor, given under that name or the local spec's."""
+    pair = _norm_names(name, names)
+    return pair[0] if pair else name
+
+
+def extra_states(names: Iterable[str], experts: int) -> Iterator[str]:
+    """Keys of the `_extra_state` objects that a model may ask for: those of the local spec and of Transformer Engine, old and new."""
+    modules: dict[str, bool] = {}
+    for name in names:
+        key, expert = disk_key(name)
+        module, _, leaf = key.rpartition(".")
+        if leaf == "weight" and not module.endswith(_NO_EXTRA_STATE):
+            modules[module] = expert is not None
+        if module.endswith(".self_attention.linear_proj"):
+            modules[module.removesuffix("linear_proj") + "core_attention"] = False
+    for module, per_expert in modules.items():
+        for index in range(experts if per_expert else 1):
+            yield f"{module}._extra_state/shard_{index}_{experts if per_expert else 1}"

@@ -1,0 +1,368 @@
+"""Reads Megatron's torch_dist format as global tensors, without megatron and without running anything in the file.
+
+Understands what this project and megatron-core write: one key a layer or all layers stacked, experts on an axis or one key
+each, gate and up together or apart, any grid of chunks, `common.pt` (megatron-core up to 0.18) or a `common_state` object (from 0.19).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.extents import Extent, Place
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.megatron_config import config_in, hf_home
+from ckptkit.formats.torch_dist.names import engine_name, whole_of
+from ckptkit.formats.torch_save import unpickle
+from ckptkit.formats.torch_save.blob import Blob
+
+Shape = tuple[int, ...]
+_FIRST = attrgetter("offsets")
+
+# What a trainer saves beside the weights. megatron-core prefixes the state of chained optimizers (MoE) with their number.
+NOT_WEIGHTS = re.compile(
+    r"(?:chained_\d+\.)?optimizer\..*|.*\._extra_state(/.*)?|rng_state.*|rerun_state_machine.*|common_state.*|opt_param_scheduler.*"
+)
+_STACKED = re.compile(r"(decoder\.layers)\.(?!\d+\.)(.+)")
+_EXPERTS = re.compile(r"(.*\.experts\.experts)\.(?!\d+\.)(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor: where it starts, its size, and the blob that holds it."""
+
+    offsets: Shape
+    sizes: Shape
+    blob: Blob
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One key of `.metadata`: the global tensor and its chunks."""
+
+    key: str
+    shape: Shape
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class StoredMetadata:
+    """`.metadata` as data: tensors and the blobs of byte objects, by key."""
+
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, Blob]
+
+
+def read_metadata(path: Path) -> StoredMetadata:
+    """`.metadata` of a torch_dist directory. Raises CkptkitError when it is missing, damaged or incomplete."""
+    file = path / ".metadata"
+    try:
+        with file.open("rb") as stream:
+            content = unpickle.load(stream)
+        places = {
+            (index.fqn, _shape(getattr(index, "offset", None))): info for index, info in content.storage_data.items()
+        }
+        storage, entries = _Storage(path, places), content.state_dict_metadata
+        objects = {
+            key: storage.blob(key, None)
+            for key, entry in entries.items()
+            if entry.kind.endswith(".BytesStorageMetadata")
+        }
+        return StoredMetadata(
+            {key: _stored(storage, key, entry) for key, entry in entries.items() if key not in objects}, objects
+        )
+    except OSError as error:
+        raise CkptkitError(
+            f"{file}: {error.strerror}", "a torch_dist checkpoint needs it; was the save cut short?"
+        ) from error
+    except (pickle.UnpicklingError, AttributeError, TypeError, KeyError) as error:
+        raise CkptkitError(f"{file} is no DCP metadata: {error}", "the file is damaged; copy it again") from error
+
+
+def _shape(size: Any) -> Shape | None:
+    return None if size is None else tuple(map(int, size))
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """Where `.metadata` of the directory `path` says that bytes lie, by key and offsets; `files` are those that it has named so far."""
+
+    path: Path
+    places: Mapping[tuple[str, Shape | None], Any]
+    files: dict[str, Path] = field(default_factory=dict)
+
+    def blob(self, key: str, offsets: Shape | None) -> Blob:
+        """The bytes of one chunk, or of an object (offsets None)."""
+        if (key, offsets) not in self.places:
+            raise CkptkitError(
+                f"{self.path / '.metadata'} does not say where {key} at {offsets} is stored",
+                "the checkpoint is incomplete",
+            )
+        info = self.places[key, offsets]
+        if getattr(info, "transform_descriptors", None):
+            raise CkptkitError(
+                f"{self.path}: {key} is stored transformed ({info.transform_descriptors})",
+                "save it without a storage transform",
+            )
+        name = info.relative_path
+        if name not in self.files:
+            if Path(name).name != name:
+                raise CkptkitError(
+                    f"{self.path / '.metadata'} puts {key} into {name!r}, which is not a file of this directory"
+                )
+            self.files[name] = self.path / name
+        return Blob(self.files[name], int(info.offset), int(info.length))
+
+
+def _stored(storage: _Storage, key: str, entry: Any) -> StoredTensor:
+    boxes = [(_shape(chunk.offsets) or (), _shape(chunk.sizes) or ()) for chunk in entry.chunks]
+    chunks = tuple([Chunk(offsets, sizes, storage.blob(key, offsets)) for offsets, sizes in boxes])
+    return StoredTensor(key, _shape(entry.size) or (), _dtype(entry.properties), chunks)
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    # TensorProperties pickles itself as the tuple (dtype, layout, requires_grad, memory format, pin_memory).
+    dtype = properties.state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{dtype} is no dtype")
+    return dtype
+
+
+def tiling_problem(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> str | None:
+    """Why these (offsets, sizes) boxes do not cover `shape` exactly once each; None when they do."""
+    if len(boxes) == 1 and boxes[0] == ((0,) * len(shape), shape):
+        return None
+    boxes = sorted(boxes)
+    low = np.array([offsets for offsets, _ in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    high = low + np.array([sizes for _, sizes in boxes], dtype=np.int64).reshape(low.shape)
+    if (low < 0).any() or (high > np.array(shape, dtype=np.int64)).any():
+        return "a chunk lies outside the tensor"
+    # Only those can overlap a box that begin, on the first axis, before it ends: of a thousand experts none but its own chunks.
+    ends = np.searchsorted(low[:, 0], high[:, 0]) if shape else np.full(len(boxes), len(boxes))
+    for index in np.flatnonzero(ends > np.arange(1, len(boxes) + 1)):
+        others = slice(index + 1, ends[index])
+        overlap = np.minimum(high[index], high[others]) > np.maximum(low[index], low[others])
+        if overlap.all(axis=1).any():
+            return f"two chunks overlap at {low[index].tolist()}"
+    covered = sum(math.prod(sizes) for _, sizes in boxes)
+    return (
+        None
+        if covered == math.prod(shape)
+        else f"{math.prod(shape) - covered} of {math.prod(shape)} elements are in no chunk"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A stored tensor, the indices of its leading axes that select a global one, and the chunks that hold this."""
+
+    stored: StoredTensor
+    index: Shape
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return self.stored.shape[len(self.index) :]
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether every chunk is whole rows of it and of nothing else."""
+        return not self.index and all(chunk.sizes[1:] == self.stored.shape[1:] for chunk in self.chunks)
+
+    def read(self) -> Tensor:
+        dtype, depth = self.stored.dtype, len(self.index)
+        if len(self.chunks) == 1:
+            return self.chunks[0].blob.tensor(dtype, self.chunks[0].sizes)[self._within(self.chunks[0])]
+        result = torch.empty(self.shape, dtype=dtype)
+        for chunk in self.chunks:
+            place = tuple(
+                slice(start, start + size)
+                for start, size in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True)
+            )
+            result[place] = chunk.blob.borrowed(dtype, chunk.sizes)[self._within(chunk)]
+        return result
+
+    def _within(self, chunk: Chunk) -> Shape:
+        """Its index in a chunk, which may hold others too."""
+        return tuple(at - start for at, start in zip(self.index, chunk.offsets, strict=False))
+
+
+class TorchDistCheckpoint:
+    """A torch_dist directory (`release/`, `iter_*/`). Opening reads metadata only and checks that chunks tile every tensor.
+
+    The HF config comes from `hf`, or from what `ckptkit convert` stored in `hf/` beside the iteration.
+    """
+
+    def __init__(self, path: str | Path, hf: str | Path | None = None) -> None:
+        self.path = Path(path).absolute()
+        self.hf_path = hf_home(self.path, hf)
+        self.metadata = read_metadata(self.path)
+        self._logical = self._name_once()
+        for stored in {id(part.stored): part.stored for parts in self._logical.values() for part in parts}.values():
+            if problem := tiling_problem(stored.shape, [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]):
+                raise CkptkitError(
+                    f"{self.path}: {stored.key}: {problem}",
+                    "the save is incomplete; loading it would leave garbage there",
+                )
+
+    def _name_once(self) -> dict[str, tuple[_Part, ...]]:
+        """Every global tensor by name. Raises CkptkitError when two keys hold the same one, as stacked and per-layer keys may."""
+        named: dict[str, tuple[_Part, ...]] = {}
+        for name, parts in self._name_all():
+            if name in named:
+                keys = f"{named[name][0].stored.key} and {parts[0].stored.key}"
+                raise CkptkitError(
+                    f"{self.path}: {keys} both hold {name}", "two saves were mixed: save again into an empty directory"
+                )
+            named[name] = parts
+        return named
+
+    def _name_all(self) -> Iterator[tuple[str, tuple[_Part, ...]]]:
+        """Every global tensor with its parts: one, or several where Megatron saved its rows apart."""
+        apart: dict[tuple[str, tuple[str, ...]], dict[str, _Part]] = {}
+        for name, part in self._name_parts():
+            if whole := whole_of(name):
+                apart.setdefault(whole, {})[name.removeprefix(whole[0])] = part
+            else:
+                yield name, (part,)
+        for (name, suffixes), parts in apart.items():
+            if missing := [suffix for suffix in suffixes if suffix not in parts]:
+                raise CkptkitError(
+                    f"{self.path}: {name} lacks its part {missing[0]}", "the save is incomplete: save again"
+                )
+            yield name, tuple(parts[suffix] for suffix in suffixes)
+
+    def _name_parts(self) -> Iterator[tuple[str, _Part]]:
+        weights = {key: stored for key, stored in self.metadata.tensors.items() if not NOT_WEIGHTS.fullmatch(key)}
+        for key, stored in weights.items():
+            name = engine_name(key, weights)
+            if name != key and name in weights:
+                self._check_alias(stored, weights[name])
+                continue
+            yield from _unstack(name, stored)
+
+    def _check_alias(self, stored: StoredTensor, alias: StoredTensor) -> None:
+        if [chunk.blob for chunk in stored.chunks] != [chunk.blob for chunk in alias.chunks]:
+            raise CkptkitError(
+                f"{self.path}: {stored.key} and {alias.key} are two names of one norm but are stored apart",
+                "delete the one that is not meant; Megatron's specs would load different models",
+            )
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        return config_in(self.hf_path, self.path)
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        specs = {
+            name: TensorSpec(
+                name,
+                (sum(part.shape[0] for part in parts), *parts[0].shape[1:]) if len(parts) > 1 else parts[0].shape,
+                parts[0].stored.dtype,
+            )
+            for name, parts in self._logical.items()
+        }
+        return {name: specs[name] for name in sorted(specs, key=self._place)}
+
+    def _place(self, name: str) -> tuple[str, int]:
+        chunks = self._logical[name][0].chunks
+        return (chunks[0].blob.path.name, chunks[0].blob.offset) if chunks else ("", 0)
+
+    @property
+    def groups(self) -> Sequence[tuple[str, ...]]:
+        return [(name,) for name in self.specs]
+
+    @cached_property
+    def common(self) -> Mapping[str, Any]:
+        """What Megatron stores once: `args`, `iteration`, `content_metadata`. Unknown classes are inert Records."""
+        file = self.path / "common.pt"
+        if file.exists():
+            return _mapping(Blob(file, 0, file.stat().st_size))
+        for key, blob in self.metadata.objects.items():
+            if key.startswith("common_state/"):
+                return _mapping(blob)
+        raise CkptkitError(
+            f"{self.path} has neither common.pt nor a common_state object",
+            "the save was cut short; Megatron cannot load it",
+        )
+
+    @property
+    def args(self) -> Mapping[str, Any]:
+        """The training arguments stored with the weights; empty when there are none. Raises CkptkitError when they are no namespace."""
+        stored = self.common.get("args")
+        if stored is not None and not hasattr(stored, "__dict__"):
+            raise CkptkitError(
+                f"{self.path}: the stored training arguments are {type(stored).__name__}, no namespace",
+                "the checkpoint is damaged",
+            )
+        return dict(vars(stored)) if stored is not None else {}
+
+    def places(self, names: Iterable[str]) -> Iterator[Place]:
+        """Where the chunks of these tensors stand."""
+        for blob in {
+            id(chunk): chunk.blob for name in names for part in self._logical[name] for chunk in part.chunks
+        }.values():
+            yield blob.path, blob.offset, blob.offset + blob.length
+
+    def in_order(self, name: str) -> bool:
+        """Whether its chunks are whole rows, one after the other."""
+        return all(part.in_rows for part in self._logical[name])
+
+    def extents(self, name: str) -> Sequence[Extent] | None:
+        """Where its bytes stand, if its chunks are whole rows. Raises CkptkitError as `Blob.tensor`."""
+        if not self.in_order(name):
+            return None
+        found = [
+            chunk.blob.extent(part.stored.dtype, chunk.sizes)
+            for part in self._logical[name]
+            for chunk in sorted(part.chunks, key=_FIRST)
+        ]
+        return None if None in found else [extent for extent in found if extent is not None]
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self._read(self._logical[name]) for name in names}
+
+    def _read(self, parts: Sequence[_Part]) -> Tensor:
+        return parts[0].read() if len(parts) == 1 else torch.cat([part.read() for part in parts])
+
+
+def _mapping(blob: Blob) -> Mapping[str, Any]:
+    content = blob.object()
+    content = content[0] if isinstance(content, list) and content else content
+    if not isinstance(content, dict):
+        raise CkptkitError(f"{blob}: Megatron's common state is no dict", "the checkpoint is damaged")
+    return content
+
+
+def _unstack(key: str, stored: StoredTensor) -> Iterator[tuple[str, _Part]]:
+    """Every global tensor that a key holds: one a layer where layers are stacked, one an expert where experts are."""
+    stacked, routed = _STACKED.fullmatch(key) is not None, _EXPERTS.fullmatch(key) is not None
+    depth = stacked + routed
+    chunks: dict[Shape, list[Chunk]] = {index: [] for index in itertools.product(*map(range, stored.shape[:depth]))}
+    for chunk in stored.chunks:
+        box = [
+            range(start, start + size) for start, size in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True)
+        ]
+        for index in itertools.product(*box):
+            if index in chunks:
+                chunks[index].append(chunk)
+    template = _STACKED.sub(r"\1.\0.\2", key) if stacked else key
+    template = _EXPERTS.sub(r"\1.\0.\2", template) if routed else template
+    before, *between = template.split("\0")
+    for index in chunks:
+        name = before + "".join([f"{number}{text}" for number, text in zip(index, between, strict=True)])
+        yield name, _Part(stored, index, tuple(chunks[index]))

@@ -1,0 +1,272 @@
+"""The files of a Megatron torch_dist checkpoint to write: no megatron, no process group.
+
+Format: torch.distributed.checkpoint (DCP) blobs in `.distcp` files, a pickled DCP `Metadata` as `.metadata`, Megatron's
+`common.pt` and `metadata.json` (megatron-core `dist_checkpointing/strategies/torch.py`, `serialization.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import itertools
+import json
+import math
+import pickle
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.detect import TRACKER
+from ckptkit.formats.files import FILE_BYTES, Piece
+from ckptkit.formats.torch_dist.names import disk_key, extra_states, norm_alias, rows_apart
+from ckptkit.formats.torch_save.blob import STORAGE_OF_DTYPE, Blob
+from ckptkit.formats.torch_save.saved_tensor import SavedLayout, SavedTensor
+from ckptkit.storage.buffers import piece_buffer, row_cuts
+from ckptkit.storage.write import WrittenFile
+
+_FOLDER = "release"
+
+# One key a layer, experts on one axis: what Megatron's `sharded_state_dict` is told to ask for when it loads.
+CONTENT_METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
+BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Where a tensor is cut into chunks: along this axis, the first or the second, before these indices, of which the first is 0."""
+
+    axis: int
+    starts: tuple[int, ...]
+
+
+_UNCUT = Cuts(0, (0,))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A chunk. `box` is its place in the tensor, `offsets` and `sizes` that in the tensor of its key, `begin` that of its blob in the file."""
+
+    key: str
+    box: tuple[slice, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    saved: SavedLayout
+    begin: int
+
+
+class TorchDistFiles:
+    """`release/` below the checkpoint's root and, last of all, the tracker file. `args` become the stored training arguments.
+
+    Tensors lie in the order of `specs`, in files of at least `file_bytes` each but the last, so that one file is a piece of work.
+    `cuts` names tensors that are more than one chunk, so that a rank need not read all of them. Raises CkptkitError for a dtype that
+    the format has no name for, and for experts of one layer in several dtypes.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, TensorSpec],
+        args: Mapping[str, Any],
+        file_bytes: int = FILE_BYTES,
+        cuts: Mapping[str, Cuts] | None = None,
+    ) -> None:
+        self.specs = specs
+        self.names: dict[str, list[str]] = {}
+        self._args, self._cuts = args, cuts or {}
+        self._experts: dict[str, int] = defaultdict(int)
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._end: dict[str, int] = {}
+        # Thousands of experts have one shape.
+        self._saved = functools.cache(SavedLayout.of)
+        self._parts = {name: self._place(spec, file_bytes) for name, spec in specs.items()}
+        self._nothing = self._end[self._last]
+        self._end[self._last] += len(_NOTHING)
+
+    @property
+    def _last(self) -> str:
+        return next(reversed(self._end))
+
+    def _place(self, spec: TensorSpec, file_bytes: int) -> list[_Part]:
+        if spec.dtype not in STORAGE_OF_DTYPE:
+            raise CkptkitError(
+                f"{spec} has a dtype that no Megatron checkpoint holds",
+                "give --dtype, or start from a release in bfloat16",
+            )
+        key, expert = disk_key(spec.name)
+        if expert is not None:
+            self._experts[key] = max(self._experts[key], expert + 1)
+        if self._dtypes.setdefault(key, spec.dtype) != spec.dtype:
+            raise CkptkitError(
+                f"{spec}: the other experts of this layer are {self._dtypes[key]}",
+                "give --dtype or cast the source first",
+            )
+        if not self._end or self._end[self._last] >= file_bytes:
+            self._end[f"{_FOLDER}/__0_{len(self._end)}.distcp"] = 0
+        self.names.setdefault(self._last, []).append(spec.name)
+        apart = rows_apart(key, self._args) or {key: spec.shape[0] if spec.shape else 1}
+        cuts, first, parts = self._cuts.get(spec.name, _UNCUT), 0, []
+        for part, rows in apart.items():
+            parts += [
+                self._place_part(spec, part, expert, first, box)
+                for box in _boxes(spec.shape, cuts, first, first + rows)
+            ]
+            first += rows
+        return parts
+
+    def _place_part(self, spec: TensorSpec, key: str, expert: int | None, first: int, box: tuple[slice, ...]) -> _Part:
+        """The next chunk of a file; `first` is the row of the tensor that is the key's first."""
+        offsets = tuple([one.start - (0 if axis else first) for axis, one in enumerate(box)])
+        sizes = tuple([one.stop - one.start for one in box])
+        if expert is not None:
+            offsets, sizes = (expert, *offsets), (1, *sizes)
+        saved, file = self._saved(sizes, spec.dtype), self._last
+        part = _Part(key, box, offsets, sizes, saved, self._end[file])
+        self._dtypes[key] = spec.dtype
+        self._end[file] += saved.size
+        return part
+
+    def size(self, file: str) -> int:
+        """Bytes of a file."""
+        return self._end[file]
+
+    def around(self, file: str) -> tuple[int, bytes]:
+        """At the end of the last file, the object that stands for every `_extra_state`."""
+        return self._nothing, _NOTHING if file == self._last else b""
+
+    def put(self, name: str, file: WrittenFile, piece: Piece) -> None:
+        """Writes a tensor, one chunk after the other, or where they are columns all of them row by row."""
+        spec, parts = self.specs[name], self._parts[name]
+        if self._cuts.get(name, _UNCUT).axis:
+            _put_columns(spec, parts, file, piece)
+            return
+        row = math.prod(spec.shape[1:]) * spec.dtype.itemsize
+        for part in parts:
+            start = part.box[0].start * row if part.box else 0
+            part.saved.write(file, part.begin, functools.partial(_shifted, piece, start))
+
+    def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of a file. Raises CkptkitError as `Blob.tensor` does."""
+        for name in self.names[file]:
+            spec = self.specs[name]
+            chunks = [
+                Blob(root / file, part.begin, part.saved.size).tensor(spec.dtype, part.sizes)
+                for part in self._parts[name]
+            ]
+            tensor = chunks[0].reshape(spec.shape) if len(chunks) == 1 else torch.empty(spec.shape, dtype=spec.dtype)
+            if len(chunks) > 1:
+                for part, chunk in zip(self._parts[name], chunks, strict=True):
+                    tensor[part.box] = chunk
+            yield name, tensor
+
+    def prepare(self) -> None:
+        """Imports torch's classes for metadata, which takes half a second."""
+        importlib.import_module("torch.distributed.checkpoint")
+
+    def finish(self, root: Path) -> None:
+        """Writes the metadata, the arguments and the tracker."""
+        path = root / _FOLDER
+        with (path / ".metadata").open("wb") as stream:
+            pickle.dump(self._metadata(), stream)
+        common = {
+            "args": Namespace(**self._args),
+            "checkpoint_version": 3.0,
+            "iteration": 0,
+            "content_metadata": dict(CONTENT_METADATA),
+        }
+        (path / "common.pt").write_bytes(_saved(common))
+        (path / "metadata.json").write_text(json.dumps(BACKEND))
+        (root / TRACKER).write_text(_FOLDER)
+
+    def _metadata(self) -> Any:
+        """What torch.distributed.checkpoint calls `Metadata`."""
+        # Imported here because a plan does without (`prepare`).
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+        from torch.distributed.checkpoint.metadata import (
+            BytesStorageMetadata,
+            ChunkStorageMetadata,
+            Metadata,
+            MetadataIndex,
+            StorageMeta,
+            TensorProperties,
+            TensorStorageMetadata,
+        )
+
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        storage: dict[MetadataIndex, _StorageInfo] = {}
+        chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
+        for file, names in self.names.items():
+            for part in [part for name in names for part in self._parts[name]]:
+                offsets = torch.Size(part.offsets)
+                storage[MetadataIndex(part.key, offsets, len(chunks[part.key]))] = _StorageInfo(
+                    Path(file).name, part.begin, part.saved.size
+                )
+                chunks[part.key].append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
+        for key, boxes in chunks.items():
+            ends = [tuple(map(sum, zip(box.offsets, box.sizes, strict=True))) for box in boxes]
+            size = torch.Size(map(max, zip(*ends, strict=True)))
+            entries[key] = TensorStorageMetadata(TensorProperties(dtype=self._dtypes[key]), size, boxes)
+        aliases = {alias: key for key in entries if (alias := norm_alias(key, entries.keys()))}
+        for alias, key in aliases.items():
+            entries[alias] = entries[key]
+            storage[MetadataIndex(alias, torch.Size([0]), 0)] = storage[MetadataIndex(key, torch.Size([0]), 0)]
+        nothing = _StorageInfo(Path(self._last).name, self._nothing, len(_NOTHING))
+        for key in extra_states([*self.specs, *aliases], max(self._experts.values(), default=1)):
+            entries[key] = BytesStorageMetadata()
+            storage[MetadataIndex(key)] = nothing
+        return Metadata(entries, planner_data=None, storage_data=storage, storage_meta=StorageMeta())
+
+
+def _boxes(shape: tuple[int, ...], cuts: Cuts, first: int, end: int) -> Iterator[tuple[slice, ...]]:
+    """The chunks of the rows from `first` to `end` of a tensor."""
+    if not shape:
+        yield ()
+        return
+    whole = (slice(first, end), *(slice(0, size) for size in shape[1:]))
+    low, high = whole[cuts.axis].start, whole[cuts.axis].stop
+    edges = [low, *(start for start in cuts.starts if low < start < high), high]
+    for start, stop in itertools.pairwise(edges):
+        yield (*whole[: cuts.axis], slice(start, stop), *whole[cuts.axis + 1 :])
+
+
+def _put_columns(spec: TensorSpec, parts: Sequence[_Part], file: WrittenFile, piece: Piece) -> None:
+    """Writes chunks that are columns of a tensor, from as many rows at a time as a piece holds."""
+    rows, columns = spec.shape[:2]
+    row = spec.nbytes // rows
+    tensors = [SavedTensor(part.saved, file, part.begin) for part in parts]
+    for first, end in row_cuts(rows, row):
+        found = np.frombuffer(piece(first * row, end * row), np.uint8).reshape(end - first, columns, -1)
+        for part, tensor in zip(parts, tensors, strict=True):
+            begin, stop = (min(max(edge, first), end) - first for edge in (part.box[0].start, part.box[0].stop))
+            chosen = found[begin:stop, part.box[1]]
+            content = piece_buffer(chosen.nbytes, "columns")
+            np.copyto(np.frombuffer(content, np.uint8).reshape(chosen.shape), chosen)
+            tensor.append(content)
+    for tensor in tensors:
+        tensor.finish()
+
+
+def _shifted(piece: Piece, start: int, begin: int, end: int) -> memoryview:
+    return piece(start + begin, start + end)
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+_NOTHING = _saved([None])

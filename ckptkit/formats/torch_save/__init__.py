@@ -1,0 +1,4 @@
+"""Files that torch.save wrote: the zip archive, its pickle read without running anything, and its tensors.
+
+May import what formats may.
+"""

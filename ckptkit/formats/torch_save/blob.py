@@ -1,0 +1,247 @@
+"""One torch.save file, alone (common.pt) or inside a .distcp file: what it holds, and where its bytes lie.
+
+torch.save writes an uncompressed zip: `*/data.pkl` describes the object, `*/data/0` is the raw storage of a tensor.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from zlib_ng import zlib_ng
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.extents import Extent
+from ckptkit.formats.torch_save import unpickle
+from ckptkit.storage.buffers import bytes_of, elements, tensor_of
+from ckptkit.storage.read import ARENA, BLOCK, FileExtent, held, read_into, view
+
+STORAGE_OF_DTYPE = {
+    torch.float64: "DoubleStorage",
+    torch.float32: "FloatStorage",
+    torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage",
+    torch.int64: "LongStorage",
+    torch.int32: "IntStorage",
+    torch.int16: "ShortStorage",
+    torch.int8: "CharStorage",
+    torch.uint8: "ByteStorage",
+    torch.bool: "BoolStorage",
+}
+
+
+AT_ONCE = ARENA - 2 * BLOCK  # bytes up to which a chunk is read as a whole
+
+
+@dataclass(frozen=True)
+class _Strided:
+    """How a tensor lies in its storage, in elements."""
+
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """`length` bytes from `offset` of `path`, written by torch.save; `content` holds them where they have been read."""
+
+    path: Path
+    offset: int
+    length: int
+    content: memoryview | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.path} at byte {self.offset}"
+
+    def object(self) -> Any:
+        """The saved object, with Records for everything that is not plain data (tensors too)."""
+        return self._pickled(self.entries())
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """The saved tensor, which may lie in what is `prefetched`. Raises CkptkitError when it is not the dense one that the metadata promises."""
+        found = held(self.path, self.offset, self.length)
+        return self._tensor(self._read(self._in_new_memory) if found is None else bytes_of(found), dtype, shape)
+
+    def borrowed(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """As `tensor`, until anything else is read by this thread: of many chunks, each is copied and gone."""
+        return self._tensor(self._read(partial(view, self.path, self.offset)), dtype, shape)
+
+    def _tensor(self, memory: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        # All of it at once: what describes the tensor stands at both ends, and on a disk that has other work each small read waits its turn.
+        whole = replace(self, content=memory)
+        info, arguments = whole._described(whole.entries(), dtype, shape)
+        begin = whole._begin(info)
+        content = memory[begin : begin + info.file_size]
+        if len(content) != info.file_size:
+            raise self._too_short()
+        self.check(info, zlib_ng.crc32(content))
+        # torch.save puts storages on multiples of 64 bytes, others may not.
+        flat = elements(tensor_of(memory)[begin : begin + info.file_size], dtype)
+        return torch.as_strided(flat, shape, arguments.stride, flat.storage_offset() + arguments.offset).contiguous()
+
+    def _read(self, memory_of: Callable[[int], memoryview]) -> memoryview:
+        """Its bytes, fewer where the file ends."""
+        try:
+            return memory_of(max(0, min(self.length, self.path.stat().st_size - self.offset)))
+        except OSError as error:
+            raise CkptkitError(f"{self}: {error}", "the file is missing or damaged; copy it again") from error
+
+    def _in_new_memory(self, nbytes: int) -> memoryview:
+        memory = bytes_of(torch.empty(nbytes, dtype=torch.uint8))
+        return memory[: read_into(self.path, memory, self.offset)]
+
+    def read(self, buffer: memoryview, start: int) -> int:
+        """Fills `buffer` from `start`. Returns how many bytes there were."""
+        if self.content is None:
+            return read_into(self.path, buffer, self.offset + start)
+        found = self.content[start : start + len(buffer)]
+        buffer[: len(found)] = found
+        return len(found)
+
+    def extent(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Extent | None:
+        """Where the bytes of the saved tensor stand, row by row; None where they stand otherwise. Raises CkptkitError as `tensor`.
+
+        A small one is opened when it is read: what describes it stands at both ends, and with it the bytes between are read at once.
+        """
+        if self.length <= AT_ONCE:
+            return _WholeExtent(self, dtype, shape)
+        info, arguments = self._described(self.entries(), dtype, shape)
+        dense = torch.empty(shape, dtype=dtype, device="meta")
+        if arguments.offset or arguments.stride != dense.stride() or info.file_size != dense.nbytes:
+            return None
+        # torch can be told to leave the checksum out, which it then writes as zero.
+        return FileExtent(self.path, self.offset + self._begin(info), info.file_size, info.CRC or None)
+
+    def _described(
+        self, entries: Mapping[str, zipfile.ZipInfo], dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> tuple[zipfile.ZipInfo, _Strided]:
+        """The entry that holds a tensor's storage, and how the tensor lies in it."""
+        storage, offset, size, stride = self._tensor_arguments(entries)
+        kind = getattr(storage[1], "kind", "").rpartition(".")[2]
+        if kind != STORAGE_OF_DTYPE.get(dtype) or tuple(size) != shape:
+            raise CkptkitError(
+                f"{self}: holds {list(size)} {kind}, the metadata says {list(shape)} {dtype}",
+                "the checkpoint is damaged",
+            )
+        info = self.entry(entries, f"data/{storage[2]}")
+        if info.file_size != storage[4] * dtype.itemsize:
+            raise CkptkitError(
+                f"{self}: storage of {info.file_size} bytes instead of {storage[4] * dtype.itemsize}",
+                "the file is damaged; copy it again",
+            )
+        return info, _Strided(tuple(stride), offset)
+
+    def entries(self) -> dict[str, zipfile.ZipInfo]:
+        """The uncompressed entries of the zip, by name without the leading folder. Raises CkptkitError when it is no zip."""
+        try:
+            with zipfile.ZipFile(_Stream(self)) as archive:
+                found = [info for info in archive.infolist() if info.compress_type == zipfile.ZIP_STORED]
+        except (OSError, zipfile.BadZipFile) as error:
+            raise CkptkitError(f"{self}: {error}", "the file is missing or damaged; copy it again") from error
+        return {info.filename.partition("/")[2]: info for info in found}
+
+    def entry(self, entries: Mapping[str, zipfile.ZipInfo], name: str) -> zipfile.ZipInfo:
+        """One of `entries`. Raises CkptkitError when there is none of this name."""
+        if name not in entries:
+            raise CkptkitError(f"{self}: has no entry {name}", "this file was not written by torch.save")
+        return entries[name]
+
+    def read_into(self, info: zipfile.ZipInfo, buffer: memoryview, start: int = 0) -> None:
+        """Fills `buffer` with bytes from `start` of an entry, which lie behind its local header. Of a whole entry the checksum is checked."""
+        if self.read(buffer, self._begin(info) + start) != buffer.nbytes:
+            raise self._too_short()
+        if buffer.nbytes == info.file_size:
+            self.check(info, zlib_ng.crc32(buffer))
+
+    def _begin(self, info: zipfile.ZipInfo) -> int:
+        """Where in the blob the content of an entry begins."""
+        lengths, header = bytearray(4), info.header_offset
+        self.read(memoryview(lengths), header + 26)  # of name and extra field, in a zip local header of 30 bytes
+        return header + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+
+    def _too_short(self) -> CkptkitError:
+        return CkptkitError(f"{self}: ends too early", "the file is truncated; copy it again")
+
+    def check(self, info: zipfile.ZipInfo, checksum: int) -> None:
+        """Raises CkptkitError when this is not the CRC-32 that an entry was written with."""
+        # torch can be told to leave the checksum out, which it then writes as zero.
+        if info.CRC and checksum != info.CRC:
+            raise CkptkitError(
+                f"{self}: its bytes do not match their checksum",
+                "the file was damaged after it was written; copy it again",
+            )
+
+    def _tensor_arguments(self, entries: Mapping[str, zipfile.ZipInfo]) -> tuple[Any, int, Any, Any]:
+        arguments: tuple[Any, ...] = getattr(self._pickled(entries), "args", ())
+        if len(arguments) < 4 or not isinstance(arguments[0], tuple) or len(arguments[0]) < 5:
+            raise CkptkitError(f"{self}: is no plain tensor", "this file was not written by torch.save of a tensor")
+        return arguments[0], arguments[1], arguments[2], arguments[3]
+
+    def _pickled(self, entries: Mapping[str, zipfile.ZipInfo]) -> Any:
+        if "byteorder" in entries and self._bytes(entries, "byteorder") != b"little":
+            raise CkptkitError(f"{self}: is big-endian", "save it on a little-endian machine")
+        try:
+            return unpickle.loads(self._bytes(entries, "data.pkl"))
+        except pickle.UnpicklingError as error:
+            raise CkptkitError(f"{self}: cannot be unpickled: {error}", "the file is damaged; copy it again") from error
+
+    def _bytes(self, entries: Mapping[str, zipfile.ZipInfo], name: str) -> bytes:
+        info = self.entry(entries, name)
+        content = bytearray(info.file_size)
+        self.read_into(info, memoryview(content))
+        return bytes(content)
+
+
+class _WholeExtent:
+    """The bytes of a saved tensor, which is read and checked as a whole, as its first bytes are asked for."""
+
+    crc = None
+
+    def __init__(self, blob: Blob, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.path, self.nbytes = blob.path, torch.Size(shape).numel() * dtype.itemsize
+        self._read = partial(blob.borrowed, dtype, shape)
+        self._content = memoryview(b"")
+
+    def view(self, start: int, nbytes: int) -> memoryview:
+        """So many bytes from `start`, until anything else is read by this thread. Raises CkptkitError as `Blob.tensor`."""
+        if not start:
+            self._content = bytes_of(self._read())
+        return self._content[start : start + nbytes]
+
+
+class _Stream(io.RawIOBase):
+    """A blob as a file."""
+
+    def __init__(self, blob: Blob) -> None:
+        self._blob, self._at = blob, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._blob.length}[whence]
+        if base + position < 0:
+            raise OSError(errno.EINVAL, "the blob is shorter than that")
+        self._at = base + position
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._blob.read(memoryview(buffer)[: max(0, self._blob.length - self._at)], self._at)
+        self._at += count
+        return count

@@ -1,0 +1,140 @@
+"""A file that torch.save wrote with many tensors in it, such as a rank's `model_optim_rng.pt`: read one tensor at a time.
+
+Nothing that its pickle names is run, and only the bytes of the tensors that are asked for are held in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from zlib_ng import zlib_ng
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.torch_save.blob import STORAGE_OF_DTYPE, Blob
+from ckptkit.formats.torch_save.unpickle import Record
+
+_DTYPE_OF_STORAGE = {name: dtype for dtype, name in STORAGE_OF_DTYPE.items()}
+# How torch began a file before its zip format (torch 1.6): a pickle of a magic number (`torch/serialization.py`).
+_OLD_FORMAT = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_PIECE = 1 << 24
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """Where a tensor lies: its storage's key and, in elements, where it begins in it and its strides."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    storage: str
+    offset: int
+    stride: tuple[int, ...]
+
+    @property
+    def reach(self) -> int:
+        """Elements from its first to behind its last one."""
+        return (
+            1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+            if math.prod(self.shape)
+            else 0
+        )
+
+
+class SavedFile:
+    """Opening reads the directory of the zip and the pickle. Raises CkptkitError when it is damaged or in torch's old format."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with path.open("rb") as file:
+                old = file.read(len(_OLD_FORMAT)) == _OLD_FORMAT
+            self._blob = Blob(path, 0, path.stat().st_size)
+        except OSError as error:
+            raise CkptkitError(f"{path}: {error.strerror}", "copy it from the save") from error
+        if old:
+            raise CkptkitError(
+                f"{path} is in the format that torch wrote before 1.6",
+                "where you trust it: torch.load it with an old torch, torch.save it with a new one",
+            )
+        self.path = path
+        self._sound: set[str] = set()
+
+    @cached_property
+    def content(self) -> Any:
+        """The saved object, with Records for everything that is not plain data (tensors too)."""
+        return self._blob.object()
+
+    def forget(self) -> None:
+        """Lets go of `content`; tensors that were found in it can still be read."""
+        self.__dict__.pop("content", None)
+
+    def tensor(self, value: Any, name: str) -> SavedTensor:
+        """The tensor that a value of `content` stands for. Raises CkptkitError, with `name`, when it is no plain one."""
+        if isinstance(value, Record) and value.kind == "torch._utils._rebuild_parameter" and value.args:
+            value = value.args[0]
+        if not isinstance(value, Record) or value.kind != "torch._utils._rebuild_tensor_v2" or len(value.args) < 4:
+            raise CkptkitError(
+                f"{self.path}: {name} is {_kind(value)}, no plain tensor",
+                "only dense bf16, fp16 and fp32 weights can be read",
+            )
+        storage, offset, shape, stride = value.args[:4]
+        dtype = (
+            _DTYPE_OF_STORAGE.get(_kind(storage[1]).rpartition(".")[2])
+            if isinstance(storage, tuple) and len(storage) >= 5
+            else None
+        )
+        numbers = (offset, *shape, *stride) if isinstance(shape, tuple) and isinstance(stride, tuple) else (None,)
+        if (
+            dtype is None
+            or not all(type(number) is int and number >= 0 for number in numbers)
+            or len(shape) != len(stride)
+        ):
+            raise CkptkitError(
+                f"{self.path}: {name} is described in a way that torch does not write",
+                "the file is damaged; copy it again",
+            )
+        found = SavedTensor(shape, dtype, str(storage[2]), offset, stride)
+        entry = self._entries.get(f"data/{found.storage}")
+        if (
+            entry is None
+            or (found.offset + found.reach) * dtype.itemsize > entry.file_size
+            or math.prod(shape) > entry.file_size
+        ):
+            raise CkptkitError(f"{self.path}: the bytes of {name} are not in it", "the file is damaged; copy it again")
+        return found
+
+    @cached_property
+    def _entries(self) -> Mapping[str, Any]:
+        return self._blob.entries()
+
+    def read(self, tensor: SavedTensor) -> Tensor:
+        """The tensor, contiguous. Raises CkptkitError when its storage does not match its checksum.
+
+        Storages may be large and hold many tensors (a buffer of all of a rank's parameters): only this tensor's part is kept.
+        """
+        info = self._entries[f"data/{tensor.storage}"]
+        size = tensor.dtype.itemsize
+        flat = torch.empty(tensor.reach * size, dtype=torch.uint8)
+        if flat.numel() != info.file_size and tensor.storage not in self._sound:
+            self._check(info)
+        self._blob.read_into(info, memoryview(flat.numpy()), tensor.offset * size)  # type: ignore[arg-type]
+        self._sound.add(tensor.storage)
+        return torch.as_strided(flat.view(tensor.dtype), tensor.shape, tensor.stride).contiguous()
+
+    def _check(self, info: Any) -> None:
+        """One pass over a storage that is read in parts, for its checksum."""
+        checksum, piece = 0, bytearray(_PIECE)
+        for start in range(0, info.file_size, _PIECE):
+            view = memoryview(piece)[: info.file_size - start]
+            self._blob.read_into(info, view, start)
+            checksum = zlib_ng.crc32(view, checksum)
+        self._blob.check(info, checksum)
+
+
+def _kind(value: Any) -> str:
+    return str(getattr(value, "kind", "")) or type(value).__name__

@@ -1,0 +1,178 @@
+"""A dense tensor in the format of torch.save, of a size that is known beforehand: many can be written into one file at once.
+
+The format is a zip without compression. `archive/data.pkl` describes the tensor, `archive/data/0` is its storage, behind
+padding that puts it on a multiple of 64 bytes. Sources: `torch/serialization.py` for the entries and the pickle; PKWARE's
+APPNOTE.TXT for the zip, sections 4.3.7 (local header), 4.3.12 (central directory) and 4.3.14 to 4.3.16 (its end). Sizes are
+always in the 64 bit fields, as torch writes them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch._utils import _rebuild_tensor_v2
+from zlib_ng import zlib_ng
+
+from ckptkit.formats.torch_save.blob import STORAGE_OF_DTYPE
+from ckptkit.storage.buffers import cuts
+from ckptkit.storage.write import WrittenFile
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR = struct.Struct("<4sIQI")
+_END = struct.Struct("<4s4H2IH")
+_SIZES64 = struct.Struct("<2H2Q")  # extra field 1: both sizes of an entry
+_PADDING = struct.Struct("<2s1H")  # torch's own extra field, which readers skip
+_VERSION, _NEW_YEAR_1980, _IN_64, _MOST_32, _MOST_16 = 45, 0x21, 1, 0xFFFFFFFF, 0xFFFF
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A file of the zip: its name, where its local header begins, and how many bytes of padding stand before its content."""
+
+    name: bytes
+    offset: int
+    size: int
+    padding: int = 0
+
+    @property
+    def extra(self) -> bytes:
+        return (
+            _SIZES64.pack(_IN_64, 16, self.size, self.size) + _PADDING.pack(b"FB", self.padding) + bytes(self.padding)
+        )
+
+    @property
+    def begin(self) -> int:
+        return self.offset + _LOCAL.size + len(self.name) + len(self.extra)
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.size
+
+    def local(self, crc: int) -> bytes:
+        """What stands before the content."""
+        sizes = crc, _MOST_32, _MOST_32, len(self.name), len(self.extra)
+        return _LOCAL.pack(b"PK\3\4", _VERSION, 0, 0, 0, _NEW_YEAR_1980, *sizes) + self.name + self.extra
+
+    def central(self, crc: int) -> bytes:
+        """What stands in the directory."""
+        extra = _SIZES64.pack(_IN_64, 16, self.size, self.size)
+        sizes = crc, _MOST_32, _MOST_32, len(self.name), len(extra)
+        return (
+            _CENTRAL.pack(b"PK\1\2", _VERSION, _VERSION, 0, 0, 0, _NEW_YEAR_1980, *sizes, 0, 0, 0, 0, self.offset)
+            + self.name
+            + extra
+        )
+
+
+@dataclass(frozen=True)
+class SavedLayout:
+    """How a tensor of this shape and dtype is stored: bytes before its data, the data, bytes behind it."""
+
+    small: tuple[tuple[_Entry, bytes], ...]
+    data: _Entry
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype) -> SavedLayout:
+        """The layout. Raises KeyError for a dtype that torch.save has no storage class for."""
+        small: list[tuple[_Entry, bytes]] = []
+        for name, content in (
+            ("data.pkl", _described(tuple(shape), dtype)),
+            ("byteorder", b"little"),
+            ("version", b"3\n"),
+        ):
+            small.append((_Entry(b"archive/" + name.encode(), small[-1][0].end if small else 0, len(content)), content))
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        bare = _Entry(b"archive/data/0", small[-1][0].end, nbytes)
+        return cls(tuple(small), _Entry(bare.name, bare.offset, nbytes, -bare.begin % _ALIGNMENT))
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self.data.end + len(self.behind(0))
+
+    def write(self, file: WrittenFile, offset: int, piece: Callable[[int, int], memoryview]) -> None:
+        """Writes a tensor to `offset` of an open file. `piece` gives its bytes from begin to end, and is asked in order. Raises OSError."""
+        tensor = SavedTensor(self, file, offset)
+        for begin, end in cuts(offset + self.data.begin, self.data.size):
+            tensor.append(piece(begin, end))
+        tensor.finish()
+
+    def before(self, crc: int) -> bytes:
+        """What stands before data with this CRC-32."""
+        return b"".join(
+            entry.local(zlib_ng.crc32(content)) + content for entry, content in self.small
+        ) + self.data.local(crc)
+
+    def behind(self, crc: int) -> bytes:
+        """The directory of the zip, which stands behind the data."""
+        directory = b"".join(
+            entry.central(zlib_ng.crc32(content)) for entry, content in self.small
+        ) + self.data.central(crc)
+        count, size, begin = len(self.small) + 1, len(directory), self.data.end
+        end64 = _END64.pack(b"PK\6\6", _END64.size - 12, _VERSION, _VERSION, 0, 0, count, count, size, begin)
+        locator = _LOCATOR.pack(b"PK\6\7", 0, begin + size, 1)
+        return directory + end64 + locator + _END.pack(b"PK\5\6", 0, 0, _MOST_16, _MOST_16, _MOST_32, _MOST_32, 0)
+
+
+class SavedTensor:
+    """A tensor that is written to `offset` of an open file, its bytes in order."""
+
+    def __init__(self, layout: SavedLayout, file: WrittenFile, offset: int) -> None:
+        self._layout, self._file, self._offset = layout, file, offset
+        self._at, self._crc = offset + layout.data.begin, 0
+
+    def append(self, content: memoryview) -> None:
+        """Writes the next bytes. Raises OSError."""
+        self._crc = zlib_ng.crc32(content, self._crc)
+        self._file.write(content, self._at)
+        self._at += len(content)
+
+    def finish(self) -> None:
+        """Writes what stands around the data when all of it is there. Raises OSError."""
+        self._file.write(self._layout.before(self._crc), self._offset)
+        self._file.write(self._layout.behind(self._crc), self._offset + self._layout.data.end)
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """Stands for the storage in the pickle, which refers to it by name."""
+
+    dtype: torch.dtype
+    elements: int
+
+
+@dataclass(frozen=True)
+class _Described:
+    """Pickles as torch pickles a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        size = torch.Size(self.shape)
+        stride = torch.empty(size, dtype=self.dtype, device="meta").stride()
+        return _rebuild_tensor_v2, (_Storage(self.dtype, size.numel()), 0, tuple(size), stride, False, OrderedDict())
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, _Storage):
+            return "storage", getattr(torch, STORAGE_OF_DTYPE[value.dtype]), "0", "cpu", value.elements
+        return None
+
+
+def _described(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(_Described(shape, dtype))
+    return buffer.getvalue()

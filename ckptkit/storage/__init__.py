@@ -1,0 +1,4 @@
+"""Bytes on disks and at URLs: reading, writing, digests and locks, whatever the bytes mean.
+
+May import core.
+"""

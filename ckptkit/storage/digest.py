@@ -1,0 +1,62 @@
+"""BLAKE3 of a tensor: what manifests hold, and what tells that a file written earlier is still whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from ckptkit.core.specs import TensorSpec
+from ckptkit.storage.buffers import bytes_of
+
+_HEX = frozenset("0123456789abcdef")
+
+
+@dataclass(frozen=True)
+class TensorDigest:
+    """One tensor: dtype as torch spells it without `torch.`, shape, and the BLAKE3 of its bytes in hexadecimal."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    blake3: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorDigest:
+        """The digest of a contiguous tensor on the CPU."""
+        return cls(dtype_name(tensor.dtype), tuple(tensor.shape), blake3(bytes_of(tensor)).hexdigest())
+
+    @classmethod
+    def known(cls, spec: TensorSpec, digest: str) -> TensorDigest:
+        """That of a tensor whose bytes have this BLAKE3."""
+        return cls(dtype_name(spec.dtype), spec.shape, digest)
+
+    @classmethod
+    def parse(cls, entry: Any) -> TensorDigest | None:
+        """What `to_json` wrote; None for anything else."""
+        if not isinstance(entry, list) or len(entry) != 3:
+            return None
+        dtype, shape, digest = entry
+        sound = (
+            isinstance(dtype, str)
+            and isinstance(shape, list)
+            and all(type(size) is int for size in shape)
+            and is_blake3(digest)
+        )
+        return cls(dtype, tuple(shape), digest) if sound else None
+
+    def to_json(self) -> list[Any]:
+        """`[dtype, shape, BLAKE3]`."""
+        return [self.dtype, list(self.shape), self.blake3]
+
+
+def is_blake3(text: object) -> bool:
+    """Whether this is a BLAKE3 in lower hexadecimal."""
+    return isinstance(text, str) and len(text) == 64 and _HEX.issuperset(text)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")

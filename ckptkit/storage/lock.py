@@ -1,0 +1,139 @@
+"""A lock file that one process at a time holds, on whatever machine it runs, and that no dead process holds.
+
+The kernel's own lock (flock) is on the file, so a process that is killed lets go of it. NFS has it on the server and Lustre where it is
+mounted with `flock`. On a file system without such locks the file itself is the lock; then a crash leaves one that must be removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckptkit.core.errors import CkptkitError
+
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
+_CONTENT = re.compile(r"ckptkit: (pid \d+ on .+)\n")
+_TRIES = 5  # `check_free` of another process may have it for a moment
+_PAUSE_S = 0.02
+_MOST = 1000  # bytes of a lock file that are read
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock file `path`, which is made, and removed when the block ends. Raises CkptkitError when another run holds it."""
+    descriptor = _acquired(path)
+    try:
+        yield
+    finally:
+        # Removed while it is held: whoever has opened it already finds another file or none at its path, and tries again.
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def check_free(path: Path) -> None:
+    """Raises CkptkitError, as `locked` does, when another run holds the lock file `path`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _unusable(path, error.strerror) from error
+    try:
+        if (outcome := _try(descriptor, fcntl.LOCK_SH)) != "ours":
+            raise _held(path, descriptor, outcome)
+    finally:
+        os.close(descriptor)
+
+
+def _acquired(path: Path) -> int:
+    """A descriptor that holds the lock."""
+    for left in reversed(range(_TRIES)):
+        descriptor, made = _opened(path)
+        try:
+            outcome = _try(descriptor, fcntl.LOCK_EX)
+            refused = outcome == "held" or (outcome == "no locks" and not made)
+            if refused and not left:
+                raise _held(path, descriptor, outcome)
+            if not refused and _is_at(path, descriptor):
+                _write_holder(path, descriptor)
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        time.sleep(_PAUSE_S)
+    raise CkptkitError(f"{path} comes and goes", "let nothing else start runs with this destination")
+
+
+def _held(path: Path, descriptor: int, outcome: str) -> CkptkitError:
+    hint = "wait until it has ended, or choose another destination"
+    if outcome == "no locks":
+        hint += f"; this file system has no locks: if that process is dead, remove {path}"
+    return CkptkitError(f"another run is writing there: {_words(path, descriptor)} holds {path}", hint)
+
+
+def _opened(path: Path) -> tuple[int, bool]:
+    """A descriptor of the lock file, and whether it was made just now."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644), True
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise _unusable(path, error.strerror) from error
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), False
+    except OSError as error:
+        raise _unusable(path, error.strerror) from error
+
+
+def _unusable(path: Path, why: str | None) -> CkptkitError:
+    return CkptkitError(
+        f"{path}: {why}",
+        "it keeps two runs from writing to one destination: make its directory writable, or remove what is in its place",
+    )
+
+
+def _try(descriptor: int, kind: int) -> str:
+    """Asks for the lock without waiting: "ours", "held" by another, or "no locks" on this file system."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "held"
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return "no locks"
+    return "ours"
+
+
+def _words(path: Path, descriptor: int) -> str:
+    """Who has written the lock file. Raises CkptkitError when it is a file of somebody else's, which must not be written over."""
+    content = os.pread(descriptor, _MOST, 0).decode(errors="replace")
+    if content and not (found := _CONTENT.fullmatch(content)):
+        raise _unusable(path, "is no lock file of ckptkit")
+    return found[1] if content and found else "a process that has just begun"
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the open file still is the one at the path."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _write_holder(path: Path, descriptor: int) -> None:
+    _words(path, descriptor)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"ckptkit: pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise CkptkitError(f"{path}: {error.strerror}", "free some space there") from error

@@ -1,0 +1,245 @@
+"""A directory at a URL (`s3://`, `gs://`, `hf://`, whatever fsspec knows): list it, read parts of its files, upload, remove; errors in words.
+
+Credentials, endpoints and retries are those of the library behind the URL.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from ckptkit.core.errors import CkptkitError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*(::[a-z][a-z0-9+.-]*)*://", re.IGNORECASE)
+_PART = 8 << 20  # bytes of one request: what is being read lies in memory twice, so it is not the whole tensor
+_AT_ONCE = 8  # requests of one thread
+_UPLOAD_PART = 16 << 20  # S3 takes 10,000 parts a file
+
+# What file systems raise that is no OSError, by the module that it is from.
+_RAISED = (
+    ("aiohttp", "ClientError"),
+    ("azure.core.exceptions", "AzureError"),
+    ("botocore.exceptions", "BotoCoreError"),
+    ("botocore.exceptions", "ClientError"),
+    ("gcsfs.retry", "HttpError"),
+    ("google.auth.exceptions", "GoogleAuthError"),
+    ("httpx", "HTTPError"),
+    ("huggingface_hub.errors", "HFValidationError"),
+)
+_LOGIN = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, of an account that may",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
+    "hf": "set HF_TOKEN, or run `hf auth login`, with an account that may",
+}
+_ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST", "hf": "HF_ENDPOINT"}
+_LIBRARY = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface-hub"}
+_ALIAS = {"s3a": "s3", "gcs": "gs"}
+
+
+def is_url(path: str | Path) -> TypeGuard[str]:
+    """Whether this is a URL and no path of this machine."""
+    return isinstance(path, str) and _URL.match(path) is not None
+
+
+def place(path: str | Path) -> str | Path:
+    """A URL as it is, and as a Path what lies on this machine, also where that is said with `file://`."""
+    return path if is_url(path) and not path.startswith("file://") else Path(str(path).removeprefix("file://"))
+
+
+def absolute(path: str | Path) -> str:
+    """A URL as it is, and the absolute path of what lies on this machine."""
+    found = place(path)
+    return found if isinstance(found, str) else str(found.absolute())
+
+
+class StoreError(CkptkitError):
+    """A store that does not answer, or not as it should: nothing is known to be wrong with what lies there."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """The directory at `url`. Every method raises CkptkitError with the next move: what is absent, not permitted or not reached."""
+
+    url: str
+
+    @cached_property
+    def _opened(self) -> tuple[AbstractFileSystem, str]:
+        with _explained(self.url):
+            from fsspec.core import url_to_fs
+
+            filesystem, root = url_to_fs(self.url)
+        return filesystem, root.rstrip("/")
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return PurePosixPath(self._opened[1]).name or "checkpoint"
+
+    def overlaps(self, other: Store) -> bool:
+        """Whether one of the two directories is the other, or lies in it, however the URLs spell that."""
+        (filesystem, root), (others, their) = self._opened, other._opened
+        one, two = f"{root}/", f"{their}/"
+        return filesystem == others and (one.startswith(two) or two.startswith(one))
+
+    def at(self, name: str) -> str:
+        """The URL of a file, for people."""
+        return f"{self.url.rstrip('/')}/{name}"
+
+    def top(self) -> list[str]:
+        """Names of the files and directories in the directory itself; none where there is nothing. Asks the store, not a cache."""
+        filesystem, root = self._opened
+        with _explained(self.url):
+            filesystem.invalidate_cache()
+            try:
+                found = filesystem.ls(root, detail=False)
+            except FileNotFoundError:
+                # In a bucket there are no directories: where nothing was written yet is empty. Without a bucket this raises too.
+                found = filesystem.find(root)
+        return sorted(name for entry in found if (name := _below(root, entry)))
+
+    def files(self) -> dict[str, dict[str, Any]]:
+        """What the store says of each file below the directory, by the name relative to it: `size` in bytes, and what else it knows."""
+        filesystem, root = self._opened
+        with _explained(self.url):
+            filesystem.invalidate_cache()
+            found: Mapping[str, dict[str, Any]] = filesystem.find(root, detail=True)
+        # A key that ends in a slash is how some tools mark an empty directory.
+        return {
+            _below(root, path): entry
+            for path, entry in sorted(found.items())
+            if entry["type"] == "file" and not path.endswith("/")
+        }
+
+    def download(self, name: str, target: Path) -> None:
+        """Copies a file to `target`, whose directory exists."""
+        filesystem, root = self._opened
+        with _explained(self.at(name)):
+            filesystem.get_file(f"{root}/{name}", str(target))
+
+    def read_into(self, name: str, buffer: memoryview, offset: int) -> int:
+        """Fills `buffer` with the bytes of a file from `offset` on. Returns how many came: fewer where the file ends."""
+        done = 0
+        while done < len(buffer):
+            stop = min(len(buffer), done + _PART * _AT_ONCE)
+            starts = list(range(done, stop, _PART))
+            ends = [min(start + _PART, stop) for start in starts]
+            for start, end, content in zip(starts, ends, self._ranges(name, offset, starts, ends), strict=True):
+                if len(content) > end - start:
+                    raise CkptkitError(
+                        f"{self.at(name)}: the store sends the whole file where a part is asked for",
+                        "download it, and give the directory",
+                    )
+                buffer[start : start + len(content)] = content
+                if len(content) < end - start:
+                    return start + len(content)
+            done = stop
+        return done
+
+    def _ranges(self, name: str, offset: int, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        filesystem, root = self._opened
+        path = f"{root}/{name}"
+        with _explained(self.at(name)):
+            if filesystem.async_impl:
+                parts: list[bytes] = filesystem.cat_ranges(
+                    [path] * len(starts), [offset + at for at in starts], [offset + at for at in ends], on_error="raise"
+                )
+                return parts
+            # Read as it is asked for: their own caches would read further.
+            return [
+                filesystem.cat_file(path, start=offset + start, end=offset + end, cache_type="none")
+                for start, end in zip(starts, ends, strict=True)
+            ]
+
+    def upload(self, file: Path, name: str) -> None:
+        """Stores a file of this machine, in parts where the store has them; it is there when all of it is."""
+        filesystem, root = self._opened
+        parts = {"chunksize": _UPLOAD_PART, "max_concurrency": _AT_ONCE} if "s3" in _protocols(filesystem) else {}
+        with _explained(self.at(name)):
+            filesystem.put_file(str(file), f"{root}/{name}", **parts)
+            size = filesystem.info(f"{root}/{name}")["size"]
+        if size != file.stat().st_size:
+            raise CkptkitError(
+                f"{self.at(name)} has {size} bytes after the upload of {file.stat().st_size}",
+                "run again; is something else writing there?",
+            )
+
+    def write(self, name: str, content: bytes) -> None:
+        """Stores a small file."""
+        filesystem, root = self._opened
+        with _explained(self.at(name)):
+            filesystem.pipe_file(f"{root}/{name}", content)
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Removes files; those that are not there are no error."""
+        filesystem, root = self._opened
+        there = [f"{root}/{name}" for name in sorted(self.files().keys() & set(names))]
+        with _explained(self.url):
+            if there and filesystem.async_impl:
+                filesystem.rm(there)
+                return
+            # Of the others not all take a list.
+            for path in there:
+                filesystem.rm_file(path)
+
+
+def _below(root: str, path: str) -> str:
+    """The name of `path` relative to `root`, empty for `root` itself. Raises CkptkitError for one that would lead out of it: a store takes any key."""
+    name = path.removeprefix(root).removeprefix("/").rstrip("/")
+    if not path.startswith(root) or (name and {"", ".", ".."} & set(name.split("/"))):
+        raise CkptkitError(f"{root} holds {path!r}, which is no file of this directory", "remove it from the store")
+    return name
+
+
+def _protocols(filesystem: AbstractFileSystem) -> tuple[str, ...]:
+    return (filesystem.protocol,) if isinstance(filesystem.protocol, str) else tuple(filesystem.protocol)
+
+
+@contextmanager
+def _explained(url: str) -> Iterator[None]:
+    """Raises CkptkitError for what file systems and their libraries raise, with the next move."""
+    try:
+        yield
+    except _raised() as error:
+        raise StoreError(f"{url}: {_words(error)}", _next(url, error)) from error
+
+
+def _raised() -> tuple[type[Exception], ...]:
+    """What a file system raises: of `_RAISED` the libraries that have been imported, since the others cannot have raised anything."""
+    of_libraries = [getattr(sys.modules[module], name) for module, name in _RAISED if module in sys.modules]
+    return (OSError, ValueError, ImportError, NotImplementedError, *of_libraries)
+
+
+def _words(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _next(url: str, error: Exception) -> str:
+    scheme = url.partition("://")[0].rpartition("::")[2].lower()
+    scheme = _ALIAS.get(scheme, scheme)
+    if isinstance(error, ImportError):
+        return f"pip install {_LIBRARY[scheme]}" if scheme in _LIBRARY else "install what it names"
+    if isinstance(error, NotImplementedError):
+        return "this kind of store cannot do that; use another, or a local directory"
+    login = _LOGIN.get(scheme, "give the credentials that its fsspec library asks for")
+    if (
+        isinstance(error, PermissionError)
+        or "credential" in type(error).__name__.lower()
+        or "credential" in str(error).lower()
+    ):
+        return login
+    if isinstance(error, FileNotFoundError):
+        return "check the URL" + (f"; if the repository is private or gated, {login}" if scheme == "hf" else "")
+    if isinstance(error, ValueError):
+        return "give s3://, gs://, hf://, or another URL that fsspec knows"
+    endpoint = f", and {_ENDPOINT[scheme]} if it is set" if scheme in _ENDPOINT else ""
+    return f"check the network{endpoint}; then run again"

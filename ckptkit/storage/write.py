@@ -1,0 +1,162 @@
+"""Writes bytes to their places in files, by regions of BUFFER bytes: threads fill them, and the one that completes a region writes it.
+
+A disk is fastest with few large requests. Past the page cache (`ckptkit.storage.read`) they have to be whole blocks as well, which tensors are not.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.storage.buffers import BUFFER, copy_bytes, cuts, new_buffer
+from ckptkit.storage.read import BLOCK, LARGE, UNSUPPORTED, reopened
+
+# Regions that may be open, and how many more for each thread that fills them: a dense layer's matrices that are cut by columns fill 20 at a time.
+_OPEN, _OF_THREAD = 24, 2
+
+
+@dataclass
+class _Region:
+    """BUFFER bytes of a file from `begin` on, or those up to its end. `filled`: which have come, `count` of them; `users` are copying more."""
+
+    file: WrittenFile
+    begin: int
+    memory: NDArray[np.uint8]
+    filled: list[tuple[int, int]] = field(default_factory=list)
+    count: int = 0
+    users: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.count == min(BUFFER, self.file.size - self.begin)
+
+    def write(self) -> None:
+        """Writes what has come."""
+        runs: list[tuple[int, int]] = []
+        for begin, end in sorted(self.filled):
+            runs.append((runs.pop()[0] if runs and runs[-1][1] == begin else begin, end))
+        for begin, end in runs:
+            self.file.write_run(self.memory[begin:end].data, self.begin + begin)
+
+
+class Regions:
+    """What has come for some files and is not written yet. Threads share it."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[WrittenFile, int], _Region] = {}
+        self._free: list[NDArray[np.uint8]] = []
+        self._threads: set[int] = set()
+        # Files that a thread is writing a region of that has to make room.
+        self._early: list[WrittenFile] = []
+        self._changed = threading.Condition()
+
+    def put(self, file: WrittenFile, piece: memoryview, offset: int) -> None:
+        """Takes bytes that lie in one region. Raises OSError, also where others cannot be written."""
+        key = file, offset // BUFFER
+        with self._changed:
+            self._threads.add(threading.get_ident())
+            early = None if key in self._open else self._taken_early()
+            region = self._open.get(key) or self._new(key)
+            region.users += 1
+        if early is not None:
+            self._write_early(early)
+        begin = offset - region.begin
+        copy_bytes(region.memory[begin : begin + len(piece)].data, piece)
+        with self._changed:
+            region.users -= 1
+            region.filled.append((begin, begin + len(piece)))
+            region.count += len(piece)
+            if region.is_whole:
+                del self._open[key]
+        if region.is_whole:
+            self._write(region)
+
+    def finish(self, file: WrittenFile) -> None:
+        """Writes what is left of a file for which all has come. Raises OSError."""
+        with self._changed:
+            self._changed.wait_for(lambda: file not in self._early)
+            left = [self._open.pop(key) for key in list(self._open) if key[0] is file]
+        for region in left:
+            self._write(region)
+
+    def _new(self, key: tuple[WrittenFile, int]) -> _Region:
+        file, index = key
+        region = self._open[key] = _Region(file, index * BUFFER, self._free.pop() if self._free else new_buffer(BUFFER))
+        return region
+
+    def _taken_early(self) -> _Region | None:
+        """The oldest region, taken off, where there are too many."""
+        if len(self._open) < _OPEN + _OF_THREAD * len(self._threads):
+            return None
+        key = next((key for key, region in self._open.items() if not region.users), None)
+        if key is None:
+            return None
+        self._early.append(key[0])
+        return self._open.pop(key)
+
+    def _write_early(self, region: _Region) -> None:
+        try:
+            self._write(region)
+        finally:
+            with self._changed:
+                self._early.remove(region.file)
+                self._changed.notify_all()
+
+    def _write(self, region: _Region) -> None:
+        region.write()
+        with self._changed:
+            self._free.append(region.memory)
+
+
+class WrittenFile:
+    """A file that is open for writing, of its full size from the start, made of a descriptor that becomes its own."""
+
+    def __init__(self, descriptor: int, size: int, regions: Regions) -> None:
+        self.size = size
+        self._descriptor, self._regions = descriptor, regions
+        self._direct = reopened(descriptor, os.O_WRONLY)
+        os.truncate(descriptor, size)
+
+    def write(self, content: bytes | memoryview, offset: int) -> None:
+        """Writes all of `content`, at the latest in `close`. Raises OSError."""
+        view = memoryview(content)
+        for begin, end in cuts(offset, len(view)):
+            self._regions.put(self, view[begin:end], offset + begin)
+
+    def close(self) -> None:
+        """Writes what is still to be written, and closes it. Raises OSError."""
+        try:
+            self._regions.finish(self)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Closes it as it is."""
+        for descriptor in filter(None, (self._descriptor, self._direct)):
+            os.close(descriptor)
+
+    def write_run(self, view: memoryview, offset: int) -> None:
+        """Writes memory that lies in its block as it will in the file's. Raises OSError."""
+        begin, end = -(-offset // BLOCK) * BLOCK, (offset + len(view)) // BLOCK * BLOCK
+        if self._direct is None or end - begin < LARGE:
+            _write_all(self._descriptor, view, offset)
+            return
+        try:
+            _write_all(self._direct, view[begin - offset : end - offset], begin)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            _write_all(self._descriptor, view, offset)
+            return
+        _write_all(self._descriptor, view[: begin - offset], offset)
+        _write_all(self._descriptor, view[end - offset :], end)
+
+
+def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written

@@ -1,0 +1,172 @@
+"""Writes a checkpoint as a set of files, each of which appears under its name when it is whole."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from blake3 import blake3
+from torch import Tensor
+from zlib_ng import zlib_ng
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.extents import Extent
+from ckptkit.core.specs import summarize
+from ckptkit.formats.files import Digests, Files, Piece
+from ckptkit.storage.buffers import BUFFER, bytes_of, copy_bytes, piece_buffer
+from ckptkit.storage.digest import TensorDigest
+from ckptkit.storage.write import Regions, WrittenFile
+
+
+class FilesWriter:
+    """A CheckpointWriter of these files, or `only` of some of them; then what makes a checkpoint of them is not written.
+
+    Tensors come in any order and from any thread, each once, and go straight to their places. A file has a name of its own until it is
+    whole; then `whole` is called, by the thread that wrote its last tensor, with the file and the digests of its tensors. `may_name` is
+    called before a file gets its name, and raises when the files at `root` are no longer this writer's.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        files: Files,
+        only: Collection[str] | None = None,
+        whole: Callable[[str, Digests], None] = lambda file, digests: None,
+        may_name: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._root, self._files, self._all, self._whole, self._may_name = root, files, only is None, whole, may_name
+        self._left = {file: set(names) for file, names in files.names.items() if only is None or file in only}
+        self._file_of = {name: file for file, names in self._left.items() for name in names}
+        self._waiting = set(self._file_of)
+        self._open: dict[str, tuple[WrittenFile, Path]] = {}
+        self._regions = Regions()
+        self._lock = threading.Lock()
+        self.digests: dict[str, TensorDigest] = {}
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        spec = self._files.specs[name]
+        with self._lock:
+            if name not in self._waiting or tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+                raise CkptkitError(
+                    f"{spec} cannot be written as {list(tensor.shape)} {tensor.dtype}, or is written twice"
+                )
+            self._waiting.remove(name)
+            file = self._opened(self._file_of[name])
+        view = bytes_of(tensor.contiguous())
+        self._put(name, file, lambda begin, end: view[begin:end], lambda: None)
+
+    def write_extents(self, name: str, extents: Sequence[Extent]) -> None:
+        """Stores a tensor whose bytes stand in files, without holding all of them. The last extent may go on behind them."""
+        nbytes = sum(extent.nbytes for extent in extents)
+        with self._lock:
+            if name not in self._waiting or nbytes < self._files.specs[name].nbytes:
+                raise CkptkitError(
+                    f"{self._files.specs[name]} cannot be written as {nbytes} bytes, or is written twice"
+                )
+            self._waiting.remove(name)
+            file = self._opened(self._file_of[name])
+        stream = _Stream(name, extents)
+        self._put(name, file, stream.piece, stream.finish)
+
+    def _put(self, name: str, file: WrittenFile, piece: Piece, finish: Callable[[], None]) -> None:
+        digest = blake3()
+
+        def digested(begin: int, end: int) -> memoryview:
+            content = piece(begin, end)
+            digest.update(content)
+            return content
+
+        self._files.put(name, file, digested)
+        finish()
+        self._written(name, TensorDigest.known(self._files.specs[name], digest.hexdigest()))
+
+    def _opened(self, file: str) -> WrittenFile:
+        """A file that is made when its first tensor comes, under a name of its own: of two processes that write it neither disturbs the other."""
+        if file not in self._open:
+            path = self._root / file
+            path.parent.mkdir(
+                exist_ok=True
+            )  # and no root: where it is gone the output is whole, and this process was thought dead
+            descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+            os.fchmod(descriptor, 0o644)
+            self._open[file] = WrittenFile(descriptor, self._files.size(file), self._regions), Path(temporary)
+            offset, content = self._files.around(file)
+            self._open[file][0].write(content, offset)
+        return self._open[file][0]
+
+    def _written(self, name: str, digest: TensorDigest) -> None:
+        file = self._file_of[name]
+        with self._lock:
+            self.digests[name] = digest
+            self._left[file].remove(name)
+            if self._left[file]:
+                return
+            written, made = self._open.pop(file)
+        try:
+            written.close()
+            self._may_name()
+            made = made.rename(self._root / file)
+            self._whole(file, {name: self.digests[name] for name in self._files.names[file]})
+        except BaseException:
+            # What is whole and not recorded as such would be written again.
+            made.unlink(missing_ok=True)
+            raise
+
+    def finish(self) -> None:
+        if self._waiting:
+            raise CkptkitError(
+                f"{self._root}: {len(self._waiting)} tensor(s) were never written: {summarize(sorted(self._waiting))}"
+            )
+        if self._all:
+            self._files.finish(self._root)
+
+    def discard(self) -> None:
+        for written, temporary in self._open.values():
+            written.abandon()
+            temporary.unlink(missing_ok=True)
+        self._open = {}
+
+
+class _Stream:
+    """The bytes of a tensor that stand in files, one extent after the other."""
+
+    def __init__(self, name: str, extents: Sequence[Extent]) -> None:
+        self._name, self._left = name, list(reversed(extents))
+        self._at, self._crc = 0, 0
+
+    def piece(self, begin: int, end: int) -> memoryview:
+        """The next bytes. Raises OSError, and CkptkitError where those of an extent do not match its checksum."""
+        part = self._next(end - begin)
+        if len(part) == end - begin:
+            return part
+        piece, done = piece_buffer(end - begin), 0
+        while part:
+            copy_bytes(piece[done : done + len(part)], part)
+            done += len(part)
+            part = self._next(len(piece) - done) if done < len(piece) else memoryview(b"")
+        return piece
+
+    def finish(self) -> None:
+        """Reads what is left of the last extent, for its checksum. Raises as `piece`."""
+        while self._left:
+            self._next(BUFFER)
+
+    def _next(self, most: int) -> memoryview:
+        """The next bytes, at most so many, of one extent."""
+        extent = self._left[-1]
+        part = extent.view(self._at, min(most, extent.nbytes - self._at))
+        self._at += len(part)
+        self._crc = zlib_ng.crc32(part, self._crc) if extent.crc is not None else 0
+        if self._at == extent.nbytes:
+            self._check(extent)
+        return part
+
+    def _check(self, extent: Extent) -> None:
+        if extent.crc is not None and self._crc != extent.crc:
+            hint = "the file was damaged after it was written; copy it again"
+            raise CkptkitError(f"{extent.path}: the bytes of {self._name} do not match their checksum", hint)
+        self._left.pop()
+        self._at, self._crc = 0, 0

@@ -1,0 +1,184 @@
+"""`ckptkit.json`: a digest of every tensor and side file of a checkpoint, and what it was made from, to prove a copy of it later.
+
+Digests are BLAKE3 of the bytes of a tensor as it lies in memory (little-endian, row-major): nobody can make other weights with the same
+digest. A manifest proves what it is kept apart from: whoever can change weights can write a new manifest beside them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from torch import Tensor
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.detect import LOADED, Location
+from ckptkit.formats.hf.reader import MAX_HEADER, read_json
+from ckptkit.formats.hf.side_files import MANIFEST, side_files
+from ckptkit.storage.digest import TensorDigest, is_blake3
+from ckptkit.storage.remote_file import size_of
+from ckptkit.storage.whole import write_whole
+from ckptkit.transfer.copy import copy
+
+_SCHEMAS = "ckptkit-manifest/"
+SCHEMA = f"{_SCHEMAS}2"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a manifest promises. Tensors have the names of the format on disk; of Megatron's, those of global tensors. Files are relative."""
+
+    tensors: Mapping[str, TensorDigest]
+    files: Mapping[str, str]
+
+
+class _Digests:
+    """A CheckpointWriter that only digests. Threads may share it."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, TensorDigest] = {}
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        self.tensors[name] = TensorDigest.of(tensor.contiguous())
+
+    def finish(self) -> None:
+        pass
+
+    def discard(self) -> None:
+        pass
+
+
+def digests_of(checkpoint: Checkpoint, workers: int | None = None) -> dict[str, TensorDigest]:
+    """Reads every tensor once, with `workers` threads (None: `ckptkit.transfer.copy.threads`)."""
+    found = _Digests()
+    copy(checkpoint, found, "digesting", workers)
+    return {name: found.tensors[name] for name in checkpoint.specs}
+
+
+def described_files(location: Location, beside: Sequence[Path] = ()) -> dict[str, str]:
+    """BLAKE3 of what belongs to a checkpoint besides its tensors, by path relative to its root.
+
+    In an HF directory: config, tokenizer, templates, code. In a Megatron one: the iteration's metadata and everything below `hf/` and the
+    directories `beside`.
+    """
+    if location.kind == "hf":
+        found: Iterable[Path] = (location.path / relative for relative in side_files(location.path))
+    else:
+        names = ("common.pt", ".metadata", "metadata.json")
+        whole = [
+            path for folder in (location.root / "hf", *beside) for path in sorted(folder.rglob("*")) if path.is_file()
+        ]
+        found = [*(location.path / name for name in names if (location.path / name).is_file()), *whole]
+    return {str(path.relative_to(location.root)): file_digest(path) for path in found}
+
+
+def file_digest(path: Path) -> str:
+    """BLAKE3 of a file in hexadecimal. Raises CkptkitError when it cannot be read."""
+    digest = blake3()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    except OSError as error:
+        raise CkptkitError(f"{path}: {error.strerror}", "it belongs to the checkpoint; make it readable") from error
+    return digest.hexdigest()
+
+
+def lineage_of(location: Location) -> dict[str, str]:
+    """What identifies a source: its own manifest where that has digests, else the headers of its files and their sizes.
+
+    Headers tell one release from another, and not whether its weights were changed: for that, make a manifest of the source first.
+    """
+    manifest = location.root / MANIFEST
+    if manifest.exists() and "tensors" in read_json(manifest):
+        return {"source": location.root.name, "digest_of": "manifest", "digest": file_digest(manifest)}
+    digest = blake3()
+    for path in sorted(
+        [*location.path.glob("*.safetensors"), *location.path.glob("*.distcp"), *location.path.glob(".metadata")]
+    ):
+        digest.update(f"{path.name} {size_of(path)}\n".encode())
+        digest.update(_header(path))
+    return {"source": location.root.name, "digest_of": "headers", "digest": digest.hexdigest()}
+
+
+def _header(path: Path) -> bytes:
+    if path.suffix != ".safetensors":
+        return path.read_bytes() if path.name == ".metadata" else b""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return file.read(min(length, MAX_HEADER))
+
+
+def replaceable_manifest(target: Path, chosen: bool, checkpoint: str | Path) -> dict[str, Any]:
+    """What stands at `target`, where a manifest of `checkpoint` may be written: nothing, or one without digests. `chosen`: its place was asked for.
+
+    Raises CkptkitError for anything else, and for a name that loaders read.
+    """
+    if not target.parent.is_dir():
+        raise CkptkitError(f"{target.parent} does not exist", "create it first")
+    if target.name in LOADED:
+        raise CkptkitError(f"{target} has a name that loaders read", "name the manifest otherwise")
+    before = read_json(target) if target.exists() and not chosen else {}
+    if "tensors" in before or (chosen and target.exists()):
+        raise CkptkitError(
+            f"{target} exists already",
+            f"compare with it: `ckptkit verify {checkpoint} --manifest {target}`; or choose another --output",
+        )
+    if target.exists() and not str(before.get("schema", "")).startswith(_SCHEMAS):
+        raise CkptkitError(
+            f"{target} is no manifest, so it is not replaced", "move it away, or choose another place with --output"
+        )
+    return before
+
+
+def write_manifest(
+    path: Path,
+    command: Sequence[str],
+    tensors: Mapping[str, TensorDigest],
+    files: Mapping[str, str],
+    more: Mapping[str, Any],
+) -> None:
+    """Writes the manifest of `tensors` and `files`. `more` are further keys: `source`, `hf_layout`, `lineage`."""
+    digests = {name: one.to_json() for name, one in tensors.items()}
+    content = {
+        "schema": SCHEMA,
+        "version": version("ckptkit"),
+        "command": list(command),
+        **more,
+        "files": files,
+        "tensors": digests,
+    }
+    # One line a tensor: with indentation a model of 200,000 tensors would take a million lines.
+    text = json.dumps(content | {"tensors": {}}, indent=1).removesuffix("{}\n}")
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in digests.items())
+    write_whole(path, f"{text}{{\n{lines}\n }}\n}}\n" if digests else json.dumps(content, indent=1) + "\n")
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The digests of a manifest. Raises CkptkitError when it is none, or has none."""
+    content = read_json(path)
+    if content.get("schema") != SCHEMA:
+        raise CkptkitError(
+            f"{path} has schema {content.get('schema')!r}, not {SCHEMA!r}",
+            "name a ckptkit.json, or what `ckptkit manifest` wrote",
+        )
+    tensors, files = content.get("tensors"), content.get("files")
+    if not isinstance(tensors, dict) or not tensors or not isinstance(files, dict):
+        raise CkptkitError(
+            f"{path} has no digests: an earlier version of ckptkit wrote it",
+            "make one of the sound checkpoint with `ckptkit manifest`",
+        )
+    if wrong := next((name for name, one in files.items() if not is_blake3(one)), None):
+        raise CkptkitError(f"{path}: the digest of {wrong} is no BLAKE3", "take the manifest from where it was kept")
+    found = {name: TensorDigest.parse(entry) for name, entry in tensors.items()}
+    if wrong := next((name for name, digest in found.items() if digest is None), None):
+        raise CkptkitError(
+            f"{path}: the entry of {wrong} is not [dtype, shape, BLAKE3]", "take the manifest from where it was kept"
+        )
+    return Manifest({name: digest for name, digest in found.items() if digest is not None}, files)

@@ -1,0 +1,4 @@
+"""Runs pieces of work as tasks on a Ray cluster.
+
+May import what transfer may.
+"""

@@ -1,0 +1,147 @@
+"""An HF directory that grows at a URL: shards go there as they are finished, and only `finish` makes a checkpoint of them."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.files import Digests
+from ckptkit.formats.hf.reader import INDEX, SINGLE
+from ckptkit.formats.hf.side_files import MANIFEST, is_hidden
+from ckptkit.storage.url import Store, is_url
+from ckptkit.transfer.journal import Journal
+
+# Without these no reader takes shards for a model: they come last, in this order, and go first.
+_LAST = ("config.json", INDEX)
+_PARTIAL = ".ckptkit-partial"
+_MARKS = ("config.json", MANIFEST, _PARTIAL)
+
+
+class Upload:
+    """Uploads the files of an HF directory to `url`. Threads may share it.
+
+    A store cannot rename, so files get their names at once; `config.json` and the index are held back until `finish`. Beginning raises
+    CkptkitError as `check_upload` does, and where nothing may be written there.
+    """
+
+    def __init__(self, url: str, overwrite: bool = False, sources: Iterable[str | Path | None] = ()) -> None:
+        self._old = [name for name in check_upload(url, overwrite, sources) if name != _PARTIAL]
+        self._store = Store(url)
+        self._lock = threading.Lock()
+        self._replaced = False
+        self._there = [_PARTIAL]
+        self._held: dict[str, bytes] = {}
+        self._store.write(_PARTIAL, b"\n")
+
+    def put(self, file: Path, name: str) -> None:
+        """Uploads a whole file of this machine as `name`, relative to the URL; it is not needed here any more when this returns."""
+        if name in _LAST:
+            self._held[name] = file.read_bytes()
+            return
+        with self._lock:
+            self._remove_old()
+            self._there.append(name)
+        self._store.upload(file, name)
+
+    def finish(self) -> None:
+        """Makes a checkpoint of what was put. Raises CkptkitError when there is no config.json among it."""
+        if "config.json" not in self._held:
+            raise CkptkitError(f"{self._store.url}: config.json was never put", "put every file of the directory")
+        self._remove_old()
+        for name in filter(self._held.__contains__, _LAST):
+            self._there.append(name)
+            self._store.write(name, self._held[name])
+        self._store.remove([_PARTIAL])
+
+    def discard(self) -> str:
+        """Removes what was put, the index first, as far as the store can still be reached. Returns what became of it, to tell."""
+        # The error that led here says more; and what stays says itself that it did not finish.
+        try:
+            _remove(self._store, self._there)
+        except CkptkitError:
+            return f"{self._store.url} may still hold files of it: replace them with --overwrite"
+        return f"what was at {self._store.url} has been removed" if self._replaced else "nothing was left behind"
+
+    def _remove_old(self) -> None:
+        old, self._old = self._old, []
+        self._replaced |= bool(old)
+        _remove(self._store, old)
+
+
+class _Uploading(Journal):
+    """A journal of files that are uploaded, and removed here, as soon as they are whole."""
+
+    def __init__(self, root: Path, upload: Upload) -> None:
+        super().__init__(root)
+        self._upload = upload
+
+    def record(self, file: str, digests: Digests) -> None:
+        self._upload.put(self._root / file, file)
+        (self._root / file).unlink()
+        super().record(file, digests)
+
+
+@contextmanager
+def new_upload(
+    url: str, *, overwrite: bool = False, sources: Iterable[str | Path | None] = ()
+) -> Iterator[tuple[Path, Journal]]:
+    """A temporary directory of this machine that becomes the HF directory at `url` when the block ends well, and its journal.
+
+    A file that is recorded there goes up at once and is removed here, the others at the end. When the block ends badly what went up is
+    removed. Raises CkptkitError as `Upload` does, and when there is no room here.
+    """
+    with tempfile.TemporaryDirectory(prefix="ckptkit-") as folder:
+        root, upload = Path(folder), Upload(url, overwrite, sources)
+        try:
+            journal = _Uploading(root, upload)
+            journal.begin({})
+            yield root, journal
+            for path in sorted(root.rglob("*")):
+                if path.is_file() and not is_hidden(name := str(path.relative_to(root))):
+                    upload.put(path, name)
+            upload.finish()
+        except BaseException as error:
+            became = upload.discard()
+            if isinstance(error, OSError):
+                hint = f"files are whole in {tempfile.gettempdir()} before they go up: make room there, or set TMPDIR; {became}"
+                raise CkptkitError(f"writing {url}: {error}", hint) from error
+            error.add_note(became)
+            raise
+
+
+def check_upload(url: str, overwrite: bool, sources: Iterable[str | Path | None] = ()) -> list[str]:
+    """The names of what is at `url` and will be replaced. Raises CkptkitError when it may not be: there is something, and not `overwrite`.
+
+    Even with `overwrite` only a checkpoint is replaced, or what an upload left that did not finish, and never one of `sources`, or
+    anything around or inside them.
+    """
+    if "::" in url:
+        raise CkptkitError(f"{url} is a chain of URLs, which can only be read", "give the URL of the store itself")
+    store = Store(url)
+    for source in sources:
+        # Of a chain, where the bytes come from.
+        if source is not None and is_url(source) and store.overlaps(Store(source.rpartition("::")[2])):
+            raise CkptkitError(f"{url} overlaps {source}, which is read", "choose a destination beside it")
+    there = list(store.files()) if store.top() else []
+    if there and not overwrite:
+        what = "holds an upload that did not finish, or is not finished yet" if _PARTIAL in there else "exists already"
+        raise CkptkitError(f"{url} {what}", "choose another destination, or replace it with --overwrite")
+    if there and not set(_MARKS) & set(there):
+        raise CkptkitError(
+            f"{url} is no checkpoint, so it is not replaced", "remove it yourself, or choose another destination"
+        )
+    return there
+
+
+def _remove(store: Store, names: Iterable[str]) -> None:
+    """Removes files, first what makes a checkpoint of them."""
+    there = list(dict.fromkeys(names))
+    first = [name for name in (INDEX, SINGLE, "config.json") if name in there]
+    last = [_PARTIAL] * (_PARTIAL in there)
+    for some in (first, [name for name in there if name not in first + last], last):
+        if some:
+            store.remove(some)

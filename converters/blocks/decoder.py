@@ -1,0 +1,156 @@
+"""Rules that families share. Megatron names are those that the Transformer Engine spec asks for."""
+
+from __future__ import annotations
+
+from converters.config.dims import ModelDims
+from converters.ops.basic import Copy, GateUp, Qkv
+from converters.ops.hybrid import GatedQkv
+from converters.rules import ParamMapping, Place, decoder
+
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+# What some releases store of each layer, and every reader computes for itself: saves by transformers before 4.32, Moonlight, Kimi K2.
+ROTARY_FREQUENCIES = (".self_attn.rotary_emb.inv_freq",)
+
+
+def embeddings(
+    dims: ModelDims, *, embed_copies: tuple[str, ...] = (), head_copies: tuple[str, ...] = ()
+) -> tuple[ParamMapping, ...]:
+    """Token embedding, final norm, and the output layer unless it is tied to the embedding.
+
+    The copies name further tensors that a release may repeat embedding and output layer under.
+    """
+    table = (dims.vocab, dims.hidden)
+    # Some releases of tied models ship the output layer all the same.
+    embed_copies += (dims.head, *head_copies) if dims.tied else ()
+    return (
+        ParamMapping(
+            "embedding.word_embeddings.weight",
+            {dims.root + "embed_tokens.weight": table},
+            Copy(0),
+            vocab=True,
+            copies=embed_copies,
+        ),
+        ParamMapping("decoder.final_layernorm.weight", {dims.root + "norm.weight": (dims.hidden,)}),
+        *(
+            ()
+            if dims.tied
+            else (ParamMapping("output_layer.weight", {dims.head: table}, Copy(0), vocab=True, copies=head_copies),)
+        ),
+    )
+
+
+def attention(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, ...]:
+    """Pre-norm grouped-query attention, with or without biases, q/k norms of one head's width, and an output gate from q_proj."""
+    at = at or decoder(dims, dims.softmax_layers)
+    out, groups = dims.heads * dims.head_dim, dims.groups * dims.head_dim
+    rows = {"q_proj": 2 * out if dims.attention_gate else out, "k_proj": groups, "v_proj": groups}
+    qkv = (GatedQkv if dims.attention_gate else Qkv)(dims.heads, dims.groups, dims.head_dim)
+    rules = [
+        at.rule("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": (dims.hidden,)}),
+        at.rule(
+            "self_attention.linear_qkv.weight",
+            {f"self_attn.{part}.weight": (count, dims.hidden) for part, count in rows.items()},
+            qkv,
+        ),
+        at.rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (dims.hidden, out)}, Copy(1)),
+    ]
+    if dims.qkv_bias:
+        rules.append(
+            at.rule(
+                "self_attention.linear_qkv.bias",
+                {f"self_attn.{part}.bias": (count,) for part, count in rows.items()},
+                qkv,
+            )
+        )
+    if dims.out_bias:
+        rules.append(at.rule("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": (dims.hidden,)}))
+    if dims.qk_norm and not dims.qk_norm_full:
+        rules += [
+            at.rule(f"self_attention.{x}_layernorm.weight", {f"self_attn.{x}_norm.weight": (dims.head_dim,)})
+            for x in ("q", "k")
+        ]
+    return tuple(rules)
+
+
+def gated_mlp(
+    at: Place, megatron: str, hf: str, hidden: int, ffn: int, names: tuple[str, str, str] = GATE_UP_DOWN
+) -> tuple[ParamMapping, ...]:
+    """A SwiGLU block: gate and up projection into linear_fc1, down projection into linear_fc2. `names` are those of the three."""
+    gate, up, down = (f"{hf}{name}.weight" for name in names)
+    return (
+        at.rule(megatron + "linear_fc1.weight", {gate: (ffn, hidden), up: (ffn, hidden)}, GateUp()),
+        at.rule(megatron + "linear_fc2.weight", {down: (hidden, ffn)}, Copy(1)),
+    )
+
+
+def dense_mlp(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, ...]:
+    """The MLP of the dense layers with the norm before it."""
+    at = at or decoder(dims, dims.dense)
+    norm = at.rule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": (dims.hidden,)})
+    return (
+        norm,
+        *gated_mlp(at, "mlp.", "mlp.", dims.hidden, dims.ffn),
+        *(gated_mlp_biases(at, dims) if dims.mlp_bias else ()),
+    )
+
+
+def gated_mlp_biases(at: Place, dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """The biases of a dense layer's SwiGLU block. That of the down projection is added once, so every rank holds all of it."""
+    gate, up = "mlp.gate_proj.bias", "mlp.up_proj.bias"
+    return (
+        at.rule("mlp.linear_fc1.bias", {gate: (dims.ffn,), up: (dims.ffn,)}, GateUp()),
+        at.rule("mlp.linear_fc2.bias", {"mlp.down_proj.bias": (dims.hidden,)}),
+    )
+
+
+def moe_mlp(
+    dims: ModelDims,
+    shared: str = "",
+    at: Place | None = None,
+    *,
+    block: str = "mlp.",
+    bias: str = "gate.e_score_correction_bias",
+    names: tuple[str, str, str] = GATE_UP_DOWN,
+) -> tuple[ParamMapping, ...]:
+    """The MLP of the mixture-of-experts layers: norm, router (with its fp32 selection bias), routed and shared experts.
+
+    `shared` is the HF module name of the shared experts, `block` that of the whole, `bias` that of the selection bias, and
+    `names` those of an expert's gate, up and down projection.
+    """
+    at = at or decoder(dims, dims.moe)
+    rules = [
+        at.rule("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (dims.hidden,)}),
+        at.rule("mlp.router.weight", {block + "gate.weight": (dims.experts, dims.hidden)}),
+        *gated_mlp(
+            at, "mlp.experts.experts.{expert}.", block + "experts.{expert}.", dims.hidden, dims.expert_ffn, names
+        ),
+    ]
+    if dims.router_bias:
+        rules.append(at.rule("mlp.router.expert_bias", {block + bias: (dims.experts,)}, fp32=True))
+    if dims.shared_ffn:
+        rules += gated_mlp(at, "mlp.shared_experts.", f"{block}{shared}.", dims.hidden, dims.shared_ffn)
+    if dims.shared_gate:
+        rules.append(at.rule("mlp.shared_experts.gate_weight", {f"{block}{shared}_gate.weight": (1, dims.hidden)}))
+    return tuple(rules)
+
+
+def multi_token_prediction(dims: ModelDims, depth: int) -> tuple[Place, tuple[ParamMapping, ...]]:
+    """Multi-token prediction layer `depth` as DeepSeek and GLM ship it, as decoder layer `layers + depth`.
+
+    Returns the place of its transformer layer, and the rules around that: norms of embedding and hidden state, their
+    projection eh_proj (which takes [embedding, hidden state]), and the norm before the output layer.
+    """
+    hf = f"{dims.root}layers.{dims.layers + depth}."
+    at = Place(f"mtp.layers.{depth}.", hf, None)
+    norm = (dims.hidden,)
+    return Place(f"mtp.layers.{depth}.transformer_layer.", hf, None), (
+        at.rule("enorm.weight", {"enorm.weight": norm}),
+        at.rule("hnorm.weight", {"hnorm.weight": norm}),
+        at.rule("eh_proj.weight", {"eh_proj.weight": (dims.hidden, 2 * dims.hidden)}, Copy(0)),
+        at.rule("final_layernorm.weight", {"shared_head.norm.weight": norm}),
+    )
+
+
+def mtp_copies(dims: ModelDims, name: str) -> tuple[str, ...]:
+    """Where the multi-token prediction layers of DeepSeek and GLM repeat a tensor of the model: `embed_tokens`, `shared_head.head`."""
+    return tuple(f"{dims.root}layers.{dims.layers + depth}.{name}.weight" for depth in range(dims.mtp_layers))

@@ -1,0 +1,148 @@
+"""Multi-head latent attention of DeepSeek V2 and V3, Kimi and GLM-4.7-Flash: queries and keys with values are compressed, then expanded a head.
+
+Everything is copied as it is: Megatron takes the rotary dimensions in pairs, as these releases have them (its
+`multi_latent_attention.py`), and keeps all key and value heads in one matrix as they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from converters.config.dims import Mla, ModelDims
+from converters.config.values import flag, integer, number, rope_of
+from converters.ops.basic import Copy
+from converters.rules import ParamMapping, Place, decoder
+
+# What yarn needs and no flag of Megatron-LM says, with the defaults of its MLATransformerConfig.
+WITHOUT_FLAG: Mapping[str, float] = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+
+
+def read_mla(config: Mapping[str, Any]) -> Mla:
+    """Ranks and head sizes under the names that DeepSeek gave them. Raises CkptkitError for what Megatron's MLA does not do."""
+    if "q_lora_rank" not in config:
+        raise CkptkitError(
+            "config.json has no 'q_lora_rank'",
+            "it must say null where queries are not compressed; compare with the release",
+        )
+    if flag(config, "attention_bias", False):
+        raise CkptkitError(
+            "config.json: attention_bias with latent attention is not supported",
+            "Megatron's has no biases; no released model has them",
+        )
+    heads = integer(config, "num_attention_heads")
+    if integer(config, "num_key_value_heads", heads) != heads:
+        raise CkptkitError(
+            f"config.json: num_key_value_heads is not the {heads} of num_attention_heads",
+            "latent attention has one key and value head a query head",
+        )
+    if not flag(config, "rope_interleave", True):
+        raise CkptkitError(
+            "config.json: rope_interleave false is not supported",
+            "Megatron's latent attention turns the rotary dimensions in pairs",
+        )
+    if number(rope_of(config), "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0)) != 1:
+        raise CkptkitError(
+            "config.json: partial_rotary_factor with latent attention is not supported",
+            "qk_rope_head_dim says how many dimensions turn",
+        )
+    return Mla(
+        q_rank=None if config["q_lora_rank"] is None else integer(config, "q_lora_rank"),
+        kv_rank=integer(config, "kv_lora_rank"),
+        nope=integer(config, "qk_nope_head_dim"),
+        rope=integer(config, "qk_rope_head_dim"),
+        value=integer(config, "v_head_dim"),
+    )
+
+
+def mla_attention(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, ...]:
+    """Pre-norm latent attention. `dims.mla` must be set. Down projections are whole on every rank, up projections cut by heads."""
+    mla, at = dims.mla, at or decoder(dims, dims.softmax_layers)
+    assert mla is not None, "a family without latent attention has no such rules"
+    query = (dims.heads * (mla.nope + mla.rope), mla.q_rank or dims.hidden)
+    if mla.q_rank is None:
+        queries = [at.rule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": query}, Copy(0))]
+    else:
+        queries = [
+            at.rule(
+                "self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": (mla.q_rank, dims.hidden)}
+            ),
+            at.rule(
+                "self_attention.linear_q_up_proj.layer_norm_weight", {"self_attn.q_a_layernorm.weight": (mla.q_rank,)}
+            ),
+            at.rule("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": query}, Copy(0)),
+        ]
+    expanded = (dims.heads * (mla.nope + mla.value), mla.kv_rank)
+    return (
+        at.rule("input_layernorm.weight", {"input_layernorm.weight": (dims.hidden,)}),
+        *queries,
+        at.rule(
+            "self_attention.linear_kv_down_proj.weight",
+            {"self_attn.kv_a_proj_with_mqa.weight": (mla.kv_rank + mla.rope, dims.hidden)},
+        ),
+        at.rule(
+            "self_attention.linear_kv_up_proj.layer_norm_weight", {"self_attn.kv_a_layernorm.weight": (mla.kv_rank,)}
+        ),
+        at.rule("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": expanded}, Copy(0)),
+        at.rule(
+            "self_attention.linear_proj.weight",
+            {"self_attn.o_proj.weight": (dims.hidden, dims.heads * mla.value)},
+            Copy(1),
+        ),
+    )
+
+
+def mla_args(dims: ModelDims) -> dict[str, Any]:
+    """Megatron-LM arguments of latent attention; those of `WITHOUT_FLAG` under their names in Megatron's config.
+
+    Raises CkptkitError for a rope scaling that Megatron's latent attention does not know.
+    """
+    mla = dims.mla
+    if mla is None:
+        return {}
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": mla.q_rank,
+        "kv_lora_rank": mla.kv_rank,
+        "qk_head_dim": mla.nope,
+        "qk_pos_emb_head_dim": mla.rope,
+        "v_head_dim": mla.value,
+        "qk_layernorm": True,
+        # Megatron's softmax scale looks at the scaling factor whatever the type is, and its default for that is 40.
+        **(_yarn_args(dims.rope_scaling) if dims.rope_scaling else {"rope_type": "rope", "rotary_scaling_factor": 1.0}),
+    }
+
+
+def _yarn_args(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Yarn. Sources: transformers `_compute_yarn_parameters` and `DeepseekV3Attention`, megatron-core `yarn_rotary_pos_embedding.py`.
+
+    The two multiply cosines and sines by the same number only where both of mscale and mscale_all_dim are there, or neither.
+    """
+    kind = rope["rope_type"]
+    if kind != "yarn":
+        raise CkptkitError(
+            f"config.json: rope scaling {kind!r} with latent attention has no Megatron arguments",
+            "Megatron only knows yarn there",
+        )
+    for key, only in (("attention_factor", None), ("truncate", True)):
+        if rope.get(key, only) not in (only, None):
+            raise CkptkitError(
+                f"config.json: yarn with {key} {rope[key]!r} has no Megatron arguments",
+                "training would run another model than this one",
+            )
+    mscale, all_dim = number(rope, "mscale", 0.0), number(rope, "mscale_all_dim", 0.0)
+    if bool(mscale) != bool(all_dim):
+        raise CkptkitError(
+            f"config.json: yarn with mscale {mscale:g} and mscale_all_dim {all_dim:g} is not supported",
+            "transformers ignores one without the other, but Megatron and SGLang do not",
+        )
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": number(rope, "factor"),
+        "original_max_position_embeddings": integer(rope, "original_max_position_embeddings"),
+        "beta_fast": number(rope, "beta_fast", 32.0),
+        "beta_slow": number(rope, "beta_slow", 1.0),
+        "mscale": mscale or 1.0,
+        "mscale_all_dim": all_dim,
+    }

@@ -1,0 +1,180 @@
+"""Gated delta net, the linear attention of Qwen3-Next and Qwen3.5, and what goes with it: output gates and their MTP layer.
+
+Names and order on Megatron's side: megatron-core `ssm/gated_delta_net`; on the HF side: transformers `Qwen3NextGatedDeltaNet`
+and `Qwen3_5GatedDeltaNet`, which differ in how the input projection is cut into tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from converters.config.dims import LinearAttention, ModelDims
+from converters.config.values import flag, integer
+from converters.ops.basic import Copy, Op
+from converters.ops.hybrid import ByKeyHead, MinusOne, StackedRows
+from converters.rules import ParamMapping, Place, decoder
+
+_KINDS = ("linear_attention", "full_attention")
+
+
+def read_linear_attention(config: Mapping[str, Any]) -> LinearAttention:
+    """Sizes and layers of the gated delta net. Raises CkptkitError when `layer_types` and `full_attention_interval` disagree."""
+    count, interval = integer(config, "num_hidden_layers"), integer(config, "full_attention_interval", 4)
+    if interval < 1:
+        raise CkptkitError(f"config.json: full_attention_interval is {interval}", "compare it with the release")
+    by_interval = [_KINDS[(layer + 1) % interval == 0] for layer in range(count)]
+    kinds = config.get("layer_types") or by_interval
+    if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - set(_KINDS):
+        raise CkptkitError(
+            f"config.json: layer_types must name one of {', '.join(_KINDS)} for each of {count} layers",
+            "compare it with the release",
+        )
+    if "full_attention_interval" in config and kinds != by_interval:
+        raise CkptkitError(
+            f"config.json: layer_types is not what full_attention_interval {interval} makes of {count} layers",
+            "transformers reads the first and SGLang the second; make them agree",
+        )
+    return LinearAttention(
+        key_heads=integer(config, "linear_num_key_heads"),
+        value_heads=integer(config, "linear_num_value_heads"),
+        key_dim=integer(config, "linear_key_head_dim"),
+        value_dim=integer(config, "linear_value_head_dim"),
+        kernel=integer(config, "linear_conv_kernel_dim", 4),
+        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention"),
+    )
+
+
+def refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Raises CkptkitError for switches of these configs that no released model sets otherwise."""
+    usual = {"attention_bias": False, "attn_output_gate": True, "mtp_use_dedicated_embeddings": False}
+    for key, value in usual.items():
+        if flag(config, key, value) != value:
+            raise CkptkitError(
+                f"config.json: {key} {str(not value).lower()} is not supported", "no released model has it"
+            )
+    if config.get("mlp_only_layers") or integer(config, "decoder_sparse_step", 1) != 1:
+        raise CkptkitError(
+            "config.json: mlp_only_layers or decoder_sparse_step != 1 is not supported", "no released model uses them"
+        )
+
+
+def read_mtp_layers(config: Mapping[str, Any], linear: LinearAttention, default: int) -> int:
+    """Multi-token prediction layers, 0 or 1, as Qwen3.5's configs say it or vLLM reads it. `default`: what a config means that does not say.
+
+    Raises CkptkitError for more than one, since HF's `mtp` has one projection and Megatron one a layer, and where the last
+    decoder layer is not of the kind that `mtp` has, since Megatron builds the two alike.
+    """
+    given = {
+        key: integer(config, key)
+        for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+        if config.get(key) is not None
+    }
+    if len(set(given.values())) > 1:
+        raise CkptkitError(
+            f"config.json: {' but '.join(f'{key} is {count}' for key, count in given.items())}",
+            "readers look at one or the other; make them equal",
+        )
+    count = next(iter(given.values()), default)
+    if count not in (0, 1):
+        raise CkptkitError(
+            f"config.json: {next(iter(given))} {count} is not supported", "no released model has more than one"
+        )
+    last = integer(config, "num_hidden_layers") - 1
+    if count and last in linear.layers:
+        raise CkptkitError(
+            f"config.json: a multi-token prediction layer, but decoder layer {last}, the last, has linear attention",
+            "Megatron builds the two alike, and `mtp` has full attention; set mtp_num_hidden_layers to 0 and leave out the mtp tensors",
+        )
+    return count
+
+
+def delta_net_args(net: LinearAttention, layers: int) -> dict[str, Any]:
+    """Megatron-LM arguments of a model with `layers` layers, some of them with this linear attention."""
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(layer in net.layers) for layer in range(layers)],
+        "linear_conv_kernel_dim": net.kernel,
+        "linear_key_head_dim": net.key_dim,
+        "linear_value_head_dim": net.value_dim,
+        "linear_num_key_heads": net.key_heads,
+        "linear_num_value_heads": net.value_heads,
+    }
+
+
+def gated_delta_net(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping, ...]:
+    """Pre-norm linear attention in megatron-core's module, which joins all input projections in one.
+
+    `by_key_head`: the HF input projection is two tensors ordered by key head (Qwen3-Next), not four ordered by kind (Qwen3.5).
+    """
+    net = _net(dims)
+    at = decoder(dims, net.layers)
+    shapes = _shapes(dims, by_key_head)
+    inputs = {name: shape for name, shape in shapes.items() if ".in_proj_" in name}
+    conv = "linear_attn.conv1d.weight"
+    order: Op = (
+        ByKeyHead(net) if by_key_head else StackedRows(tuple(shape[0] for shape in inputs.values()), net.in_proj)
+    )
+    return (
+        at.rule("self_attention.in_proj.layer_norm_weight", {"input_layernorm.weight": (dims.hidden,)}),
+        at.rule("self_attention.in_proj.weight", inputs, order),
+        at.rule("self_attention.conv1d.weight", {conv: shapes[conv]}, StackedRows((sum(net.conv),), net.conv)),
+        *(
+            at.rule(f"self_attention.{name}", {f"linear_attn.{name}": (net.value_heads,)}, Copy(0), fp32=True)
+            for name in ("A_log", "dt_bias")
+        ),
+        # The only norm of these models that HF does not store minus one.
+        at.rule("self_attention.out_norm.weight", {"linear_attn.norm.weight": (net.value_dim,)}, MinusOne(), wide=True),
+        at.rule(
+            "self_attention.out_proj.weight",
+            {"linear_attn.out_proj.weight": shapes["linear_attn.out_proj.weight"]},
+            Copy(1),
+        ),
+    )
+
+
+def hf_linear_attention(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping, ...]:
+    """Pre-norm linear attention in slime's module, which is the HF one, whole on every rank (slime `HuggingfaceAttention`)."""
+    at = decoder(dims, _net(dims).layers)
+    state = ("linear_attn.A_log", "linear_attn.dt_bias")
+    shapes = {"input_layernorm.weight": (dims.hidden,), **_shapes(dims, by_key_head)}
+    return tuple(at.rule("self_attention." + name, {name: shape}, fp32=name in state) for name, shape in shapes.items())
+
+
+def _net(dims: ModelDims) -> LinearAttention:
+    assert dims.linear is not None, "a family without linear attention has no such rules"
+    return dims.linear
+
+
+def _shapes(dims: ModelDims, by_key_head: bool) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the HF module, in the order in which Megatron joins the input projections."""
+    net = _net(dims)
+    qkv, z, value_heads = sum(net.conv), net.value_heads * net.value_dim, net.value_heads
+    inputs = (
+        {"qkvz": qkv + z, "ba": 2 * value_heads}
+        if by_key_head
+        else {"qkv": qkv, "z": z, "b": value_heads, "a": value_heads}
+    )
+    return {
+        **{f"linear_attn.in_proj_{name}.weight": (rows, dims.hidden) for name, rows in inputs.items()},
+        "linear_attn.conv1d.weight": (qkv, 1, net.kernel),
+        "linear_attn.A_log": (value_heads,),
+        "linear_attn.dt_bias": (value_heads,),
+        "linear_attn.norm.weight": (net.value_dim,),
+        "linear_attn.out_proj.weight": (dims.hidden, z),
+    }
+
+
+def qwen_mtp(dims: ModelDims) -> tuple[Place, tuple[ParamMapping, ...]]:
+    """The multi-token prediction layer of Qwen3-Next and Qwen3.5: the place of its decoder layer, and the rules around that.
+
+    `fc` takes [embedding, hidden state], as Megatron's eh_proj does and as SGLang's `Qwen3NextForCausalLMMTP` feeds it.
+    """
+    at, norm = Place("mtp.layers.0.", "mtp.", None), (dims.hidden,)
+    return Place("mtp.layers.0.transformer_layer.", "mtp.layers.0.", None), (
+        at.rule("enorm.weight", {"pre_fc_norm_embedding.weight": norm}),
+        at.rule("hnorm.weight", {"pre_fc_norm_hidden.weight": norm}),
+        at.rule("eh_proj.weight", {"fc.weight": (dims.hidden, 2 * dims.hidden)}, Copy(0)),
+        at.rule("final_layernorm.weight", {"norm.weight": norm}),
+    )

@@ -1,0 +1,4 @@
+"""Reads an HF config: values under every spelling, and the dimensions of a model.
+
+May import core.
+"""

@@ -1,0 +1,275 @@
+"""The sizes and switches of a model, read from its HF config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckptkit.core.errors import CkptkitError
+from converters.config.values import flag, integer, number, rope_of
+
+_MOST_LAYERS = 10_000
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention: ranks of the two compressions (`q_rank` None: queries are not compressed) and head sizes.
+
+    `nope`: dimensions of a query or key head without rotary embedding; `rope`: those with; `value`: size of a value head.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+    def __post_init__(self) -> None:
+        _positive(
+            q_rank=1 if self.q_rank is None else self.q_rank,
+            kv_rank=self.kv_rank,
+            nope=self.nope,
+            rope=self.rope,
+            value=self.value,
+        )
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The indexer of DeepSeek sparse attention: its heads, their size, and how many keys a query attends to.
+
+    `layers` have an indexer of their own; the others use that of the layer before. `every` and `first` say the same as Megatron
+    does (`dsa_indexer_topk_freq`, `dsa_indexer_skip_topk_offset`): the first layers, then every so many. `rope_interleaved`:
+    its rotary dimensions turn in pairs, not as two halves.
+    """
+
+    heads: int
+    head_dim: int
+    top_k: int
+    layers: tuple[int, ...]
+    rope_interleaved: bool = False
+    every: int = 1
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        _positive(index_heads=self.heads, index_head_dim=self.head_dim, index_topk=self.top_k)
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """Gated delta net: heads and head sizes of keys (queries have the same) and values, convolution kernel, and its layers."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _positive(
+            key_heads=self.key_heads,
+            value_heads=self.value_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            kernel=self.kernel,
+        )
+        if self.value_heads % self.key_heads:
+            raise CkptkitError(
+                f"config.json: {self.value_heads} value heads do not divide into {self.key_heads} key heads"
+            )
+
+    @property
+    def conv(self) -> tuple[int, int, int]:
+        """Rows of queries, keys and values in the convolution."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim
+
+    @property
+    def in_proj(self) -> tuple[int, ...]:
+        """Rows of queries, keys, values, output gates, betas and alphas in Megatron's input projection."""
+        return *self.conv, self.conv[2], self.value_heads, self.value_heads
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """What a rule or a Megatron model needs to know of an HF config. Sizes are in elements; 0 experts means dense.
+
+    `root` and `head` are HF names: what stands before `layers.0.`, and the output embedding. `dense_layers`: layers of an MoE
+    model with a plain MLP. `window_layers`: layers whose attention sees `window` tokens and, where given, turns with
+    `local_rope_theta`. `norm_offset`: norm weights are stored minus one. `qk_norm_full`: q and k norms over all heads at once.
+    `sandwich`: norms also after attention and MLP, which in Megatron are modules of the "layer" (slime's patch) or inside the
+    "linear" before them (Megatron-Bridge). `activation`: silu, gelu_pytorch_tanh, or quick_geglu, which is x sigmoid(1.702 x)
+    with gate and up clamped and 1 added to up, as GPT-OSS has it. `attention_gate`: q_proj also makes an output gate. `sinks`: a learned logit
+    a head in the softmax. `mtp_layers`: multi-token prediction layers after the last.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool
+    norm_eps: float
+    rope_theta: float
+    rotary_fraction: float
+    rope_scaling: Mapping[str, Any] | None
+    max_positions: int
+    initializer_range: float
+    qkv_bias: bool
+    qk_norm: bool
+    root: str = "model."
+    head: str = "lm_head.weight"
+    activation: str = "silu"
+    rope_interleaved: bool = False
+    local_rope_theta: float | None = None
+    window: int | None = None
+    window_layers: tuple[int, ...] = ()
+    attention_scale: float | None = None
+    embedding_scale: float | None = None
+    out_bias: bool = False
+    mlp_bias: bool = False
+    norm_offset: bool = False
+    qk_norm_full: bool = False
+    sandwich: Literal["", "layer", "linear"] = ""
+    attention_gate: bool = False
+    sinks: bool = False
+    mtp_layers: int = 0
+    mla: Mla | None = None
+    indexer: Indexer | None = None
+    linear: LinearAttention | None = None
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    shared_gate: bool = False
+    dense_layers: tuple[int, ...] = ()
+    router_sigmoid: bool = False
+    router_bias: bool = False
+    router_linear_bias: bool = False
+    router_scale: float | None = None
+    router_groups: int | None = None
+    router_top_groups: int | None = None
+    router_normalize: bool = True
+
+    def __post_init__(self) -> None:
+        _positive(
+            **{
+                name: getattr(self, name)
+                for name in ("layers", "hidden", "heads", "groups", "head_dim", "ffn", "vocab", "norm_eps")
+            }
+        )
+        if self.layers > _MOST_LAYERS:
+            raise CkptkitError(
+                f"config.json: {self.layers} layers cannot be right", "compare num_hidden_layers with the release"
+            )
+        if not 0 <= self.mtp_layers <= self.layers:
+            raise CkptkitError(
+                f"config.json: {self.mtp_layers} multi-token prediction layers cannot be right",
+                "compare it with the release",
+            )
+        if self.experts and not 0 < self.top_k <= self.experts:
+            raise CkptkitError(
+                f"config.json: {self.top_k} experts a token out of {self.experts}",
+                "compare num_experts_per_tok with the release",
+            )
+        if self.heads % self.groups:
+            raise CkptkitError(
+                f"config.json: {self.heads} attention heads do not divide into {self.groups} key-value heads"
+            )
+        if set(self.dense_layers) - set(range(self.layers)):
+            raise CkptkitError(f"config.json: {len(self.dense_layers)} dense layers of {self.layers} layers")
+
+    @property
+    def all_layers(self) -> tuple[int, ...]:
+        """Every layer but those for multi-token prediction."""
+        return tuple(range(self.layers))
+
+    @property
+    def dense(self) -> tuple[int, ...]:
+        """Layers with a plain MLP."""
+        return self.dense_layers if self.experts else self.all_layers
+
+    @property
+    def moe(self) -> tuple[int, ...]:
+        """Layers with routed experts."""
+        dense = set(self.dense)
+        return tuple(layer for layer in self.all_layers if layer not in dense)
+
+    @property
+    def softmax_layers(self) -> tuple[int, ...]:
+        """Layers with softmax attention: all but those with linear attention."""
+        linear = set(self.linear.layers) if self.linear else set()
+        return tuple(layer for layer in self.all_layers if layer not in linear)
+
+
+def _positive(**sizes: float) -> None:
+    for name, size in sizes.items():
+        if size <= 0:
+            raise CkptkitError(f"config.json: {name} must be positive, not {size}", "compare it with the release")
+
+
+def first_layers(config: Mapping[str, Any], key: str, default: int) -> tuple[int, ...]:
+    """Layers 0 to n - 1, where the config says n under `key`: the dense layers at the start of an MoE model."""
+    count = integer(config, key, default)
+    if not 0 <= count <= _MOST_LAYERS:
+        raise CkptkitError(f"config.json: {key} is {count}", "compare it with the release")
+    return tuple(range(count))
+
+
+def layers_without_experts(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The dense layers of a Qwen MoE model: those in `mlp_only_layers`, and all whose number from 1 `decoder_sparse_step` does not divide.
+
+    Source: transformers `Qwen2MoeDecoderLayer`, `Qwen3MoeDecoderLayer`.
+    """
+    step, only = integer(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if step < 1:
+        raise CkptkitError(f"config.json: decoder_sparse_step is {step}", "compare it with the release")
+    if not isinstance(only, list) or any(type(layer) is not int for layer in only):
+        raise CkptkitError(
+            f"config.json: mlp_only_layers is {only!r}, not a list of whole numbers", "compare it with the release"
+        )
+    sparse = (layer for layer in range(min(integer(config, "num_hidden_layers"), _MOST_LAYERS)) if (layer + 1) % step)
+    return tuple(sorted({*only, *sparse}))
+
+
+def base_dims(
+    config: Mapping[str, Any],
+    *,
+    qkv_bias: bool,
+    qk_norm: bool,
+    activation: str = "silu",
+    default_theta: float = 10000.0,
+    **more: Any,
+) -> ModelDims:
+    """The part of ModelDims that every decoder-only family spells the same way.
+
+    `activation`: what `hidden_act` must say; `default_theta`: the rotary base of a config that states none.
+    """
+    if config.get("hidden_act", activation) != activation:
+        raise CkptkitError(
+            f"config.json: hidden_act {config['hidden_act']!r} is not supported",
+            f"this family is trained with {activation}",
+        )
+    hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+    rope = rope_of(config, default_theta)
+    given: dict[str, Any] = {
+        "layers": integer(config, "num_hidden_layers"),
+        "hidden": hidden,
+        "heads": heads,
+        "groups": integer(config, "num_key_value_heads", heads),
+        "head_dim": integer(config, "head_dim", hidden // max(heads, 1)),
+        "ffn": integer(config, "intermediate_size"),
+        "vocab": integer(config, "vocab_size"),
+        "tied": flag(config, "tie_word_embeddings", False),
+        "norm_eps": number(config, "rms_norm_eps"),
+        "rope_theta": rope["rope_theta"],
+        "rotary_fraction": number(rope, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0)),
+        "rope_scaling": rope if rope["rope_type"] != "default" else None,
+        "max_positions": integer(config, "max_position_embeddings", 4096),
+        "initializer_range": number(config, "initializer_range", 0.02),
+    }
+    return ModelDims(**(given | {"qkv_bias": qkv_bias, "qk_norm": qk_norm, "activation": activation} | more))

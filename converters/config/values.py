@@ -1,0 +1,131 @@
+"""Reads values of an HF config, under every spelling that transformers v4 and v5 use, and refuses what is no value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+
+_REQUIRED: Any = object()
+
+# What stands before the names of the language model in a multimodal one.
+NESTED_ROOT = "model.language_model."
+
+
+def integer(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> int:
+    """A whole number of the config; absent and null mean `default`. Raises CkptkitError naming the key."""
+    value = _value(config, key, default)
+    if type(value) is not int:
+        raise _wrong(key, value, "a whole number")
+    return value
+
+
+def number(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> float:
+    """A finite number of the config; absent and null mean `default`. Raises CkptkitError naming the key."""
+    value = _value(config, key, default)
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise _wrong(key, value, "a finite number")
+    return float(value)
+
+
+def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """A switch of the config; absent and null mean `default`. Raises CkptkitError naming the key."""
+    value = _value(config, key, default)
+    if type(value) is not bool:
+        raise _wrong(key, value, "true or false")
+    return value
+
+
+def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    value = config.get(key)
+    if value is None and default is _REQUIRED:
+        raise CkptkitError(
+            f"config.json has no {key!r}",
+            f"a {config.get('model_type', 'rope')} config must state it; compare with the release",
+        )
+    return default if value is None else value
+
+
+def _wrong(key: str, value: Any, what: str) -> CkptkitError:
+    return CkptkitError(f"config.json: {key} is {value!r}, not {what}", "compare it with the release")
+
+
+def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The language model's part of a config, and the HF prefix of its names: that of a multimodal model, or the config itself.
+
+    Whether embeddings are tied is said at the top, beside `text_config`, where transformers reads it; only where the top does
+    not say does that of `text_config` count. Raises CkptkitError when a multimodal config has no such part.
+    """
+    if str(config.get("model_type")).endswith("_text"):
+        return config, "model."
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise _wrong("text_config", text, "an object")
+    tied = flag(config, "tie_word_embeddings", flag(text, "tie_word_embeddings", False))
+    return {**text, "model_type": config.get("model_type"), "tie_word_embeddings": tied}, NESTED_ROOT
+
+
+def window_of(config: Mapping[str, Any], absent: int | None = None) -> int | None:
+    """How many tokens attention sees, the query's own among them (`sliding_window`); None where that is all of them.
+
+    null means all, and so does a window as long as the model's context; `absent` is what a config without the key means.
+    Raises CkptkitError naming the key.
+    """
+    window = config.get("sliding_window", absent)
+    if window is None:
+        return None
+    if type(window) is not int or window < 1:
+        raise _wrong("sliding_window", window, "a positive whole number")
+    return window if window < integer(config, "max_position_embeddings") else None
+
+
+def sliding_layers(config: Mapping[str, Any], every: int) -> tuple[int, ...]:
+    """Layers with a sliding window: those that `layer_types` calls so; where it is absent, all but each `every`-th, counted from 1.
+
+    Raises CkptkitError for a list of another length, and for a kind of attention that is neither sliding nor full.
+    """
+    layers, kinds = integer(config, "num_hidden_layers"), config.get("layer_types")
+    if every < 1:
+        raise _wrong("sliding_window_pattern", every, "a positive whole number")
+    if kinds is None:
+        return tuple(layer for layer in range(layers) if (layer + 1) % every)
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != layers
+        or not {"sliding_attention", "full_attention"}.issuperset(map(str, kinds))
+    ):
+        raise _wrong("layer_types", kinds, f"a list of sliding_attention or full_attention for {layers} layers")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+
+
+def without_windows(config: Mapping[str, Any]) -> None:
+    """Raises CkptkitError where a Qwen config turns sliding windows on: `sliding_window` alone, as in all releases, does not."""
+    if flag(config, "use_sliding_window", False) or "sliding_attention" in (config.get("layer_types") or ()):
+        raise CkptkitError(
+            f"config.json: {config['model_type']} with use_sliding_window is not supported",
+            "no released model uses it; set it to false if you train with contexts shorter than the window",
+        )
+
+
+def rope_of(config: Mapping[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
+    """Rotary settings under either spelling: `rope_parameters` (transformers v5) or `rope_theta` and `rope_scaling` (v4).
+
+    `default_theta` is what a config means that states none. Raises CkptkitError when both are there and disagree on theta:
+    readers of v4 and v5 would then run different models.
+    """
+    v5, v4 = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    for key, value in (("rope_parameters", v5), ("rope_scaling", v4)):
+        if not isinstance(value, dict):
+            raise _wrong(key, value, "an object")
+    theta4, theta5 = config.get("rope_theta"), v5.get("rope_theta")
+    if theta4 is not None and theta5 is not None and number(config, "rope_theta") != number(v5, "rope_theta"):
+        raise CkptkitError(
+            f"config.json: rope_theta is {theta4} but rope_parameters says {theta5}",
+            "transformers v4 reads the first and v5 the second; make them equal",
+        )
+    rope = {**v4, **v5}
+    rope["rope_theta"] = number(v5, "rope_theta", number(config, "rope_theta", default_theta))
+    rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    return rope

@@ -1,0 +1,4 @@
+"""What Megatron makes of a model: its arguments, pipelines, tensor-parallel cuts, module names and legacy files.
+
+May import the rest of converters.
+"""

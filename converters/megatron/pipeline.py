@@ -1,0 +1,190 @@
+"""Which layers each pipeline stage holds, by Megatron's rules for even, uneven and interleaved pipelines and for layouts.
+
+Source: megatron-core `get_num_layers_to_build`, `get_transformer_layer_offset`, `pipeline_parallel_layer_layout.py` and the
+checks of `TransformerConfig`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+
+# What a layout is made of: embedding, decoder layer ("transformer"), multi-token prediction layer, output layer with the loss.
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+_REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
+_MOST = 10_000  # layers or stages
+_LONGEST = 1_000_000  # letters of a layout that is written out
+
+# Arguments of Megatron-LM, and the fields that they are.
+_ARGUMENTS = {
+    "layers": "num_layers",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "first": "decoder_first_pipeline_num_layers",
+    "last": "decoder_last_pipeline_num_layers",
+    "embedding": "account_for_embedding_in_pipeline_split",
+    "loss": "account_for_loss_in_pipeline_split",
+    "layout": "pipeline_model_parallel_layout",
+    "mtp": "mtp_num_layers",
+}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """`layers` decoder layers over `pp` stages of `vpp` model chunks each.
+
+    `first`, `last`: layers of the first and the last stage, where they differ from the others. `embedding`, `loss`: whether
+    these count as one layer of the stage that has them. `layout` says it all in one string, such as `Et*3|(tt|)*2tmL`, or as
+    Megatron's list of lists; the number of chunks then follows from it. `mtp`: multi-token prediction layers.
+    """
+
+    layers: int
+    pp: int = 1
+    vpp: int = 1
+    first: int | None = None
+    last: int | None = None
+    embedding: bool = False
+    loss: bool = False
+    layout: Any = None
+    mtp: int = 0
+
+    @staticmethod
+    def from_args(args: Mapping[str, Any]) -> Pipeline:
+        """The pipeline of Megatron-LM's training arguments; absent and None mean Megatron's defaults.
+
+        Raises CkptkitError for a value of the wrong kind.
+        """
+        given = {field: args[name] for field, name in _ARGUMENTS.items() if args.get(name) is not None}
+        for field, value in given.items():
+            kind: type = {"embedding": bool, "loss": bool, "layout": object}.get(field, int)
+            if not isinstance(value, kind):
+                raise CkptkitError(
+                    f"the training argument {_ARGUMENTS[field]} is {value!r}",
+                    "the checkpoint or the launch script is damaged",
+                )
+        if "layers" not in given:
+            raise CkptkitError(
+                "the training arguments have no num_layers",
+                "without it nobody can tell which layers a pipeline stage holds",
+            )
+        return Pipeline(**given)
+
+    @cached_property
+    def stages(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Global numbers, from 0, of the layers of every chunk of every stage: `stages[stage][chunk]`.
+
+        Raises CkptkitError where Megatron would refuse these numbers.
+        """
+        if not all(0 < size <= _MOST for size in (self.layers, self.pp, self.vpp)):
+            raise self._refused("these numbers make no pipeline", "compare them with the launch script")
+        # Chunk by chunk through all the stages, which is the order of the layers.
+        counts = self._counted() if self.layout is None else [letters.count("t") for letters in self._letters]
+        spans = [tuple(range(start, end)) for start, end in pairwise(accumulate(counts, initial=0))]
+        return tuple(tuple(spans[stage :: self.pp]) for stage in range(self.pp))
+
+    def _counted(self) -> list[int]:
+        if self.pp == 1 and (self.vpp > 1 or (self.first and self.last)):
+            raise self._refused("chunks or uneven stages in a pipeline of one", "they need at least two stages")
+        ends = (
+            [self.first, *[None] * (self.pp - 2), self.last]
+            if self.pp > 1
+            else [self.last if self.first is None else self.first]
+        )
+        uneven = any(end is not None for end in ends)
+        if uneven and (self.embedding or self.loss):
+            raise self._refused(
+                "first or last stage are given, and embedding or loss count as layers",
+                "Megatron knows either, not both",
+            )
+        left = self.layers + self.embedding + self.loss - sum(end or 0 for end in ends)
+        others = ends.count(None)
+        if left < 0 or bool(left) != bool(others) or (others and left % others):
+            hint = "choose another number of stages, or say how many layers the first or last has (--decoder-last-pipeline-num-layers)"
+            raise self._refused(
+                f"{left} layers do not divide over the {others} other stages"
+                if uneven
+                else "the layers do not divide over the stages",
+                hint,
+            )
+        sizes = [left // others if end is None else end for end in ends]
+        if self.vpp > 1 and not others:
+            raise self._refused(
+                "chunks need a stage between a first and a last one that are given",
+                "Megatron divides by zero there: leave one out",
+            )
+        if any(size % self.vpp for size in sizes) or (uneven and 0 in sizes):
+            raise self._refused(
+                f"stages of {', '.join(map(str, sizes))} layers do not divide into {self.vpp} chunks",
+                "choose another --vpp",
+            )
+        counts = [size // self.vpp for size in sizes] * self.vpp
+        counts[0] -= self.embedding
+        counts[-1] -= self.loss
+        return counts
+
+    @cached_property
+    def _letters(self) -> list[str]:
+        """The layout as one string of letters a chunk, in the order of the layers."""
+        if self.first is not None or self.last is not None or self.embedding or self.loss:
+            raise self._refused(
+                "a layout is given together with other pipeline arguments",
+                "Megatron refuses that: leave the others out",
+            )
+        chunks = _written_out(self.layout)
+        flat = "".join(chunks)
+        if len(chunks) % self.pp or (self.vpp > 1 and len(chunks) != self.pp * self.vpp):
+            raise self._refused(f"the layout has {len(chunks)} stages", "it needs one a stage and chunk")
+        if flat[:1] != "E" or flat[-1:] != "L" or flat.count("E") != 1 or flat.count("L") != 1:
+            raise self._refused(
+                "the layout does not begin with its only E and end with its only L", "compare it with the launch script"
+            )
+        if flat.count("t") != self.layers or flat.count("m") != self.mtp:
+            held = f"{flat.count('t')} layers and {flat.count('m')} for multi-token prediction"
+            raise self._refused(
+                f"the layout has {held}, the model {self.layers} and {self.mtp}",
+                "compare num_layers and mtp_num_layers",
+            )
+        if "m" in flat and ("t" in flat[flat.index("m") :] or sum("m" in chunk for chunk in chunks[-self.pp :]) != 1):
+            raise self._refused(
+                "multi-token prediction layers are not together behind all others",
+                "Megatron wants them in the last chunk of one stage",
+            )
+        return chunks
+
+    def _refused(self, what: str, hint: str) -> CkptkitError:
+        given = {
+            name: getattr(self, field)
+            for field, name in _ARGUMENTS.items()
+            if getattr(self, field) not in (None, False, 0)
+        }
+        return CkptkitError(f"{what}: {', '.join(f'{name} {value}' for name, value in given.items())}", hint)
+
+
+def _written_out(layout: Any) -> list[str]:
+    """One string of letters a chunk. Raises CkptkitError for what is no layout."""
+    if isinstance(layout, (list, tuple)) and all(isinstance(chunk, (list, tuple)) for chunk in layout):
+        chunks = ["".join(_LETTERS.get(str(part).strip().lower(), "?") for part in chunk) for chunk in layout]
+    elif isinstance(layout, str):
+        text = layout.replace(",", "")
+        for repeated in _REPEATED:
+            if sum(len(match[1]) * int(match[2]) for match in repeated.finditer(text)) > _LONGEST:
+                raise CkptkitError(
+                    f"pipeline_model_parallel_layout {layout!r} is too long to be one",
+                    "compare it with the launch script",
+                )
+            text = repeated.sub(lambda match: match[1] * int(match[2]), text)
+        chunks = text.split("|")
+    else:
+        chunks = ["?"]
+    if set("".join(chunks)) - set(_LETTERS.values()):
+        raise CkptkitError(
+            f"pipeline_model_parallel_layout {layout!r} is no layout",
+            "it is made of E, t, m and L, | between stages, *n and parentheses",
+        )
+    return chunks

@@ -1,0 +1,51 @@
+"""What of a model no argument of Megatron-LM says, so that a launch with its arguments alone would build another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from converters.config.dims import ModelDims
+
+# The name under which `model_arguments` lists these lines.
+UNSAID = "no_argument_for"
+
+
+def unsaid(dims: ModelDims) -> list[str]:
+    """A line for each such part, with what builds it instead.
+
+    Source: `training/arguments.py` of Megatron-LM 0.16 to 0.19, which has no option for `activation_func`, `gated_linear_unit`
+    and `softmax_scale` of `TransformerConfig`.
+    """
+    return [*_gate(dims), *_rope(dims), *_attention(dims), *_modules(dims)]
+
+
+def _gate(dims: ModelDims) -> Iterator[str]:
+    if dims.activation == "gelu_pytorch_tanh":
+        yield (
+            "the gated MLP of gelu's tanh approximation: set config.gated_linear_unit = True and "
+            "config.activation_func = megatron.core.activations.fast_gelu (--swiglu is another gate)"
+        )
+
+
+def _rope(dims: ModelDims) -> Iterator[str]:
+    if dims.local_rope_theta is None:
+        return
+    base = f"a rotary base of {dims.local_rope_theta:g} in layers with a window (--rotary-base is that of the others)"
+    yield f"{base}: Megatron-Bridge's Gemma3RotaryEmbedding"
+    if dims.rope_scaling is not None:
+        factor = f"linear rope scaling by {dims.rope_scaling['factor']:g} in layers without a window"
+        yield f"{factor}: rope_scaling_factor of Megatron-Bridge's Gemma3ModelProvider"
+
+
+def _attention(dims: ModelDims) -> Iterator[str]:
+    if dims.attention_scale is not None and dims.attention_scale != dims.head_dim**-0.5:
+        yield f"the scale of attention: set config.softmax_scale = {dims.attention_scale} (else {dims.head_dim**-0.5}, of the head size)"
+    if dims.qk_norm_full:
+        yield "query and key norms over all heads at once (--qk-layernorm has one a head): a layer spec of slime or Megatron-Bridge for this model"
+
+
+def _modules(dims: ModelDims) -> Iterator[str]:
+    if dims.embedding_scale is not None:
+        yield f"embeddings times {dims.embedding_scale:g}: Megatron-Bridge's Gemma3LanguageModelEmbedding"
+    if dims.sandwich == "linear":
+        yield "norms after attention and after the MLP, inside their last linear layers: Megatron-Bridge's TERowParallelLinearLayerNorm"

@@ -1,0 +1,4 @@
+"""How the tensors of one rule become one another, and which shapes that gives.
+
+May import config.
+"""

@@ -1,0 +1,139 @@
+"""How the tensors of one rule become one another. Each op is pure, invertible, and also works on meta tensors.
+
+`merge` takes the HF tensors of a rule and gives Megatron's one; `split` is its exact inverse;
+`shard` cuts Megatron's global tensor as tensor-parallel rank `rank` of `size` holds it (only verify needs that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ckptkit.core.errors import CkptkitError
+
+
+class Op(Protocol):
+    """A bijection between the HF tensors of one rule and one Megatron tensor."""
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor: ...
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]: ...
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor: ...
+
+
+def chunk(tensor: Tensor, axis: int, rank: int, size: int) -> Tensor:
+    """Part `rank` of `size` equal parts along `axis`. Raises CkptkitError when it does not divide."""
+    if tensor.shape[axis] % size:
+        raise CkptkitError(
+            f"axis {axis} of {list(tensor.shape)} does not divide over {size} tensor-parallel ranks",
+            "choose a smaller --tp",
+        )
+    return tensor.chunk(size, dim=axis)[rank]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One tensor on both sides. `axis` is the tensor-parallel axis; None means every rank holds all of it."""
+
+    axis: int | None = None
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        (tensor,) = tensors
+        return tensor
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor,)
+
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        return tensor if self.axis is None else chunk(tensor, self.axis, rank, size)
+
+
+@dataclass(frozen=True)
+class SwapHalves:
+    """A matrix [rows, 2 x columns] whose input is two vectors, one after the other, that Megatron takes in the other order.
+
+    Its rows are cut over tensor-parallel ranks.
+    """
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        (tensor,) = tensors
+        return _halves_swapped(tensor)
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (_halves_swapped(tensor),)
+
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        return chunk(tensor, 0, rank, size)
+
+
+def _halves_swapped(tensor: Tensor) -> Tensor:
+    first, second = tensor.chunk(2, dim=1)
+    return torch.cat([second, first], dim=1)
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """SwiGLU: gate_proj and up_proj, each [ffn, hidden], one above the other as linear_fc1 [2 ffn, hidden].
+
+    The global tensor is independent of tensor parallelism; a rank's own linear_fc1 is its gate rows above its up rows.
+    """
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        gate, up = tensors
+        return torch.cat([gate, up])
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return tensor.chunk(2)
+
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        return torch.cat([chunk(half, 0, rank, size) for half in tensor.chunk(2)])
+
+
+@dataclass(frozen=True)
+class GateUpInOne:
+    """SwiGLU of a release that keeps gate above up in one matrix [2 ffn, hidden], as linear_fc1 does. Ranks hold it as with `GateUp`."""
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        (tensor,) = tensors
+        return tensor
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor,)
+
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        return GateUp().shard(tensor, rank, size)
+
+
+@dataclass(frozen=True)
+class Qkv:
+    """Attention: q_proj [heads x head_dim, ...], k_proj and v_proj [groups x head_dim, ...] as linear_qkv.
+
+    Megatron keeps a query group together: for every group its q heads, then its k, then its v. Works for weights and biases.
+    """
+
+    heads: int
+    groups: int
+    head_dim: int
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        query, key, value = tensors
+        rest = query.shape[1:]
+        parts = [part.reshape(self.groups, -1, self.head_dim, *rest) for part in (query, key, value)]
+        return torch.cat(parts, dim=1).reshape(-1, *rest)
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        rest = tensor.shape[1:]
+        grouped = tensor.reshape(self.groups, -1, self.head_dim, *rest)
+        parts = torch.split(grouped, [self.heads // self.groups, 1, 1], dim=1)
+        return tuple(part.reshape(-1, *rest) for part in parts)
+
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        if self.groups % size:
+            raise CkptkitError(
+                f"{self.groups} query groups do not divide over {size} tensor-parallel ranks",
+                "choose a --tp that divides them",
+            )
+        return chunk(tensor, 0, rank, size)

@@ -1,0 +1,106 @@
+"""Ops of the hybrid Qwen families: attention with an output gate, and the projections of a gated delta net."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from converters.config.dims import LinearAttention
+from converters.ops.basic import Qkv, chunk
+
+
+@dataclass(frozen=True)
+class GatedQkv(Qkv):
+    """As Qkv, with an output gate in q_proj [2 x heads x head_dim, ...]: each head's q rows, then its gate rows.
+
+    Megatron keeps for every query group its q heads, then their gates, then its k, then its v (megatron-core
+    `attention.py`, `get_query_key_value_tensors` with `output_gate`).
+    """
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        query, key, value = tensors
+        rest = query.shape[1:]
+        heads = query.reshape(self.groups, -1, 2, self.head_dim, *rest).transpose(1, 2).flatten(1, 2)
+        parts = [heads, *(part.reshape(self.groups, -1, self.head_dim, *rest) for part in (key, value))]
+        return torch.cat(parts, dim=1).reshape(-1, *rest)
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        rest = tensor.shape[1:]
+        grouped = tensor.reshape(self.groups, -1, self.head_dim, *rest)
+        query, key, value = torch.split(grouped, [2 * self.heads // self.groups, 1, 1], dim=1)
+        query = query.reshape(self.groups, 2, -1, self.head_dim, *rest).transpose(1, 2)
+        return tuple(part.reshape(-1, *rest) for part in (query, key, value))
+
+
+@dataclass(frozen=True)
+class MinusOne:
+    """A norm's weight, which Megatron stores minus one where its norms are zero-centred. The rule must be `wide`, so that nothing is rounded."""
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        (weight,) = tensors
+        return weight - 1
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor + 1,)
+
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        return tensor
+
+
+def _shard_sections(tensor: Tensor, sections: Sequence[int], rank: int, size: int) -> Tensor:
+    return torch.cat([chunk(part, 0, rank, size) for part in torch.split(tensor, list(sections))])
+
+
+@dataclass(frozen=True)
+class StackedRows:
+    """Matrices of `parts` rows each, one above the other; tensor parallelism cuts each of the `sections` of their rows on its own."""
+
+    parts: tuple[int, ...]
+    sections: tuple[int, ...]
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(tensors))
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.split(tensor, list(self.parts)))
+
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        return _shard_sections(tensor, self.sections, rank, size)
+
+
+@dataclass(frozen=True)
+class ByKeyHead:
+    """Qwen3-Next's in_proj_qkvz and in_proj_ba, ordered by key head, as Megatron's in_proj, ordered by kind.
+
+    A key head's rows of in_proj_qkvz: its query, its key, then the values and then the output gates (z) of its value heads; those of
+    in_proj_ba: beta, then alpha, of its value heads (transformers `fix_query_key_value_ordering`). Megatron has all queries,
+    keys, values, gates, betas and alphas in turn (megatron-core `gated_delta_net`).
+    """
+
+    net: LinearAttention
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        by_head = [tensor.reshape(self.net.key_heads, -1, tensor.shape[-1]) for tensor in tensors]
+        parts = [
+            part for tensor, rows in zip(by_head, self._rows, strict=True) for part in torch.split(tensor, rows, dim=1)
+        ]
+        return torch.cat([part.flatten(0, 1) for part in parts])
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        parts = [
+            part.reshape(self.net.key_heads, -1, tensor.shape[-1])
+            for part in torch.split(tensor, list(self.net.in_proj))
+        ]
+        return torch.cat(parts[:4], dim=1).flatten(0, 1), torch.cat(parts[4:], dim=1).flatten(0, 1)
+
+    @property
+    def _rows(self) -> tuple[list[int], list[int]]:
+        """Rows a key head of each kind, in in_proj_qkvz and in in_proj_ba."""
+        rows = [count // self.net.key_heads for count in self.net.in_proj]
+        return rows[:4], rows[4:]
+
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        return _shard_sections(tensor, self.net.in_proj, rank, size)

@@ -1,0 +1,119 @@
+"""A quantized release seen as the plain weights that it dequantizes to: a plan, so that nothing is read before it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.collector import import_apart
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.plan import Plan, Step, View, identity
+from ckptkit.core.specs import TensorSpec, summarize
+from ckptkit.formats.hf.side_files import quantization_of, without_quantization
+from quant.formats.fp8 import fp8_format
+from quant.formats.mxfp4 import Mxfp4
+from quant.formats.release import Format, Release
+
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool)
+# Rounding to 4 bits moves a weight matrix by about a tenth of its norm; another matrix is more than its whole norm away.
+_SAME = 0.25
+
+
+def dequantized(source: Checkpoint, where: str, copies: Mapping[str, str] | None = None) -> View:
+    """The plain weights of a quantized checkpoint, under the names and with the config of the model that is not quantized.
+
+    FP8 and MXFP4 become bfloat16, INT4 the dtype of its scales; tensors that are not quantized are untouched. `copies` names
+    tensors that repeat another one: where only the copy is quantized, the other's values stand for it. Raises CkptkitError,
+    naming tensor and file, for a format that is not known, and for parts that are missing, left over or do not fit; when it is
+    read, for scales that are not finite.
+    """
+    release = Release.of(source, where)
+    form = format_of(source.config)
+    made = {step.inputs[0]: step for step in form.steps(release)}
+    taken = {name for step in made.values() for name in step.inputs}
+    left = [spec for name, spec in release.specs.items() if name not in taken and not name.endswith(form.unused)]
+    _check_left(release, form, left)
+    first_input = {step.outputs[0].name: name for name, step in made.items()}
+    for copy, original in (copies or {}).items():
+        if copy in first_input and original in release.specs and original not in first_input:
+            made[first_input[copy]] = _copy_step(release, made[first_input[copy]], release.specs[original])
+    steps = {step.inputs[0]: step for step in (*made.values(), *map(identity, left))}
+    ordered = tuple(steps[name] for name in release.specs if name in steps)
+    dropped = frozenset(name for name in release.specs if name not in taken and name.endswith(form.unused))
+    return View(source, Plan(ordered, release.specs, dropped, where, without_quantization(source.config)))
+
+
+def format_of(config: Mapping[str, Any]) -> Format:
+    """How the weights that go with this config are quantized. Raises CkptkitError, naming method and key, for what is not supported."""
+    content = quantization_of(config)
+    if not isinstance(content, Mapping):
+        raise CkptkitError(
+            f"config.json: quantization_config is {content!r:.80}, not an object",
+            "restore config.json from the release",
+        )
+    method = content.get("quant_method")
+    if method == "fp8":
+        return fp8_format(content)
+    if method == "mxfp4":
+        return Mxfp4()
+    if method == "compressed-tensors":
+        # Imported here because it brings transformers with it, which takes seconds.
+        import_apart("quant.formats.compressed")
+        from quant.formats.compressed import compressed_format
+
+        return compressed_format(content)
+    hint = "ckptkit reads fp8, mxfp4 and compressed-tensors: start from the unquantized release"
+    raise CkptkitError(f"config.json: quantization method {method!r} is not supported", hint)
+
+
+def described(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str | None:
+    """How a checkpoint is quantized, and how much of it, in a line; None when it is not."""
+    if quantization_of(config) is None:
+        return None
+    try:
+        form = format_of(config)
+        count = sum(1 for _ in form.steps(Release("the checkpoint", specs, {})))
+    except CkptkitError as error:
+        return f"not to be dequantized here: {error.message}"
+    return f"{form.words}: {count} tensors; `ckptkit convert` dequantizes them"
+
+
+def _check_left(release: Release, form: Format, left: Sequence[TensorSpec]) -> None:
+    """Raises CkptkitError unless what no step takes is plain weights."""
+    if orphans := [spec.name for spec in left if spec.name.endswith(form.parts)]:
+        what = f"{release.home(orphans[0])}: no quantized weight is stored beside {summarize(orphans)}"
+        raise CkptkitError(what, "a shard is missing or stale: compare the names with the release's index")
+    for spec in left:
+        if spec.dtype not in _PLAIN:
+            raise release.refused(
+                spec.name,
+                f"is no part of {form.words}",
+                "config.json belongs to other weights, or states another format: restore it",
+            )
+
+
+def _copy_step(release: Release, step: Step, original: TensorSpec) -> Step:
+    """The step that gives the original for its quantized copy, once it has made sure that it is one."""
+    (output,) = step.outputs
+    if output.shape != original.shape:
+        raise release.refused(
+            output.name,
+            f"is meant to be a copy of {original}",
+            "the release holds another model: it cannot be converted",
+        )
+
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        (copy,) = step.run(tensors[:-1])
+        right = tensors[-1].float()
+        if not float((copy.float() - right).norm()) <= _SAME * float(right.norm()):
+            hint = "Megatron holds one tensor for both, so that one of them would be lost; if it is not meant, remove it from the source"
+            raise release.refused(output.name, f"is not the quantized copy of {original.name} that it should be", hint)
+        return [tensors[-1]]
+
+    return Step(
+        (*step.inputs, original.name), (TensorSpec(output.name, original.shape, original.dtype),), run, step.label
+    )

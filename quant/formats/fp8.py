@@ -1,0 +1,157 @@
+"""FP8 weights with a scale for each block, row or tensor, as DeepSeek, Qwen, MiniMax and GLM release them.
+
+A weight is its float8_e4m3fn number times the scale of its block, in float32, rounded once to bfloat16. Blocks are cut from the
+first row and column, so the last ones may be smaller. The scale's name ends in `_inv` in DeepSeek's convention, and is multiplied
+all the same. Source: DeepSeek-V3 `inference/kernel.py`, `weight_dequant`; compressed-tensors `_process_block`, `_dequantize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.plan import Step
+from ckptkit.core.specs import TensorSpec
+from ckptkit.storage.buffers import ON_THE_WAY, row_cuts
+from quant.formats.release import DAMAGED, SCALE_DTYPES, Release
+
+_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # of every byte
+_NAN = 0x7F  # the byte, less its sign
+_LARGEST = 448.0
+_PRODUCTS, _ROWS = 1 << 14, 1 << 8  # products and rows of weights worked on at a time: they stay in the cache
+_FMTS = (None, "e4m3", "float8_e4m3fn")
+_SCALE_FMTS = (None, "float", "ue8m0")
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """`block`: rows and columns that share a scale; None for the whole of one. `scales`: endings of the scale's name.
+
+    `exponents`: whether scales of dtype uint8 are the exponents that float8_e8m0fnu stores.
+    """
+
+    block: tuple[int | None, int | None]
+    scales: tuple[str, ...]
+    exponents: bool = False
+    unused: tuple[str, ...] = ()
+
+    @cached_property
+    def words(self) -> str:
+        """The format in a few words."""
+        rows, columns = self.block
+        each = "tensor" if rows is None else "row" if columns is None else f"block of {rows} x {columns}"
+        return f"FP8 (float8_e4m3fn, one scale for each {each})"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Endings that only scales have; plain parameters may end in `_scale` too."""
+        return ("_scale_inv", ".weight_scale")
+
+    def steps(self, release: Release) -> Iterator[Step]:
+        """A step for every float8 tensor: the weight and its scale to bfloat16."""
+        for spec in release.specs.values():
+            if spec.dtype is torch.float8_e4m3fn:
+                yield self._step(release, spec)
+
+    def _step(self, release: Release, spec: TensorSpec) -> Step:
+        if len(spec.shape) < 2:
+            raise release.refused(
+                spec.name, "is FP8 and no matrix", "no release quantizes vectors: compare the shard with the release"
+            )
+        names = [spec.name + ending for ending in self.scales]
+        scale = release.require(next((name for name in names if name in release.specs), names[0]), spec.name)
+        block = self.block[0] or spec.shape[-2], self.block[1] or spec.shape[-1]
+        grid = (*spec.shape[:-2], -(-spec.shape[-2] // block[0]), -(-spec.shape[-1] // block[1]))
+        for_tensor = self.block == (None, None) and scale.shape in ((), (1,))
+        release.check(scale.name, scale.shape if for_tensor else grid, self._dtypes, spec, self.words)
+
+        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+            weight, scales = tensors
+            factors = _as_float(scales).expand(grid) if for_tensor else _as_float(scales)
+            release.check_finite(scale.name, (factors * _LARGEST).to(torch.bfloat16))
+            if _has_nan(weight):
+                raise release.refused(spec.name, "holds NaN, which some quantizers make of a block of zeros", DAMAGED)
+            return [scaled(weight, factors, block)]
+
+        return Step(
+            (spec.name, scale.name), (TensorSpec(spec.name, spec.shape, torch.bfloat16),), run, "dequantize FP8"
+        )
+
+    @cached_property
+    def _dtypes(self) -> tuple[torch.dtype, ...]:
+        return (*SCALE_DTYPES, torch.float8_e8m0fnu, *([torch.uint8] if self.exponents else []))
+
+
+def fp8_format(content: Mapping[str, Any]) -> Fp8:
+    """The format that a quantization_config with quant_method "fp8" describes. Raises CkptkitError for what is not known of it."""
+    block, scale_fmt = content.get("weight_block_size"), content.get("scale_fmt")
+    for key, value, known in (("fmt", content.get("fmt"), _FMTS), ("scale_fmt", scale_fmt, _SCALE_FMTS)):
+        if value not in known:
+            raise CkptkitError(
+                f"config.json: FP8 with {key} {value!r} is not supported", f"known: {', '.join(filter(None, known))}"
+            )
+    if block is not None and not (
+        isinstance(block, (list, tuple)) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    ):
+        raise CkptkitError(
+            f"config.json: weight_block_size is {block!r}, not two positive numbers",
+            "restore config.json from the release",
+        )
+    static = content.get("activation_scheme") == "static"
+    size = (None, None) if block is None else (block[0], block[1])
+    return Fp8(
+        size, ("_scale_inv", "_scale"), scale_fmt == "ue8m0", (".input_scale", ".activation_scale") if static else ()
+    )
+
+
+def _has_nan(weight: Tensor) -> bool:
+    codes = weight.view(torch.uint8).reshape(-1).numpy()
+    return any(int((codes[begin:end] & _NAN).max()) == _NAN for begin, end in row_cuts(len(codes), 1, ON_THE_WAY))
+
+
+def _as_float(scales: Tensor) -> Tensor:
+    return (scales.view(torch.float8_e8m0fnu) if scales.dtype is torch.uint8 else scales).float()
+
+
+def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """float8_e4m3fn [..., rows, columns] times float32 [..., rows / block, columns / block] -> bfloat16 [..., rows, columns].
+
+    A byte has 256 values, so the products of a block are computed once each and looked up: several times as fast as torch's own
+    conversion of float8, and the same bits.
+    """
+    height, width = block
+    (rows, columns), (down, across) = weight.shape[-2:], scales.shape[-2:]
+    result = torch.empty(weight.shape, dtype=torch.bfloat16)
+    codes = weight.view(torch.uint8).reshape(-1, rows, columns).numpy()
+    found = result.view(torch.int16).view(-1, rows, columns).numpy()
+    # Several rows of blocks at a time, each with its own place among the products.
+    several = max(1, min(down, _PRODUCTS // (across * 256), _ROWS // height))
+    places = np.arange(columns, dtype=np.intp) // width * 256
+    if several > 1:
+        places = places + np.arange(several, dtype=np.intp).repeat(height)[:, None] * (across * 256)
+    for matrix, factors in enumerate(scales.reshape(-1, down, across)):
+        for start in range(0, down, several):
+            products = (
+                (factors[start : start + several].unsqueeze(-1) * _VALUES)
+                .to(torch.bfloat16)
+                .view(torch.int16)
+                .flatten()
+                .numpy()
+            )
+            first, last = start * height, min((start + several) * height, rows)
+            for begin, end in row_cuts(last - first, places.itemsize * columns, ON_THE_WAY):
+                at = slice(first + begin, first + end)
+                np.take(
+                    products,
+                    codes[matrix, at] + (places[begin:end] if several > 1 else places),
+                    out=found[matrix, at],
+                    mode="clip",
+                )
+    return result

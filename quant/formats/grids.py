@@ -1,0 +1,162 @@
+"""Weights to INT4 codes and scales, in plain torch on any device: the formulas that the kernels reproduce bit for bit.
+
+`minmax` is compressed-tensors' own grid. Symmetric: scale = absmax / 7.5, code = round(clamp(w / scale, -8, 7)). Asymmetric:
+low = min(w, 0), high = max(w, 0), scale = (high - low) / 15, zero point = round(clamp(-8 - low / scale, -8, 7)) and
+code = round(clamp(w / scale + zero point, -8, 7)). Scale and zero point are made in the weight's dtype, every operation rounded to it;
+the scale is then rounded to the dtype that it is stored in, and where that gives zero becomes its epsilon. The quotient is rounded to
+the wider of the two dtypes. Source: compressed-tensors `calculate_qparams` and `_quantize` on the CPU; on a GPU its kernel divides
+in float32 and may choose the other neighbour at a tie.
+
+`qmax7` is the grid of quantization-aware training in slime, and of Kimi K2: scale = max(absmax * float32(1/7), 1e-5) and
+code = round(w / scale), all in float32, so codes span -7..7; the scale is stored in another dtype only afterwards.
+Source: slime `fake_int4_quant_cuda.cu`, symmetric branch.
+
+Rounding is half to even in both. Minima and maxima are over `group_size` neighbours along the input dimension, or over the row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ckptkit.core.errors import CkptkitError
+from quant.formats.scheme import QuantScheme
+from quant.formats.search import shrunken
+
+_SMALLEST_QMAX7_SCALE = 1e-5
+_BLOCK = 1 << 20  # weights quantized at a time: float32 temporaries stay in the cache, whatever the matrix
+
+
+class Codes(NamedTuple):
+    """Codes int8 [rows, columns] in -8..7, scale [rows, groups], zero point int8 [rows, groups] in -8..7 or None."""
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+
+
+def quantize(weight: Tensor, scheme: QuantScheme, name: str = "the weight") -> Codes:
+    """[rows, columns] in bfloat16, float16 or float32 to codes. Raises CkptkitError, naming the tensor, for what `check` and `check_finite` refuse."""
+    check(weight, scheme, name)
+    rows, columns = weight.shape
+    groups = weight.reshape(rows, scheme.groups(columns), scheme.group_size or columns)
+    codes = torch.empty(groups.shape, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(groups.shape[:2], dtype=scheme.scale_dtype or weight.dtype, device=weight.device)
+    zero_point = None if scheme.symmetric else torch.zeros(groups.shape[:2], dtype=torch.int8, device=weight.device)
+    step = max(1, _BLOCK // max(columns, 1))
+    for start in range(0, rows if columns else 0, step):
+        block = slice(start, start + step)
+        codes[block], scale[block], zero = (
+            _qmax7(groups[block], scale.dtype)
+            if scheme.grid == "qmax7"
+            else _minmax(groups[block], scheme, scale.dtype)
+        )
+        if zero_point is not None and zero is not None:
+            zero_point[block] = zero
+        check_finite(weight[block], scale[block], name)
+    if not columns:
+        scale.fill_(torch.finfo(scale.dtype).eps)
+    return Codes(codes.flatten(1), scale, zero_point)
+
+
+def check(weight: Tensor, scheme: QuantScheme, name: str) -> None:
+    """Raises CkptkitError unless the weight is a float matrix whose columns divide into groups and words."""
+    if weight.ndim != 2 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        what = f"{list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"
+        raise CkptkitError(f"{name} is {what}", "only matrices in bfloat16, float16 or float32 can be quantized")
+    if weight.shape[1] % scheme.divisor:
+        what = f"groups of {scheme.group_size}" if scheme.group_size else f"words of {scheme.divisor} codes"
+        raise CkptkitError(
+            f"{name}: {weight.shape[1]} input features do not divide into {what}",
+            "choose a smaller group or ignore the tensor",
+        )
+
+
+def check_finite(weight: Tensor, scale: Tensor, name: str) -> None:
+    """Raises CkptkitError when a scale is not finite: because a weight is not, or because the scale's dtype does not reach so far."""
+    if not bool(torch.isfinite(scale).all()):
+        raise not_finite(weight, scale.dtype, name)
+
+
+def not_finite(weight: Tensor, dtype: torch.dtype, name: str) -> CkptkitError:
+    """The error for a weight or a scale, stored in `dtype`, that is not finite."""
+    if not bool(torch.isfinite(weight).all()):
+        return CkptkitError(
+            f"{name} holds NaN or infinity", "the source checkpoint is broken; nothing can be quantized from it"
+        )
+    what = f"{name} holds weights so large that a scale overflows {str(dtype).removeprefix('torch.')}"
+    return CkptkitError(what, "use symmetric scales, or --scale-dtype float32, or ignore it")
+
+
+def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+    """codes int8 [rows, columns], scale and zero point (int8) [rows, groups] -> weights [rows, columns] in the scale's dtype.
+
+    (codes - zero point) x scale. Source: compressed-tensors `_dequantize`.
+    """
+    groups = codes.reshape(*scale.shape, -1).to(scale.dtype)
+    if zero_point is not None:
+        groups -= zero_point.to(scale.dtype).unsqueeze(-1)
+    return (groups * scale.unsqueeze(-1)).flatten(-2)
+
+
+def _minmax(groups: Tensor, scheme: QuantScheme, stored: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    low, high = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
+    if scheme.search == "mse":
+        low, high = shrunken(
+            groups, low, high, lambda low, high: _rounded(groups, *_qparams(low, high, scheme.symmetric, stored))
+        )
+    scale, zero = _qparams(low, high, scheme.symmetric, stored)
+    return _codes(groups, scale, zero).to(torch.int8), scale, zero
+
+
+def _qparams(low: Tensor, high: Tensor, symmetric: bool, stored: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    # Divisors are tensors: by a number, CUDA multiplies with the rounded inverse.
+    if symmetric:
+        scale, zero = torch.maximum(-low, high) / torch.full_like(low, 7.5), None
+    else:
+        scale = (high - low) / torch.full_like(low, 15)
+        # No range, no zero point: 0 / 0 is NaN here.
+        zero = (-8 - low / scale).clamp_(-8, 7).round_().nan_to_num_(nan=0.0)
+    scale = scale.to(stored)
+    return torch.where(scale == 0, torch.finfo(stored).eps, scale), zero
+
+
+def _codes(groups: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    quotient = groups / scale.unsqueeze(-1)
+    if zero is not None:
+        quotient += zero.unsqueeze(-1)
+    return quotient.clamp_(-8, 7).round_()
+
+
+def _rounded(groups: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """The weights that the codes mean, in the scale's dtype."""
+    codes = _codes(groups, scale, zero).to(scale.dtype)
+    return (codes if zero is None else codes - zero.to(scale.dtype).unsqueeze(-1)) * scale.unsqueeze(-1)
+
+
+def _qmax7(groups: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor, None]:
+    scale = _qmax7_scale(groups)
+    return (groups.float() / scale.unsqueeze(-1)).round_().to(torch.int8), scale.to(stored), None
+
+
+def _qmax7_scale(groups: Tensor) -> Tensor:
+    absmax = groups.abs().amax(-1).float()
+    return (absmax * torch.tensor(1 / 7, dtype=torch.float32, device=absmax.device)).clamp_(min=_SMALLEST_QMAX7_SCALE)
+
+
+def fake_quantize(weight: Tensor, group_size: int) -> Tensor:
+    """[rows, columns] -> the weights that quantization-aware training in slime computes with, in the weight's dtype.
+
+    scale = max(absmax * float32(1/7), 1e-5) in groups of `group_size` columns and round(w / scale) * scale, in float32, rounded once
+    to the weight's dtype. Bit for bit `dequantize(*quantize(w))` in that dtype when scales are stored in float32; docs/int4.md says what a
+    bfloat16 scale changes. Where slime gives -0.0 this gives 0.0, as codes do. Gradients do not pass through the rounding: the
+    straight-through estimator is the trainer's. Raises CkptkitError when the columns do not divide into groups.
+    Source: slime `fake_int4_quantization_ste`.
+    """
+    check(weight, QuantScheme(group_size, "qmax7"), "the weight")
+    groups = weight.reshape(weight.shape[0], weight.shape[1] // group_size, group_size).float()
+    scale = _qmax7_scale(groups).unsqueeze(-1)
+    rounded: Tensor = (groups / scale).round_().add_(0.0) * scale
+    return rounded.flatten(1).to(weight.dtype)

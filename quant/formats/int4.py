@@ -1,0 +1,109 @@
+"""INT4 weights packed eight to an int32 word, as compressed-tensors writes them and Kimi K2 Thinking is released.
+
+`N.weight_packed` int32 [rows, columns / 8], `N.weight_scale` [rows, groups], `N.weight_shape` [2] and, where the grid is not
+symmetric, `N.weight_zero_point` int32 [rows / 8, groups] are `N.weight` in the scale's dtype, which is the dtype that the weight had.
+Source: compressed-tensors `compressors/pack_quantized/base.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from ckptkit.core.plan import Step
+from ckptkit.core.specs import TensorSpec
+from ckptkit.storage.buffers import ON_THE_WAY, row_cuts
+from quant.formats.grids import dequantize
+from quant.formats.packing import CODES_PER_WORD, unpack, unpack_zero_point
+from quant.formats.release import SCALE_DTYPES, Release
+
+_PACKED, _SCALE, _SHAPE, _ZERO = ".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point"
+_WIDEST = 15  # steps between a code and a zero point
+_INTEGERS = (torch.int64, torch.int32)
+
+
+@dataclass(frozen=True)
+class PackedInt4:
+    """`group`: neighbours in a row that share a scale; None: one scale a row."""
+
+    group: int | None
+    symmetric: bool
+    unused: tuple[str, ...] = ()
+
+    @cached_property
+    def words(self) -> str:
+        """The format in a few words."""
+        each = "row" if self.group is None else f"{self.group} weights"
+        return f"INT4 (compressed-tensors pack-quantized, {'' if self.symmetric else 'a'}symmetric, one scale for each {each})"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Endings of a packed weight's parts."""
+        return (_PACKED, _SCALE, _SHAPE, _ZERO, ".weight_g_idx")
+
+    def steps(self, release: Release) -> Iterator[Step]:
+        """A step for every packed weight: its parts to the weight."""
+        for spec in release.specs.values():
+            if spec.name.endswith(_PACKED):
+                yield self._step(release, spec)
+
+    def _step(self, release: Release, packed: TensorSpec) -> Step:
+        module = packed.name.removesuffix(_PACKED)
+        parts = [
+            release.require(module + ending, packed.name)
+            for ending in (_SCALE, _SHAPE, *([] if self.symmetric else [_ZERO]))
+        ]
+        scale, stored_shape = parts[:2]
+        if len(packed.shape) != 2 or len(scale.shape) != 2:
+            raise release.refused(
+                packed.name,
+                f"with {scale} is no packed matrix",
+                "only one matrix a module is supported, not fused experts",
+            )
+        rows, groups = packed.shape[0], scale.shape[1] if self.group else 1
+        shape = rows, groups * self.group if self.group else packed.shape[1] * CODES_PER_WORD
+        release.check(scale.name, (rows, groups), SCALE_DTYPES, self.words, packed)
+        release.check(packed.name, (rows, -(-shape[1] // CODES_PER_WORD)), (torch.int32,), self.words, scale)
+        release.check(stored_shape.name, (2,), _INTEGERS, self.words, packed)
+        if not self.symmetric:
+            release.check(module + _ZERO, (-(-rows // CODES_PER_WORD), groups), (torch.int32,), self.words, packed)
+
+        # A large model has 70,000 of these: what a step knows is kept small.
+        run = partial(_dequantized, release, packed, scale, stored_shape.name, shape)
+        names = (packed.name, *[part.name for part in parts])
+        return Step(names, (TensorSpec(f"{module}.weight", shape, scale.dtype),), run, "dequantize INT4")
+
+
+def _dequantized(
+    release: Release,
+    packed: TensorSpec,
+    scale: TensorSpec,
+    stored_shape: str,
+    shape: tuple[int, int],
+    tensors: Sequence[Tensor],
+) -> list[Tensor]:
+    words, scales, stored, *zero = tensors
+    if tuple(stored.tolist()) != shape:
+        hint = "config.json states another group size, or one part belongs to another weight: restore both"
+        raise release.refused(
+            stored_shape, f"says {stored.tolist()}, but {packed.name} and {scale.name} make {list(shape)}", hint
+        )
+    release.check_finite(scale.name, scales * _WIDEST)
+    zero_point = unpack_zero_point(zero[0], scale.shape) if zero else None
+    return [unpacked(words, scales, shape, zero_point)]
+
+
+def unpacked(words: Tensor, scales: Tensor, shape: tuple[int, int], zero_point: Tensor | None = None) -> Tensor:
+    """int32 [rows, ceil(columns / 8)], scales and zero points (int8) [rows, groups] -> weights [rows, columns] in the scales' dtype; `shape` is theirs."""
+    rows, columns = shape
+    weight = torch.empty(shape, dtype=scales.dtype)
+    for begin, end in row_cuts(rows, columns * weight.itemsize, ON_THE_WAY):
+        at = slice(begin, end)
+        weight[at] = dequantize(
+            unpack(words[at], (end - begin, columns)), scales[at], None if zero_point is None else zero_point[at]
+        )
+    return weight

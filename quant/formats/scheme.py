@@ -1,0 +1,185 @@
+"""The INT4 scheme that ckptkit writes and reads: how weights share scales, on which grid, and which modules stay as they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.side_files import quantization_of
+
+Grid = Literal["qmax7", "minmax"]
+Search = Literal["none", "mse"]
+
+GROUP_SIZES = (32, 64, 128)
+GRIDS: tuple[Grid, ...] = ("qmax7", "minmax")
+SEARCHES: tuple[Search, ...] = ("none", "mse")
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BITS = 4
+CODES_PER_WORD = 32 // BITS
+FORMAT = "pack-quantized"
+EXPERTS_ZERO_POINTS = (
+    "experts_zero_points"  # in observer_kwargs: "sglang" where they are stored as only SGLang reads them
+)
+
+
+@dataclass(frozen=True)
+class QuantScheme:
+    """How a weight matrix becomes INT4, and `ignore` in compressed-tensors' pattern language.
+
+    `group_size`: neighbours along the input dimension that share a scale; None: one scale a row. `grid`, `symmetric`, `search`: see
+    `quant.formats.grids`. `scale_dtype`: what scales are stored in; None: the weight's own dtype. Raises CkptkitError for a group size that
+    no INT4 kernel has, for what is unknown or does not go together, and for a pattern that is no regular expression.
+    """
+
+    group_size: int | None
+    grid: Grid
+    ignore: tuple[str, ...] = ()
+    symmetric: bool = True
+    search: Search = "none"
+    scale_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.group_size is not None and self.group_size not in GROUP_SIZES:
+            raise CkptkitError(
+                f"group size {self.group_size} is not supported",
+                f"choose one of {', '.join(map(str, GROUP_SIZES))}, or one scale a row",
+            )
+        _choice("grid", self.grid, GRIDS)
+        _choice("search", self.search, SEARCHES)
+        if self.scale_dtype is not None:
+            _choice("scale dtype", self.scale_dtype, SCALE_DTYPES)
+        if self.grid == "qmax7" and not self.symmetric:
+            raise CkptkitError("the qmax7 grid is symmetric", "asymmetric scales go with the minmax grid")
+        if self.grid == "qmax7" and self.search != "none":
+            raise CkptkitError(
+                "a search would leave the qmax7 grid, which is the one that training rounds to",
+                "search with the minmax grid",
+            )
+        for pattern in self.ignore:
+            _check_pattern(pattern)
+
+    @property
+    def divisor(self) -> int:
+        """What the input features must divide by: the group, or the codes of a word."""
+        return self.group_size or CODES_PER_WORD
+
+    def groups(self, columns: int) -> int:
+        """Scales that a row of `columns` weights has."""
+        return columns // self.group_size if self.group_size else 1
+
+
+def _choice(what: str, value: object, known: tuple[object, ...]) -> None:
+    if value not in known:
+        raise CkptkitError(f"unknown {what} {value!r}", f"choose one of {', '.join(map(str, known))}")
+
+
+def _check_pattern(pattern: str) -> None:
+    if not pattern.removeprefix("re:"):
+        raise CkptkitError(
+            f"ignore pattern {pattern!r} is empty", "name a module, or give a regular expression after 're:'"
+        )
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern.removeprefix("re:"))
+        except re.error as error:
+            raise CkptkitError(
+                f"ignore pattern {pattern!r} is no regular expression: {error}",
+                "escape dots and brackets with a backslash",
+            ) from error
+
+
+def quantization_config(scheme: QuantScheme, *, sglang_experts: bool = False) -> dict[str, Any]:
+    """`quantization_config` for config.json, made by compressed-tensors' own classes, so that whatever they forbid cannot be written.
+
+    Grid, search and, with `sglang_experts`, the layout of routed experts' zero points stand in `weights.observer_kwargs`: the weight
+    arguments forbid unknown keys, this one holds anything and is read only by calibration. Key names and order:
+    compressed-tensors `ModelCompressor.update_config`.
+    """
+    # Imported here because it brings transformers with it, which takes seconds.
+    import compressed_tensors
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
+    from compressed_tensors.quantization import QuantizationScheme as CompressedTensorsScheme
+
+    said = {"grid": scheme.grid, "search": scheme.search, EXPERTS_ZERO_POINTS: "sglang" if sglang_experts else "none"}
+    weights = QuantizationArgs(
+        num_bits=BITS,
+        type="int",
+        symmetric=scheme.symmetric,
+        strategy="group" if scheme.group_size else "channel",
+        group_size=scheme.group_size,
+        scale_dtype=scheme.scale_dtype,
+        observer="minmax",
+        observer_kwargs={key: value for key, value in said.items() if value != "none"},
+    )
+    group = CompressedTensorsScheme(targets=["Linear"], weights=weights, format=FORMAT)
+    config = QuantizationConfig(
+        config_groups={"group_0": group}, format=FORMAT, quantization_status="compressed", ignore=list(scheme.ignore)
+    )
+    content: dict[str, Any] = config.model_dump(mode="json", exclude={"moe_sparsity_config"})
+    return content | {"version": compressed_tensors.__version__}
+
+
+def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
+    """The scheme of an INT4 checkpoint, from its whole config.json.
+
+    The grid is known only for what ckptkit wrote; anything else reads as `minmax`, compressed-tensors' own.
+    Raises CkptkitError when there is no `quantization_config`, or it is not what SGLang's INT4 kernels and ckptkit take.
+    """
+    from compressed_tensors.quantization import QuantizationConfig
+
+    content = quantization_of(config)
+    if not isinstance(content, Mapping):
+        raise CkptkitError("config.json has no quantization_config", "this checkpoint is not quantized")
+    _require("quant_method", content.get("quant_method"), "compressed-tensors")
+    _require("format", content.get("format"), FORMAT)
+    try:
+        parsed = QuantizationConfig.model_validate(dict(content))
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        NotImplementedError,
+    ) as error:  # pydantic's ValidationError is a ValueError
+        raise CkptkitError(
+            f"compressed-tensors refuses this quantization_config: {error}", "repair config.json"
+        ) from error
+    _require("kv_cache_scheme", parsed.kv_cache_scheme, None)
+    _require("number of config_groups", len(parsed.config_groups), 1)
+    group = next(iter(parsed.config_groups.values()))
+    _require("targets", list(group.targets), ["Linear"])
+    _require("input_activations", group.input_activations, None)
+    _require("output_activations", group.output_activations, None)
+    if group.weights is None:
+        raise CkptkitError("quantization_config: the group quantizes no weights", "repair config.json")
+    return _scheme_of(group.weights, tuple(parsed.ignore or ()))
+
+
+def _scheme_of(weights: Any, ignore: tuple[str, ...]) -> QuantScheme:
+    """The scheme that compressed-tensors' QuantizationArgs describe."""
+    for key, expected in {"num_bits": BITS, "type": "int", "dynamic": False, "actorder": None}.items():
+        _require(key, getattr(weights, key), expected)
+    if weights.strategy != "channel":
+        _require("strategy", weights.strategy, "group")
+    size = weights.group_size if weights.strategy == "group" else None
+    said = weights.observer_kwargs
+    return QuantScheme(
+        size,
+        said.get("grid", "minmax"),
+        ignore,
+        bool(weights.symmetric),
+        said.get("search", "none"),
+        weights.scale_dtype,
+    )
+
+
+def _require(key: str, actual: object, expected: object) -> None:
+    if actual != expected:
+        raise CkptkitError(
+            f"quantization_config: {key} is {actual!r}, only {expected!r} is supported",
+            "ckptkit handles INT4 weights (W4A16)",
+        )

@@ -1,0 +1,52 @@
+"""Zero points as SGLang's fused experts want them, which is not how compressed-tensors stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ckptkit.core.errors import CkptkitError
+from quant.formats.packing import CODES_PER_WORD, pack, unpack_zero_point
+from quant.formats.scheme import QuantScheme
+
+# The row of eight that stands in each nibble of a word, lowest first: AWQ's order.
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_EXPERTS = ".experts."
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor belongs to a routed expert."""
+    return _EXPERTS in name
+
+
+def check_zero_point_layout(scheme: QuantScheme, has_experts: bool, readers: Sequence[str]) -> bool:
+    """Whether the zero points of routed experts are stored as SGLang reads them, and so as no other reader does.
+
+    `has_experts`: whether routed experts are quantized. Raises CkptkitError when they would have zero points and SGLang is not the
+    only one of `readers`: there is no layout that SGLang and another reader take.
+    """
+    if scheme.symmetric or not has_experts:
+        return False
+    if tuple(readers) == ("sglang",):
+        return True
+    raise CkptkitError(
+        "SGLang reads the zero points of routed experts in another layout than compressed-tensors stores and every other reader takes",
+        "quantize symmetrically; or, for SGLang alone, use --reader sglang",
+    )
+
+
+def for_sglang_experts(zero_point: Tensor, rows: int, name: str) -> Tensor:
+    """int32 [ceil(rows / 8), groups], as compressed-tensors packs it -> int32 [groups, rows / 8], eight rows a word in AWQ's order.
+
+    Raises CkptkitError when the rows do not fill words. Source: SGLang `moe_awq_to_marlin_zero_points`, whose input this is, and
+    `FusedMoE.weight_loader`, which transposes everything but zero points.
+    """
+    if rows % CODES_PER_WORD:
+        raise CkptkitError(
+            f"{name}: {rows} output features do not fill words of {CODES_PER_WORD} zero points",
+            "quantize symmetrically, or ignore it",
+        )
+    groups = zero_point.shape[1]
+    codes = unpack_zero_point(zero_point, (rows, groups)).T.reshape(groups, rows // CODES_PER_WORD, CODES_PER_WORD)
+    return pack(codes[:, :, list(_ORDER)].reshape(groups, rows))

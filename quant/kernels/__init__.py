@@ -1,0 +1,4 @@
+"""Quantizing and packing in one pass, on CPUs and GPUs.
+
+May import formats.
+"""

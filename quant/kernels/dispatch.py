@@ -1,0 +1,44 @@
+"""Quantizing and packing in one pass, on whichever device the weights lie; the bytes are the same on all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ckptkit.core.errors import CkptkitError
+from quant.formats.grids import check, quantize
+from quant.formats.matrix import Packed as Packed
+from quant.formats.packing import pack, pack_zero_point
+from quant.formats.scheme import QuantScheme
+
+
+def quantize_pack(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequence[str]) -> list[Packed]:
+    """Each [rows, columns] in bfloat16, float16 or float32, all on one device, to its packed form on that device.
+
+    Raises CkptkitError, naming the tensor, for NaN and infinity, a scale that overflows its dtype, columns that do not divide
+    into groups, and what is no float matrix.
+    """
+    if not weights:
+        return []
+    if len({weight.device for weight in weights}) > 1:
+        other = next(index for index, weight in enumerate(weights) if weight.device != weights[0].device)
+        where = f"{names[other]} lies on {weights[other].device}, {names[0]} on {weights[0].device}"
+        raise CkptkitError(where, "quantize the tensors of one device at a time")
+    if scheme.search == "none" and weights[0].is_cuda:
+        # Imported here because it needs Triton, which is there wherever torch has CUDA.
+        from quant.kernels.triton_launch import quantize_pack_cuda
+
+        return quantize_pack_cuda(weights, scheme, names)
+    for weight, name in zip(weights, names, strict=True):
+        check(weight, scheme, name)
+    if scheme.search == "none" and weights[0].device.type == "cpu":
+        from quant.kernels.cpu import quantize_pack_cpu
+
+        return quantize_pack_cpu(weights, scheme, names)
+    return [_reference(weight, scheme, name) for weight, name in zip(weights, names, strict=True)]
+
+
+def _reference(weight: Tensor, scheme: QuantScheme, name: str) -> Packed:
+    codes, scale, zero_point = quantize(weight, scheme, name)
+    return Packed(pack(codes), scale, None if zero_point is None else pack_zero_point(zero_point))

@@ -1,0 +1,260 @@
+"""What can be wrong with an `ignore` list: what each rule looks for, and how a finding says it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckptkit.core.specs import fold
+from ckptkit.formats.hf.side_files import quantization_of
+from quant.lint.subject import PACKED, Subject
+from quant.selection.class_tree import tail
+from quant.selection.readers import RULES
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True)
+class LintFinding:
+    """One thing that is wrong: which entry (None: that none covers the tensors), which tensors (folded) and how many, which readers."""
+
+    kind: str
+    severity: Severity
+    message: str
+    hint: str
+    pattern: str | None = None
+    tensors: tuple[str, ...] = ()
+    count: int = 0
+    readers: tuple[str, ...] = ()
+
+
+def examine(subject: Subject) -> tuple[LintFinding, ...]:
+    """Everything that is wrong, worst first."""
+    order = ("error", "warning", "note")
+    found = [
+        *_differences(subject),
+        *_partly(subject),
+        *_forbidden(subject),
+        *_overreach(subject),
+        *_unused(subject),
+        *_groups(subject),
+        *_fusion(subject),
+    ]
+    return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))
+
+
+def _finding(
+    kind: str,
+    severity: Severity,
+    message: str,
+    hint: str,
+    tensors: Sequence[str],
+    readers: Iterable[str] = (),
+    pattern: str | None = None,
+) -> LintFinding:
+    return LintFinding(kind, severity, message, hint, pattern, tuple(fold(tensors)), len(tensors), tuple(readers))
+
+
+_WORDS = {
+    "packs": "would look for it packed",
+    "keeps": "would look for it unpacked",
+    "refuses": "would refuse the fused layer",
+}
+_SLIME = {"packs": "would pack it", "keeps": "would leave it unpacked"}
+
+
+def _differences(subject: Subject) -> Iterator[LintFinding]:
+    """Readers that do not take a tensor for what it is: `exposed` where it must never be INT4, else `disagreement`."""
+    by_name = {matrix.tensor: (matrix, packs) for matrix, packs in zip(subject.matrices, subject.packed, strict=True)}
+    readers: dict[tuple[str, str, tuple[str, ...], Severity], list[str]] = {}
+    for one in subject.divergences(subject.readings):
+        readers.setdefault((one.tensor, one.answer, one.patterns, subject.severities[one.reader]), []).append(
+            one.reader
+        )
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for (tensor, answer, patterns, severity), who in readers.items():
+        matrix, packs = by_name[tensor]
+        reason = matrix.kept if matrix.kept and not packs and answer == "packs" else None
+        groups.setdefault(
+            (answer, patterns, tuple(who), severity, reason, matrix.entry if not packs else None), []
+        ).append(tensor)
+    for (answer, patterns, who, severity, reason, entry), tensors in groups.items():
+        why = f"because of how it reads {', '.join(map(repr, patterns))}" if patterns else "because no entry covers it"
+        message = f"{' and '.join(who)} {(_SLIME if who == ('slime',) else _WORDS)[answer]}, {why}" + (
+            f"; it must not be: {reason}" if reason else ""
+        )
+        hint = (
+            f"use '{entry}'"
+            if entry
+            else f"replace {', '.join(map(repr, patterns))} by entries that spare it"
+            if patterns
+            else "quantize again"
+        )
+        yield _finding(
+            "exposed" if reason else "disagreement",
+            severity,
+            message,
+            hint,
+            tensors,
+            who,
+            patterns[0] if patterns else None,
+        )
+
+
+def _partly(subject: Subject) -> Iterator[LintFinding]:
+    """Fused layers, and routed experts, of which some are packed and some are not: engines hold them as one."""
+    layers: dict[str, list[int]] = {}
+    for index, matrix in enumerate(subject.matrices):
+        if matrix.vllm and matrix.vllm != matrix.module:
+            layers.setdefault(matrix.vllm, []).append(index)
+    mixed = [
+        index
+        for indices in layers.values()
+        if len({subject.packed[index] for index in indices}) == 2
+        for index in indices
+        if not subject.packed[index]
+    ]
+    if mixed:
+        message = "unpacked, while other parts of the same fused layer are packed; engines hold q, k, v or gate, up or the experts of a layer in one"
+        names = [subject.matrices[index].tensor for index in mixed]
+        yield _finding(
+            "partly ignored",
+            "error",
+            message,
+            "pack all parts of a layer or none: quantize again with `ckptkit quantize`",
+            names,
+            ("vLLM", "SGLang 0.5.16"),
+        )
+
+
+def _forbidden(subject: Subject) -> Iterator[LintFinding]:
+    """Tensors that are packed in the files and must not be."""
+    reasons: dict[str, list[str]] = {}
+    for matrix, packs in zip(subject.matrices, subject.packed, strict=True):
+        if packs and matrix.kept:
+            reasons.setdefault(matrix.kept, []).append(matrix.module + PACKED)
+    for reason, tensors in reasons.items():
+        yield _finding(
+            "packed",
+            "error",
+            f"packed, and must not be: {reason}",
+            "quantize again with `ckptkit quantize`",
+            tensors,
+            ("SGLang 0.5.16",),
+        )
+
+
+_NUMBERED = re.compile(r"layers\\?\.(\d+)")
+_LAYER = re.compile(r".*?\blayers\.(\d+)\.")
+
+
+def _overreach(subject: Subject) -> Iterator[LintFinding]:
+    """Entries that cover more than what they name: a number that begins others, a name that begins others."""
+    routers = frozenset(tail(name) for name in [*subject.tree.others, *subject.tree.gates] if _LAYER.match(name))
+    for pattern in subject.ignore:
+        swallowed: dict[str, list[str]] = {}
+        for reader, reading in subject.readings.items():
+            for index in reading.covering(pattern):
+                matrix = subject.matrices[index]
+                if _goes_beyond(pattern, matrix.module, routers):
+                    swallowed.setdefault(matrix.tensor, []).append(reader)
+        if swallowed:
+            who = [reader for reader in RULES if any(reader in several for several in swallowed.values())]
+            hint = "end the entry where the name ends: `(\\.|$)` after a layer's number, `(\\.weight)?$` after a module's name"
+            message = f"'{pattern}' also covers what it does not name"
+            yield _finding("over-match", "warning", message, hint, list(swallowed), who, pattern)
+
+
+def _goes_beyond(pattern: str, module: str, routers: frozenset[str]) -> bool:
+    """Whether a module that an entry covers is longer than what the entry names."""
+    numbers = set(_NUMBERED.findall(pattern))
+    if numbers and (match := _LAYER.match(module)) and match[1] not in numbers:
+        return any(match[1].startswith(number) for number in numbers)
+    if not pattern.startswith("re:"):
+        plain = pattern.removesuffix(".weight").lower()
+        start, after = module.lower().find(plain), module[module.lower().find(plain) + len(plain) :]
+        return start >= 0 and (after[:1] not in ("", ".") or module[:start][-1:] not in ("", "."))
+    match_whole, parent = re.compile(pattern.removeprefix("re:")).match, module.rpartition(".")[0]
+    short = next(
+        (
+            router
+            for router in routers
+            if tail(module).startswith(router) and tail(module)[len(router) :][:1] not in ("", ".")
+        ),
+        None,
+    )
+    # An entry that covers any name at this place names the place.
+    return (
+        short is not None
+        and match_whole(f"{parent}.\0") is None
+        and match_whole(module.removesuffix(tail(module)) + short) is not None
+    )
+
+
+def _unused(subject: Subject) -> Iterator[LintFinding]:
+    """Entries that cover nothing for any reader; one for an output layer that is tied, and so not stored, is none.
+
+    Where config.json alone does not tell all modules, such an entry may still be about one of the others: that is a note.
+    """
+    for pattern in idle(subject):
+        if subject.whole:
+            hint = "remove it, or correct it: whole module names, or `re:` and a regex that matches from the start"
+            yield _finding("unused", "warning", f"'{pattern}' covers nothing for any reader", hint, [], RULES, pattern)
+        else:
+            hint = "put the release's model.safetensors.index.json beside config.json, which names all of them"
+            yield _finding(
+                "not judged",
+                "note",
+                f"'{pattern}' covers no module that config.json alone tells of, which is not all",
+                hint,
+                [],
+                (),
+                pattern,
+            )
+
+
+def idle(subject: Subject) -> list[str]:
+    """Entries that cover nothing, by no name of a reader and by none that transformers has for a Linear layer of the whole model."""
+    unread = (
+        pattern
+        for pattern in subject.ignore
+        if not any(reading.covers[pattern] for reading in subject.readings.values())
+    )
+    return [pattern for pattern in unread if pattern != subject.tree.head and not subject.spelled(pattern)]
+
+
+def _groups(subject: Subject) -> Iterator[LintFinding]:
+    """Several groups: slime reads the first alone."""
+    groups = quantization_of(subject.config)["config_groups"]
+    if len(groups) > 1 and "slime" in subject.readers:
+        message = f"{len(groups)} config_groups; slime reads group_0 alone and packs everything by it"
+        yield _finding(
+            "groups",
+            "warning",
+            message,
+            "give all packed layers one group, or do not quantize updates with slime",
+            [],
+            ("slime",),
+        )
+
+
+def _fusion(subject: Subject) -> Iterator[LintFinding]:
+    """GLM-4.5 in SGLang: a shared expert that is not packed cannot become one of the packed routed experts."""
+    if subject.config.get("model_type") != "glm4_moe":
+        return
+    both = [
+        (matrix, packs) for matrix, packs in zip(subject.matrices, subject.packed, strict=True) if matrix.kept is None
+    ]
+    shared = [matrix.tensor for matrix, packs in both if ".shared_experts." in matrix.module and not packs]
+    if shared and any(packs for matrix, packs in both if matrix.expert):
+        message = "unpacked, beside packed routed experts; SGLang joins the two on CUDA unless told not to, and then drops it without a word"
+        yield _finding(
+            "shared expert",
+            "note",
+            message,
+            "start SGLang with --disable-shared-experts-fusion",
+            shared,
+            ("SGLang 0.5.16",),
+        )

@@ -1,0 +1,155 @@
+"""The `ignore` list of an INT4 config.json beside the names of its model, read by every reader. No weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import SINGLE, read_json, read_shard, shard_names
+from ckptkit.formats.hf.side_files import quantization_of
+from converters.stored import as_spelled
+from quant.formats.scheme import QuantScheme
+from quant.selection.class_tree import ClassTree, class_tree
+from quant.selection.matrices import Matrix, matrices_named
+from quant.selection.portable import Divergence, Reading, covered, divergences, read_all
+from quant.selection.published import is_published
+from quant.selection.readers import ALL_READERS, RULES, readers_of, severity_of
+
+PACKED = ".weight_packed"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An `ignore` list beside the names of a model, read by every reader. `packed[i]`: whether matrix i is INT4.
+
+    `readers`: whose reading is looked at, `asked`: the names of `--reader` for them, None: nobody was named. `indexed`: whether the
+    names are those of the files, and not only what classes tell.
+    """
+
+    config: Mapping[str, Any]
+    ignore: tuple[str, ...]
+    targets: tuple[str, ...]
+    tree: ClassTree
+    matrices: Sequence[Matrix]
+    stored: frozenset[str] | None
+    readers: tuple[str, ...]
+    asked: tuple[str, ...] | None = None
+    indexed: bool = False
+
+    @cached_property
+    def readings(self) -> dict[str, Reading]:
+        """Every reader's reading."""
+        return self.read(self.ignore)
+
+    def read(self, ignore: Sequence[str]) -> dict[str, Reading]:
+        """Every reader's reading of another list."""
+        return read_all(RULES, self.matrices, ignore, self.config, self.targets)
+
+    @cached_property
+    def packed(self) -> tuple[bool, ...]:
+        """By the names of the index where it has packed ones, else by the classes and what compressed-tensors makes of the list."""
+        if self.stored is not None:
+            return tuple(matrix.module in self.stored for matrix in self.matrices)
+        base = self.readings["compressed-tensors"]
+        return tuple(
+            matrix.kept is None and answer == "packs"
+            for matrix, answer in zip(self.matrices, base.answers, strict=True)
+        )
+
+    @cached_property
+    def severities(self) -> dict[str, Literal["error", "warning"]]:
+        """What it is when a reader takes the list otherwise than the model is packed, as `verify` has it."""
+        published = is_published(str(self.config.get("model_type")), self.ignore, self.tree)
+        return {reader: severity_of(reader, self.asked, published=published) for reader in RULES}
+
+    @property
+    def whole(self) -> bool:
+        """Whether the names of all modules are known, so that an entry without any is of no use."""
+        return self.indexed or (self.tree.whole and not self.tree.drafts)
+
+    def spelled(self, pattern: str) -> list[str]:
+        """The Linear layers that an entry covers by a name which transformers has for them."""
+        return sorted(covered("transformers", pattern, sorted(self.tree.spelled)))
+
+    def divergences(self, readings: Mapping[str, Reading]) -> list[Divergence]:
+        """Where the wanted readers take a list otherwise than what is packed."""
+        return list(
+            divergences(
+                self.matrices,
+                self.packed,
+                (readings[reader] for reader in self.readers),
+                readings["compressed-tensors"],
+            )
+        )
+
+
+def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subject, str]:
+    """The subject at `path`, a directory with config.json, and in words where its names come from.
+
+    Raises CkptkitError when there is no compressed-tensors INT4 config, or the model is not known.
+    """
+    wanted = readers_of(ALL_READERS if readers is None else readers)
+    config: Mapping[str, Any] = read_json(path / "config.json")
+    content = quantization_of(config)
+    if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":
+        raise CkptkitError(
+            f"{path / 'config.json'} has no quantization_config of compressed-tensors",
+            "lint looks at INT4 checkpoints and their ignore lists",
+        )
+    ignore = content.get("ignore") or []
+    if not isinstance(ignore, list) or not all(isinstance(entry, str) for entry in ignore):
+        raise CkptkitError(
+            f"{path / 'config.json'}: `ignore` is {ignore!r:.80}",
+            "it must be a list of module names and `re:` patterns",
+        )
+    QuantScheme(32, "qmax7", tuple(ignore))  # raises for an entry that is no regular expression
+    stored, source = _stored_names(path)
+    config = as_spelled(config, stored)
+    tree = class_tree(config)
+    names = stored or [f"{module}.weight" for module in [*tree.others, *sorted(tree.linears), *_draft_modules(tree)]]
+    matrices = matrices_named(names, tree, config)
+    packed = frozenset(name.removesuffix(PACKED) for name in names if name.endswith(PACKED))
+    asked = None if readers is None else tuple(readers)
+    return Subject(
+        config,
+        tuple(dict.fromkeys(ignore)),
+        _targets(content, path),
+        tree,
+        matrices,
+        packed or None,
+        wanted,
+        asked,
+        bool(stored),
+    ), source
+
+
+def _targets(content: Mapping[str, Any], path: Path) -> tuple[str, ...]:
+    groups = content.get("config_groups")
+    if not isinstance(groups, Mapping) or not all(
+        isinstance(group, Mapping) and isinstance(group.get("targets"), list) for group in groups.values()
+    ):
+        raise CkptkitError(
+            f"{path / 'config.json'}: config_groups are not as compressed-tensors writes them",
+            "restore config.json from the release",
+        )
+    return tuple(dict.fromkeys(str(target) for group in groups.values() for target in group["targets"]))
+
+
+def _stored_names(path: Path) -> tuple[list[str], str]:
+    """The names of stored tensors, and in words where they come from; none where there are no weights."""
+    if (weight_map := shard_names(path)) is not None:
+        return list(weight_map), "the index"
+    if (path / SINGLE).exists():
+        return list(read_shard(path / SINGLE).specs), f"the header of {SINGLE}"
+    return [], "the model's classes, since there are no weights"
+
+
+def _draft_modules(tree: ClassTree) -> Iterator[str]:
+    """Modules of the draft layers: that which joins their inputs, and those of the model's last layer, which they are built as."""
+    for draft in tree.drafts:
+        yield draft.joint
+        yield from (draft.layer + tail.replace("#", "0") for tail in sorted(tree.last_tails))

@@ -1,0 +1,309 @@
+"""Quantizes a bucket on a GPU: the kernels are started, and that is all; tensors are made when somebody looks at them.
+
+An H200 quantizes a layer of Qwen3-30B-A3B in 0.35 ms, and Python takes longer to make the layer's 1152 tensors. So what depends on names
+and shapes alone is worked out once (`plan_bucket`), since every update brings the same, and nothing waits for the GPU until the result
+is looked at (`QuantizedBucket`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from threading import Lock
+from typing import Any, SupportsIndex, overload
+
+import torch
+from torch import Tensor
+
+from quant.formats.grids import check, not_finite
+from quant.formats.scheme import CODES_PER_WORD, QuantScheme
+from quant.kernels.triton_launch import Launcher, done, idle, launcher, working_on
+from quant.online.same_tensors import looks_like
+
+FEWEST = 16  # packed matrices of a bucket for which a plan is worth keeping
+_FIRST = 192 << 20  # weights of the first part: the GPU is busy with them while the host prepares the second
+
+Pair = tuple[str, Tensor]
+Made = tuple[Tensor, Tensor]  # the words of some matrices, and their scales, flat
+
+
+class QuantizedBucket(Sequence[Pair]):
+    """Names and tensors that a GPU may still be working on. Pickled as the list that it stands for.
+
+    The first look (an item, an iteration, not `len`) makes the tensors and waits until they are there. It raises CkptkitError naming the
+    first weight that is not finite, or has a scale that is not: no tensor is handed out before all were found sound.
+    """
+
+    def __init__(self, count: int, finish: Callable[[], list[Pair]]) -> None:
+        self._count, self._finish = count, finish
+        self._made: list[Pair] | None = None
+        self._lock = Lock()
+
+    @property
+    def _pairs(self) -> list[Pair]:
+        with self._lock:
+            if self._made is None:
+                self._made = self._finish()
+                del self._finish  # which holds the weights
+            return self._made
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Pair]:
+        return iter(self._pairs)
+
+    @overload
+    def __getitem__(self, index: int) -> Pair: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Pair]: ...
+    def __getitem__(self, index: int | slice) -> Pair | list[Pair]:
+        return self._pairs[index]
+
+    def __add__(self, other: Iterable[Pair]) -> list[Pair]:
+        return [*self._pairs, *other]
+
+    def __radd__(self, other: Iterable[Pair]) -> list[Pair]:
+        return [*other, *self._pairs]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return list, (self._pairs,)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Matrices of one shape whose words and scales follow one another."""
+
+    count: int
+    rows: int
+    words: int  # of a row
+    groups: int  # of a row
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Matrices for one launch, from place `first` of a part's: how many words and scales each has, and of what shapes they are."""
+
+    launcher: Launcher
+    first: int
+    count: int
+    words: int
+    scales: int
+    scale_dtype: torch.dtype
+    runs: tuple[_Run, ...]
+
+    def start(self, weights: Sequence[Tensor], bad: Tensor, device: torch.device) -> Made:
+        words = torch.empty(self.count * self.words, dtype=torch.int32, device=device)
+        scales = torch.empty(self.count * self.scales, dtype=self.scale_dtype, device=device)
+        here = slice(self.first, self.first + self.count)
+        self.launcher.start(weights[here], words, scales, None, bad[here])
+        return words, scales
+
+    def tensors(self, words: Tensor, scales: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """What `start` gave, matrix by matrix."""
+        counts = [run.count * run.rows for run in self.runs]
+        return (
+            _matrices(words, [(rows * run.words, run.words, run) for rows, run in zip(counts, self.runs, strict=True)]),
+            _matrices(
+                scales, [(rows * run.groups, run.groups, run) for rows, run in zip(counts, self.runs, strict=True)]
+            ),
+        )
+
+
+def _matrices(flat: Tensor, runs: Sequence[tuple[int, int, _Run]]) -> list[Tensor]:
+    parts = flat.split_with_sizes([size for size, _, _ in runs])
+    return [
+        matrix
+        for part, (_, width, run) in zip(parts, runs, strict=True)
+        for matrix in part.view(-1, width).split_with_sizes([run.rows] * run.count)
+    ]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some of a bucket's tensors, which follow one another in it and go to the GPU together.
+
+    `sent`: their names as the trainer says them, `names`: in the checkpoint. `fits`: whether tensors are like those that the plan was
+    made for (class, dtype, device, shape, strides). `members`: places of the packed ones, kind by kind; `kept`: of those that pass as
+    they are. `outputs`: names that come out; `order`: the place of each among all words, scales and shapes of `members`, and what was kept.
+    """
+
+    sent: tuple[str, ...]
+    names: tuple[str, ...]
+    fits: Callable[..., bool]
+    members: tuple[int, ...]
+    kept: tuple[int, ...]
+    kinds: tuple[_Kind, ...]
+    shapes: Tensor
+    outputs: tuple[str, ...]
+    order: tuple[int, ...]
+
+    def start(self, tensors: Sequence[Tensor], bad: Tensor, device: torch.device) -> list[Made]:
+        weights = [tensors[place] for place in self.members]
+        return [kind.start(weights, bad, device) for kind in self.kinds]
+
+    def check(self, tensors: Sequence[Tensor], bad: Tensor) -> None:
+        """Raises CkptkitError naming the first of these tensors that `bad` marks."""
+        if wrong := bad.nonzero().flatten().tolist():
+            at, place = min((self.members[place], place) for place in wrong)
+            kind = next(kind for kind in reversed(self.kinds) if place >= kind.first)
+            raise not_finite(tensors[at], kind.scale_dtype, self.names[at])
+
+    def pairs(self, made: Sequence[Made], shapes: Tensor, kept: Sequence[Tensor]) -> Iterator[Pair]:
+        each = [kind.tensors(*parts) for kind, parts in zip(self.kinds, made, strict=True)]
+        words, scales = ([tensor for parts in each for tensor in parts[which]] for which in (0, 1))
+        found = [*words, *scales, *shapes.view(-1).split_with_sizes([2] * len(self.members)), *kept]
+        return zip(self.outputs, itemgetter(*self.order)(found), strict=True)
+
+
+class BucketPlan:
+    """How a bucket of these names is quantized.
+
+    `parts`: where the GPU waits for it, so that it works on the first while the host prepares the next. `whole`: the same in one part,
+    which is less to do for the host, where the GPU still has work from before.
+    """
+
+    def __init__(self, parts: Sequence[_Part], whole: _Part, device: torch.device) -> None:
+        self._parts, self._whole, self._device = parts, whole, device
+
+    def quantize(self, pairs: Sequence[Pair]) -> QuantizedBucket | None:
+        """Starts the kernels on the current stream. None when names or tensors are not those that the plan was made for."""
+        return _quantize(self._parts if idle(self._device) else [self._whole], pairs, self._device)
+
+
+def _quantize(parts: Sequence[_Part], pairs: Sequence[Pair], device: torch.device) -> QuantizedBucket | None:
+    if sum(len(part.sent) for part in parts) != len(pairs):
+        return None
+    counts = [len(part.members) for part in parts]
+    made: list[list[Made]] = []
+    tensors: list[tuple[Tensor, ...]] = []
+    with working_on(device):
+        bad = torch.zeros(sum(counts), dtype=torch.int32, device=device)
+        end = 0
+        for part, wrong in zip(parts, bad.split_with_sizes(counts), strict=True):
+            begin, end = end, end + len(part.sent)
+            names, here = zip(*pairs[begin:end], strict=True)
+            if names != part.sent or not part.fits(*here):
+                return None
+            tensors.append(here)
+            made.append(part.start(here, wrong, device))
+        shapes = [part.shapes.to(device, non_blocking=True) for part in parts]
+        wait = done(device)
+
+    def finish() -> list[Pair]:
+        found: list[Pair] = []
+        for part, flat, sizes, here in zip(parts, made, shapes, tensors, strict=True):  # while the GPU works
+            found += part.pairs(flat, sizes, [here[place].detach() for place in part.kept])
+        wait()
+        for part, here, wrong in zip(parts, tensors, bad.cpu().split_with_sizes(counts), strict=True):
+            part.check(here, wrong)
+        return found
+
+    return QuantizedBucket(sum(len(part.outputs) for part in parts), finish)
+
+
+def plan_bucket(
+    named: Sequence[Pair], known: Sequence[str], packed: frozenset[str], scheme: QuantScheme
+) -> BucketPlan | None:
+    """`known`: the names in the checkpoint, of which those in `packed` are quantized.
+
+    None where a plan is not worth while or not possible: few matrices, empty ones, not on one GPU, not contiguous, not of torch's own
+    classes. Raises CkptkitError, naming the tensor, for what `quant.formats.grids.check` refuses.
+    """
+    weights = {place: tensor for place, (_, tensor) in enumerate(named) if known[place] in packed}
+    device = next((weight.device for weight in weights.values()), None)
+    if len(weights) < FEWEST or device is None or scheme.search != "none" or not scheme.symmetric:
+        return None
+    if not all(_is_plain(weight, device) for weight in weights.values()):
+        return None
+    for place, weight in weights.items():
+        check(weight, scheme, known[place])
+    cuts = list(_cuts(weights, len(named)))
+    parts = [_part(named[begin:end], known[begin:end], packed, scheme) for begin, end in cuts]
+    return BucketPlan(parts, parts[0] if len(cuts) == 1 else _part(named, known, packed, scheme), device)
+
+
+def _is_plain(weight: Tensor, device: torch.device) -> bool:
+    return (
+        weight.is_cuda
+        and type(weight) in (Tensor, torch.nn.Parameter)
+        and weight.device == device
+        and weight.is_contiguous()
+        and weight.numel() > 0
+    )
+
+
+def _cuts(weights: Mapping[int, Tensor], end: int) -> Iterator[tuple[int, int]]:
+    """Where each part of a bucket begins and ends: each has twice as many packed tensors as the one before."""
+    places = list(weights)
+    begin, count, most = 0, 0, max(FEWEST, _FIRST // weights[places[0]].numel())
+    while len(places) - count > most:
+        count += most
+        yield begin, places[count]
+        begin, most = places[count], 2 * most
+    yield begin, end
+
+
+def _part(named: Sequence[Pair], known: Sequence[str], packed: frozenset[str], scheme: QuantScheme) -> _Part:
+    tensors = [tensor for _, tensor in named]
+    weights = {place: tensor for place, tensor in enumerate(tensors) if known[place] in packed}
+    kinds = list(_kinds(weights, scheme))
+    members = tuple(place for _, places in kinds for place in places)
+    outputs, order = _outputs(known, members)
+    return _Part(
+        sent=tuple(name for name, _ in named),
+        names=tuple(known),
+        fits=looks_like(tensors),
+        members=members,
+        kept=tuple(place for place in range(len(known)) if place not in weights),
+        kinds=tuple(kind for kind, _ in kinds),
+        shapes=torch.tensor([tensors[place].shape for place in members], dtype=torch.int64),
+        outputs=outputs,
+        order=order,
+    )
+
+
+def _kinds(weights: Mapping[int, Tensor], scheme: QuantScheme) -> Iterator[tuple[_Kind, list[int]]]:
+    """Each kind with the places of its matrices, those of one shape together."""
+
+    def size(place: int) -> tuple[Any, ...]:
+        weight = weights[place]
+        # A kernel for groups sees no rows, so that matrices and those that are as large the other way round are one kind.
+        return str(weight.dtype), weight.numel() if scheme.group_size else tuple(weight.shape)
+
+    first = 0
+    for _, same in groupby(sorted(weights, key=lambda place: (*size(place), tuple(weights[place].shape), place)), size):
+        places = list(same)
+        one = weights[places[0]]
+        runs = ((shape, len(list(run))) for shape, run in groupby(tuple(weights[place].shape) for place in places))
+        kind = _Kind(
+            launcher=launcher(scheme, one.shape[0], one.shape[1], one.dtype),
+            first=first,
+            count=len(places),
+            words=one.numel() // CODES_PER_WORD,
+            scales=one.shape[0] * scheme.groups(one.shape[1]),
+            scale_dtype=scheme.scale_dtype or one.dtype,
+            runs=tuple(
+                _Run(count, rows, columns // CODES_PER_WORD, scheme.groups(columns)) for (rows, columns), count in runs
+            ),
+        )
+        yield kind, places
+        first += len(places)
+
+
+def _outputs(names: Sequence[str], members: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Names of what comes out, and where each is among all words, scales, shapes and what was kept."""
+    count, place_of = len(members), {place: index for index, place in enumerate(members)}
+    found: list[tuple[str, int]] = []
+    kept = 3 * count
+    for place, name in enumerate(names):
+        if (index := place_of.get(place)) is None:
+            found.append((name, kept))
+            kept += 1
+        else:
+            found += [
+                (f"{name}{part}", which * count + index) for which, part in enumerate(("_packed", "_scale", "_shape"))
+            ]
+    return tuple(name for name, _ in found), tuple(index for _, index in found)

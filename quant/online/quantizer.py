@@ -1,0 +1,203 @@
+"""Quantizes the weights of a trainer while it streams them to SGLang: BF16 tensors in, buckets for `load_weights` out.
+
+What SGLang cannot take online is refused before the first byte. The bytes are those of `ckptkit quantize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import summarize
+from quant.formats.scheme import Grid, QuantScheme, read_scheme
+from quant.kernels.dispatch import quantize_pack
+from quant.online.served import Served, served
+
+if TYPE_CHECKING:
+    from quant.online.cuda import BucketPlan
+
+# For one call of load_weights: names and tensors, parts of packed weights in the order packed, scale, shape.
+Bucket = Sequence[tuple[str, Tensor]]
+Named = Iterable[tuple[str, Tensor]]
+
+_PLANS = 1024  # buckets whose plan is remembered
+
+
+class OnlineQuantizer:
+    """Turns a model's tensors into what an INT4 engine takes. Holds no tensors itself: every update is a `Session`.
+
+    `config`: the whole HF config with `quantization_config`, as served. `reference`: the checkpoint that the engine serves, as its
+    directory (an index is enough) or its names; None: the classes of the model decide, as for `ckptkit quantize`. `grid`: that of
+    training, where the config was not written by ckptkit and so does not say it. `waiting_bytes`: expert weights of a layer wait for
+    one another, at most this many bytes of them; None: the whole layer.
+
+    Raises CkptkitError for anything that SGLang could not take online: INT4 Linear layers, asymmetric scales, a layer packed in
+    part, a config with several groups, or one that contradicts the reference.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        reference: str | Path | Iterable[str] | None = None,
+        *,
+        grid: Grid | None = None,
+        waiting_bytes: int | None = None,
+    ) -> None:
+        scheme = read_scheme(config)
+        self.scheme = replace(scheme, grid=grid) if grid else scheme
+        self.served = served(config, self.scheme, reference)
+        self.waiting_bytes = waiting_bytes
+        self._plans: dict[tuple[int, str], BucketPlan] = {}
+
+    def begin(self) -> Session:
+        """Starts an update of all weights."""
+        return Session(self)
+
+    def stream(self, named: Named) -> Iterator[Bucket]:
+        """A whole update: every bucket as soon as it is complete. Raises CkptkitError as `Session` does."""
+        session = self.begin()
+        for pair in named:
+            yield from session.add([pair])
+        yield from session.finish()
+
+    def quantize(self, named: Named) -> Bucket:
+        """These tensors as SGLang takes them, at once and without a session: nothing waits, and nobody counts what is missing.
+
+        Of many matrices on a GPU the work is started on the current stream, and the result is a sequence, not a list: its first look waits
+        for the GPU, and raises what is said below of weights that are not finite. Until then the weights are held, and must not change.
+
+        Raises CkptkitError, naming the tensor, for what the checkpoint does not have, what cannot be quantized and weights that are not finite.
+        """
+        pairs = list(named)
+        if not pairs:
+            return []
+        key = (len(pairs), pairs[0][0])
+        if (plan := self._plans.get(key)) and (bucket := plan.quantize(pairs)) is not None:
+            return bucket
+        known = [self.served.name(name, tensor) for name, tensor in pairs]
+        if plan := self._plan(pairs, known):
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+            if (bucket := plan.quantize(pairs)) is not None:
+                return bucket
+        return quantize_bucket(
+            [(name, tensor) for name, (_, tensor) in zip(known, pairs, strict=True)], self.served, self.scheme
+        )
+
+    def _plan(self, pairs: Sequence[tuple[str, Tensor]], known: Sequence[str]) -> BucketPlan | None:
+        if not any(tensor.is_cuda for _, tensor in pairs):
+            return None
+        # Imported here because it needs Triton, which is there wherever torch has CUDA.
+        from quant.online.cuda import plan_bucket
+
+        return plan_bucket(pairs, known, self.served.packed, self.scheme)
+
+
+class Session:
+    """One update of all weights: `add` in any order, send what comes out, `finish`.
+
+    SGLang takes experts apart before an update (`quant.online.sglang_reload`), so an update that leaves one out destroys it: `finish` raises.
+    A tensor may wait for others: it must not change until its bucket came out.
+    """
+
+    def __init__(self, quantizer: OnlineQuantizer) -> None:
+        self._quantizer, self._served, self._limit = quantizer, quantizer.served, quantizer.waiting_bytes
+        self._waiting: dict[str, list[tuple[str, Tensor]]] = {}
+        self._left = dict(quantizer.served.sizes)
+        self._bytes = dict.fromkeys(quantizer.served.sizes, 0)
+        self._delivered: set[str] = set()
+        self._open = True
+
+    @property
+    def delivered(self) -> frozenset[str]:
+        """Names of all parameters added so far, as in the checkpoint."""
+        return frozenset(self._delivered)
+
+    def add(self, named: Named) -> list[Bucket]:
+        """Takes tensors on any device, and returns the buckets that became complete. Raises CkptkitError for an unknown or repeated name."""
+        if not self._open:
+            raise CkptkitError("this update is finished", "begin a new one for every update")
+        touched = dict.fromkeys(self._take(name, tensor) for name, tensor in named)
+        return [self._bucket(key) for key in touched if self._is_due(key)]
+
+    def finish(self, elsewhere: Iterable[str] = ()) -> list[Bucket]:
+        """Ends the update and returns what still waits for experts that other ranks send. `elsewhere`: what their `delivered` says.
+
+        Raises CkptkitError naming every packed weight that nobody sent, and every tensor whose sibling never came.
+        """
+        self._open = False
+        check_complete(self._served.packed, self._delivered, elsewhere)
+        alone = [name for key, bucket in self._waiting.items() for name, _ in bucket if not self._is_packed(key)]
+        if alone:
+            raise CkptkitError(
+                f"what SGLang joins with {summarize(sorted(alone))} was not sent",
+                "send q_a_proj and kv_a_proj_with_mqa, q, k and v, gate and up in one update",
+            )
+        return [self._bucket(key) for key in list(self._waiting)]
+
+    def _take(self, name: str, tensor: Tensor) -> str:
+        known = self._served.name(name, tensor)
+        if known in self._delivered:
+            raise CkptkitError(f"{name} came twice in one update", "begin a new update for every set of weights")
+        self._delivered.add(known)
+        key = self._served.bucket.get(known, known)
+        self._left[key] = self._left.get(key, 1) - 1
+        self._bytes[key] = self._bytes.get(key, 0) + tensor.nbytes
+        self._waiting.setdefault(key, []).append((known, tensor))
+        return key
+
+    def _is_due(self, key: str) -> bool:
+        full = self._limit is not None and self._bytes[key] > self._limit and self._is_packed(key)
+        return self._left[key] == 0 or full
+
+    def _is_packed(self, key: str) -> bool:
+        return self._waiting[key][0][0] in self._served.packed
+
+    def _bucket(self, key: str) -> Bucket:
+        self._bytes[key] = 0
+        return self._quantizer.quantize(self._waiting.pop(key))
+
+
+def check_complete(packed: frozenset[str], delivered: Iterable[str], elsewhere: Iterable[str] = ()) -> None:
+    """Raises CkptkitError naming the packed weights that an update left out."""
+    if missing := sorted(packed.difference(delivered, elsewhere)):
+        raise CkptkitError(
+            f"the update left out {len(missing)} packed weight(s), which SGLang has destroyed by now: {summarize(missing)}",
+            "send every expert of every layer in each update, and repeat the whole update before anything is generated",
+        )
+
+
+def quantize_bucket(named: Bucket, what: Served, scheme: QuantScheme) -> list[tuple[str, Tensor]]:
+    """Tensors by their names in the checkpoint, all packed ones quantized together: one launch on a GPU.
+
+    `N.weight` [rows, columns] gives `N.weight_packed` int32 [rows, columns / 8], `N.weight_scale` [rows, groups] and `N.weight_shape`
+    int64 [2], all on its device. Raises CkptkitError, naming the tensor, for what cannot be quantized.
+    """
+    chosen = [(name, tensor.detach().contiguous()) for name, tensor in named if name in what.packed]
+    names, weights = [name for name, _ in chosen], [tensor for _, tensor in chosen]
+    packed = dict(zip(names, quantize_pack(weights, scheme, names), strict=True)) if chosen else {}
+    # One copy to the device for all of them.
+    shapes = (
+        torch.tensor([weight.shape for weight in weights], dtype=torch.int64).to(weights[0].device).unbind()
+        if chosen
+        else ()
+    )
+    shape_of = dict(zip(names, shapes, strict=True))
+    bucket: list[tuple[str, Tensor]] = []
+    for name, tensor in named:
+        if name not in packed:
+            bucket.append((name, tensor.detach()))
+            continue
+        bucket += [
+            (f"{name}_packed", packed[name].words),
+            (f"{name}_scale", packed[name].scale),
+            (f"{name}_shape", shape_of[name]),
+        ]
+    return bucket

@@ -1,0 +1,217 @@
+"""What an engine serves, by the names of its INT4 checkpoint: what is packed, what belongs together, and what cannot be updated online."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import TensorSpec, summarize
+from ckptkit.formats.hf.reader import HfCheckpoint, shard_names
+from quant.formats.packing import CODES_PER_WORD
+from quant.formats.scheme import QuantScheme
+from quant.selection.readers import compressed_tensors
+from quant.selection.spelling import spell
+
+PACKED = ".weight_packed"
+_PARTS = (".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
+_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.[^.]+")
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_NAMESPACE = re.compile(r"(model\.language_model|language_model\.model|language_model|model)\.")
+# SGLang joins q_a_proj and kv_a_proj_with_mqa, of which each waits for the other within one call of load_weights and is lost
+# after it (DeepSeek's loader, SGLang 0.5.16). The others are written one by one, and stay together so that no batch holds half a layer.
+_SIBLINGS = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@dataclass(frozen=True)
+class Served:
+    """The parameters that a trainer may send, `N.weight` for what the engine holds as `N.weight_packed`.
+
+    `bucket` maps a parameter to the key of those that come in one bucket with it (for packed ones the `….experts` of the layer),
+    `sizes` a key to their number. `packed`: those that are quantized. `shapes`: of weight matrices, as far as known.
+    `whole`: whether every parameter is known; otherwise only matrices are.
+    """
+
+    bucket: Mapping[str, str]
+    sizes: Mapping[str, int]
+    packed: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    whole: bool = True
+    namesakes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def name(self, name: str, tensor: Tensor) -> str:
+        """The parameter's name in the checkpoint. Raises CkptkitError when it has none, several, or another shape."""
+        known = name if name in self.bucket else self._translated(name, tensor)
+        shape = self.shapes.get(known)
+        if shape is not None and shape != tuple(tensor.shape):
+            raise CkptkitError(
+                f"{name} is {list(tensor.shape)}, the engine's checkpoint has it as {list(shape)}",
+                "send whole tensors: gather the shards of all ranks first",
+            )
+        return known
+
+    def _translated(self, name: str, tensor: Tensor) -> str:
+        if not self.whole and not (name.endswith(".weight") and tensor.dim() > 1):
+            return name
+        found = self.namesakes.get(_bare(name), ()) if self.whole else ()
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise CkptkitError(
+                f"{name} may be any of {summarize(found)} of the engine's checkpoint", "send it under its name there"
+            )
+        raise CkptkitError(
+            f"{name} {list(tensor.shape)} is no tensor of the engine's checkpoint, so SGLang would drop it without a word",
+            "send parameters under their names there, one tensor an expert"
+            + ("" if self.whole else ", and give those names as `reference`"),
+        )
+
+
+def _bare(name: str) -> str:
+    """A name without what different trainers and releases put before `layers`, `embed_tokens`, `norm` and `lm_head`."""
+    match = _NAMESPACE.match(name)
+    return name[match.end() :] if match else name
+
+
+def served(config: Mapping[str, Any], scheme: QuantScheme, reference: str | Path | Iterable[str] | None) -> Served:
+    """What an engine with this config serves, by the names of its checkpoint: a directory, the names themselves, or None.
+
+    Without names the model's classes tell, less what `ignore` covers; then only matrices are known by name. Raises CkptkitError
+    when nothing is packed, when names and `ignore` contradict each other, and when SGLang cannot take part of it online.
+    """
+    names, specs = _names(reference)
+    weights, whole = _weights(names, config)
+    packed = frozenset(name for name, is_packed in weights.items() if is_packed)
+    if not packed:
+        raise CkptkitError(
+            "the engine's checkpoint has no weight_packed",
+            "give the INT4 checkpoint that the engine serves, not the BF16 one",
+        )
+    _check_reloadable(packed, scheme)
+    _check_layers(weights, scheme.ignore, _layers(config))
+    bucket = {name: _bucket_of(name, name in packed) for name in weights}
+    namesakes: dict[str, list[str]] = {}
+    for name in weights:
+        namesakes.setdefault(_bare(name), []).append(name)
+    return Served(
+        bucket,
+        Counter(bucket.values()),
+        packed,
+        _shapes(specs, packed),
+        whole,
+        {bare: tuple(several) for bare, several in namesakes.items()},
+    )
+
+
+def _names(reference: str | Path | Iterable[str] | None) -> tuple[Collection[str] | None, Mapping[str, TensorSpec]]:
+    """Names, and the specs of those whose file is there: an index alone will do."""
+    if reference is None:
+        return None, {}
+    if not isinstance(reference, str | Path):
+        return list(reference), {}
+    root = Path(reference)
+    index = shard_names(root)
+    if index is not None and not all((root / file).exists() for file in set(index.values())):
+        return list(index), {}
+    specs = HfCheckpoint(root).specs
+    return list(specs), specs
+
+
+def _weights(names: Collection[str] | None, config: Mapping[str, Any]) -> tuple[dict[str, bool], bool]:
+    """Parameter -> whether it is packed, and whether these are all parameters."""
+    if names is not None:
+        parts = {name.removesuffix(PACKED) for name in names if name.endswith(PACKED)}
+        return {_weight(name): name.endswith(PACKED) for name in names if not _is_part(name, parts)}, True
+    # Imported here because they bring transformers with them, which takes seconds.
+    from quant.planner import packed_modules
+    from quant.selection.class_tree import class_tree
+
+    tree, packed = class_tree(config), packed_modules((), config)
+    return {f"{module}.weight": module in packed for module in (*sorted(tree.linears), *tree.others)}, False
+
+
+def _weight(name: str) -> str:
+    return name.removesuffix("_packed") if name.endswith(PACKED) else name
+
+
+def _is_part(name: str, modules: Collection[str]) -> bool:
+    return any(name.endswith(part) and name.removesuffix(part) in modules for part in _PARTS)
+
+
+def _check_reloadable(packed: Iterable[str], scheme: QuantScheme) -> None:
+    linears = [name for name in packed if not _EXPERT.fullmatch(_module(name))]
+    if linears:
+        entries = dict.fromkeys(spell(_module(name)) for name in sorted(linears))
+        raise CkptkitError(
+            f"SGLang cannot take INT4 Linear layers a second time, since it repacks them for Marlin and keeps no way back: {summarize(sorted(linears))}",
+            "quantize the checkpoint that the engine serves again with "
+            + " ".join(f"--ignore '{entry}'" for entry in entries),
+        )
+    if not scheme.symmetric:
+        raise CkptkitError(
+            "SGLang reads zero points of routed experts in another layout than compressed-tensors writes",
+            "quantize the checkpoint that the engine serves again with symmetric scales",
+        )
+
+
+def _check_layers(weights: Mapping[str, bool], ignore: Collection[str], layers: int) -> None:
+    """Raises CkptkitError where a layer's routed experts are not packed together, or not as `ignore` says to SGLang."""
+    seen: dict[str, dict[bool, list[str]]] = {}
+    for name, is_packed in weights.items():
+        if match := _EXPERT.fullmatch(_module(name)):
+            seen.setdefault(match["experts"], {}).setdefault(is_packed, []).append(name)
+    for experts, both in seen.items():
+        if len(both) > 1:
+            raise CkptkitError(
+                f"{experts} is packed in part, and SGLang looks at the first expert only: {summarize(both[False])} would be dropped",
+                f"quantize the checkpoint again with --ignore '{spell(_module(both[False][0]))}', or with no entry for these experts",
+            )
+        number = _LAYER.search(experts)
+        if number is None or int(number[1]) < layers:  # readers skip draft layers, whatever `ignore` says
+            ((is_packed, names),) = both.items()
+            _check_ignore([name for name in names if name.startswith(f"{experts}.0.")], is_packed, ignore)
+
+
+def _check_ignore(names: Iterable[str], is_packed: bool, ignore: Collection[str]) -> None:
+    """Raises CkptkitError unless `ignore` covers all of these where they are not packed, and none where they are."""
+    for name in names:
+        covering = [pattern for pattern in ignore if compressed_tensors(_module(name), pattern)]
+        if is_packed == bool(covering):
+            said = f"covers it with {covering[0]!r}" if covering else "does not cover it"
+            raise CkptkitError(
+                f"{name} is {'' if is_packed else 'not '}packed in the engine's checkpoint, but `ignore` in its config {said}",
+                "config and weights belong to different checkpoints; `ckptkit lint` names the entries",
+            )
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    holders = (config, config.get("text_config") or {})
+    return next((int(holder["num_hidden_layers"]) for holder in holders if holder.get("num_hidden_layers")), 0)
+
+
+def _bucket_of(name: str, is_packed: bool) -> str:
+    module, _, leaf = name.rpartition(".")
+    if is_packed and (match := _EXPERT.fullmatch(module)):
+        return match["experts"]
+    parent, _, projection = module.rpartition(".")
+    for family in _SIBLINGS:
+        if projection in family:
+            return f"{parent}.{'+'.join(family)}.{leaf}"
+    return name
+
+
+def _shapes(specs: Mapping[str, TensorSpec], packed: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """The shape of every weight with two or more axes, packed or not, whose file is there."""
+    plain = {name: spec.shape for name, spec in specs.items() if len(spec.shape) > 1 and name.endswith(".weight")}
+    words = {name: specs[f"{name}_packed"].shape for name in packed if specs}
+    return plain | {name: (rows, count * CODES_PER_WORD) for name, (rows, count) in words.items()}
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")

@@ -1,0 +1,4 @@
+"""Which tensors are packed: what the model is made of, and how each reader takes `ignore` and `targets`.
+
+May import converters.
+"""

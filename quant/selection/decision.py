@@ -1,0 +1,184 @@
+"""Which tensors become INT4: what a reference or the model's classes say, less what `ignore` names, refused when readers would disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import TensorSpec, summarize
+from quant.formats.scheme import GROUP_SIZES, QuantScheme
+from quant.selection.class_tree import ClassTree, class_tree
+from quant.selection.matrices import Matrix, matrices_named, matrices_of
+from quant.selection.portable import Question, Reading, check_portable, read, read_all
+from quant.selection.readers import ALL_READERS, RULES, readers_of
+from quant.selection.spelling import entries_for, spell
+from quant.selection.tiles import check_tiles
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PACKED = ".weight_packed"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a tensor is quantized, why, and whether each reader would take it for quantized."""
+
+    quantize: bool
+    reason: str
+    readers: Mapping[str, bool]
+
+
+_KEPT_BY_ALL: Mapping[str, bool] = dict.fromkeys(RULES, False)
+
+
+def resolve(
+    specs: Mapping[str, TensorSpec],
+    config: Mapping[str, Any],
+    scheme: QuantScheme,
+    *,
+    like: Collection[str] | None = None,
+    tp: int | None = None,
+    readers: Sequence[str] = ALL_READERS,
+) -> dict[str, Verdict]:
+    """A verdict for every tensor, with `scheme.ignore` taken as the whole list (`default_ignore` is not added here).
+
+    `like` are the names of an INT4 checkpoint of the same model: what it has packed is packed. Otherwise what the model's classes
+    allow and no entry covers. `tp`: a tensor parallel size that SGLang's kernels must be able to load. `readers`, as `--reader`
+    takes them, are those that must agree; each tensor's verdict has all of them.
+
+    Raises CkptkitError, naming tensors and the next move, when one of the readers takes an entry otherwise, when a tensor to
+    quantize is no float matrix or does not divide into groups or tiles, and when `like` packs what can not be, or is of another model.
+    """
+    tree = class_tree(config)
+    matrices = matrices_of(specs, tree, config)
+    readings = read_all(RULES, matrices, scheme.ignore, config)
+    packed = [_packed(matrix, readings["compressed-tensors"], index) for index, matrix in enumerate(matrices)]
+    if like is not None:
+        packed = _packed_like(matrices, like)
+    check_portable(Question(matrices, packed, config, readers_of(readers)), scheme.ignore)
+    chosen = [specs[matrix.tensor] for matrix, packs in zip(matrices, packed, strict=True) if packs]
+    _check_quantizable(chosen, scheme)
+    if tp is not None:
+        check_tiles(chosen, tree, config, scheme.group_size, tp)
+    verdicts = {name: Verdict(False, "no weight matrix", _KEPT_BY_ALL) for name in specs}
+    for index, matrix in enumerate(matrices):
+        answers = {reader: reading.answers[index] == "packs" for reader, reading in readings.items()}
+        reason = _reason(matrix, packed[index], index, readings["compressed-tensors"], like is not None)
+        verdicts[matrix.tensor] = Verdict(packed[index], reason, answers)
+    return verdicts
+
+
+def _packed(matrix: Matrix, base: Reading, index: int) -> bool:
+    return matrix.kept is None and base.answers[index] == "packs"
+
+
+def _packed_like(matrices: Sequence[Matrix], like: Collection[str]) -> list[bool]:
+    packed = [matrix.module + _PACKED in like for matrix in matrices]
+    if wrong := [matrix for matrix, packs in zip(matrices, packed, strict=True) if packs and matrix.kept]:
+        raise CkptkitError(
+            f"--like has {summarize(matrix.module + _PACKED for matrix in wrong)}, which can not be INT4: {wrong[0].kept}",
+            "give the INT4 release that your engine serves",
+        )
+    if missing := [
+        matrix.tensor
+        for matrix, packs in zip(matrices, packed, strict=True)
+        if not packs and matrix.kept is None and matrix.tensor not in like
+    ]:
+        raise CkptkitError(
+            f"--like has neither {summarize(missing)} nor its packed form",
+            "it must be a checkpoint of the same model, with one tensor an expert",
+        )
+    return packed
+
+
+def _reason(matrix: Matrix, packed: bool, index: int, base: Reading, like: bool) -> str:
+    if packed:
+        return "packed in the reference" if like else "Linear"
+    if matrix.kept:
+        return matrix.kept
+    if like:
+        return "not packed in the reference"
+    pattern = next(pattern for pattern in base.covers if base.covered(pattern, index))
+    return f"ignored by {pattern!r}"
+
+
+def check_ignore(
+    specs: Mapping[str, TensorSpec],
+    config: Mapping[str, Any],
+    ignore: Sequence[str],
+    readers: Sequence[str] = ALL_READERS,
+) -> None:
+    """Raises CkptkitError when one of `readers` would take `ignore` differently from compressed-tensors for any tensor.
+
+    `specs` are those of a checkpoint before or after quantization (`….weight` or `….weight_packed`).
+    """
+    check_portable(question_of(specs, config, ignore, readers), ignore)
+
+
+def question_of(
+    specs: Mapping[str, TensorSpec],
+    config: Mapping[str, Any],
+    ignore: Sequence[str],
+    readers: Sequence[str] = ALL_READERS,
+) -> Question:
+    """What is to be agreed on for a checkpoint of which compressed-tensors' reading of `ignore` says what is packed."""
+    matrices = matrices_of(specs, class_tree(config), config)
+    base = read("compressed-tensors", matrices, ignore, config)
+    return Question(
+        matrices, [_packed(matrix, base, index) for index, matrix in enumerate(matrices)], config, readers_of(readers)
+    )
+
+
+def default_ignore(config: Mapping[str, Any], like: Collection[str] | None = None) -> tuple[str, ...]:
+    """Entries, read alike by every reader, for all that must not be packed: embeddings, routers, the output embedding, draft layers.
+
+    With `like`, the names of an INT4 checkpoint, also for all that it leaves unpacked. Readers that know classes would spare
+    embeddings and routers anyway; slime packs whatever is not named.
+    """
+    tree = class_tree(config)
+    entries = default_entries(tree, config)
+    if like is None:
+        return entries
+    matrices = matrices_named(like, tree, config)
+    packed = {matrix.module for matrix in matrices if matrix.module + _PACKED in like}
+    return tuple(
+        dict.fromkeys(
+            [
+                *entries,
+                *entries_for(
+                    {matrix.module: matrix.entry for matrix in matrices if matrix.module not in packed}, packed
+                ),
+            ]
+        )
+    )
+
+
+def default_entries(tree: ClassTree, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """`default_ignore` of a model whose classes are known."""
+    kept = [*tree.others, *sorted(name for name in tree.linears - tree.packable if name != tree.head), tree.head]
+    entries = [matrix.entry for matrix in matrices_named((f"{name}.weight" for name in kept), tree, config)]
+    outside = [
+        matrix.entry for matrix in matrices_named((f"{prefix}x.weight" for prefix in tree.outside), tree, config)
+    ]
+    return tuple(dict.fromkeys([*entries, *outside, *(draft.entry for draft in tree.drafts)]))
+
+
+def _check_quantizable(chosen: list[TensorSpec], scheme: QuantScheme) -> None:
+    if odd := [spec for spec in chosen if len(spec.shape) != 2 or spec.dtype not in _DTYPES]:
+        raise CkptkitError(
+            f"{odd[0]} cannot be quantized" + (f", nor can {len(odd) - 1} more" if odd[1:] else ""),
+            "only matrices in bfloat16, float16 or float32 can; start from the unquantized release",
+        )
+    if ragged := [spec for spec in chosen if spec.shape[1] % scheme.divisor]:
+        sizes = sorted({spec.shape[1] for spec in ragged})
+        fitting = [size for size in GROUP_SIZES if not any(columns % size for columns in sizes)]
+        entries = dict.fromkeys(spell(spec.name.removesuffix(".weight")) for spec in ragged)
+        raise CkptkitError(
+            f"groups of {scheme.divisor} do not divide the {', '.join(map(str, sizes))} input features of {summarize(spec.name for spec in ragged)}",
+            (f"use --group-size {fitting[-1]}, or " if fitting else "")
+            + "leave them out: "
+            + " ".join(f"--ignore '{entry}'" for entry in entries),
+        )

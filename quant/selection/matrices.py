@@ -1,0 +1,144 @@
+"""The weights of a model that a reader might pack, and the names under which each reader looks for them in `ignore`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.core.specs import TensorSpec
+from quant.selection.class_tree import ClassTree, tail
+from quant.selection.sglang_classes import CLASSES, FUSED, SglangClass
+from quant.selection.spelling import spell
+
+# No reader asks about a single routed expert: about these names of the first one alone, whatever the release calls them.
+FIRST_EXPERT = ("0.gate_proj", "0.up_proj", "0.down_proj")
+_FUSED_OF: Mapping[str, str] = {shard: fused for fused, shards in FUSED.items() for shard in shards}
+# The indexer's key and head weights, which SGLang builds as one BF16 layer on CUDA.
+_DENSE_IN_SGLANG = (".indexer.wk", ".indexer.weights_proj")
+_NO_MATRIX = re.compile(r"(.*norm.*|ln_\w+)")
+_NO_LINEAR = re.compile(r".*(embed|conv|patch).*")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A `….weight` with two or more axes.
+
+    `linear`: whether readers that know classes take it for a Linear. `kept`: why it is never INT4, or None. `sglang`: its layer
+    in SGLang, the fused one where there is one and an expert's container for experts; None where SGLang never asks about it.
+    `vllm`: the same in vLLM, in the names of the release. `entry`: the entry of `ignore` that leaves it out for every reader.
+    """
+
+    tensor: str
+    linear: bool
+    kept: str | None
+    sglang: str | None
+    vllm: str | None
+    entry: str
+    expert: bool = False
+
+    @property
+    def module(self) -> str:
+        """The tensor's module."""
+        return self.tensor.removesuffix(".weight")
+
+
+def matrices_of(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
+    """What a reader without classes may take for a Linear: every `….weight` (or `….weight_packed`) with two or more axes."""
+    weights = (
+        name.removesuffix("_packed")
+        for name, spec in specs.items()
+        if name.endswith((".weight", ".weight_packed")) and len(spec.shape) >= 2
+    )
+    return _matrices((name.removesuffix(".weight") for name in weights), tree, config)
+
+
+def matrices_named(names: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
+    """As `matrices_of`, from names alone: every `….weight` that is no norm by its name."""
+    modules = (
+        name.removesuffix("_packed").removesuffix(".weight")
+        for name in names
+        if name.endswith((".weight", ".weight_packed"))
+    )
+    return _matrices(
+        (module for module in modules if not _NO_MATRIX.fullmatch(module.rpartition(".")[2])), tree, config
+    )
+
+
+def _matrices(modules: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
+    known = CLASSES[str(config.get("model_type"))]
+    return [_matrix(module, tree, known) for module in dict.fromkeys(modules)]
+
+
+def _matrix(module: str, tree: ClassTree, known: SglangClass) -> Matrix:
+    tensor, kept = f"{module}.weight", tree.reason_to_keep(module)
+    if draft := tree.draft_of(module):
+        rest = module.removeprefix(draft.prefix)
+        asked = tail(rest) in tree.tails and draft.sglang is not None
+        layer = fused_layer(f"{draft.sglang}{rest}", None) if asked else None
+        return Matrix(tensor, False, kept, layer, None, draft.entry, ".experts." in rest)
+    if outside := next((prefix for prefix in tree.outside if module.startswith(prefix)), None):
+        linear = _NO_LINEAR.fullmatch(module.rpartition(".")[2]) is None
+        entry = rf"re:.*{outside.split('.')[-2]}\..*"
+        layer = (
+            fused_layer(module, None).replace(".self_attn.out_proj", ".self_attn.proj")
+            if linear and known.outside
+            else None
+        )
+        return Matrix(tensor, linear, kept, layer, module if linear else None, entry)
+    asked = module in tree.linears and module not in tree.gates and module != tree.head
+    fused = fused_layer(module, tree) if asked else None
+    sglang = known.layer(fused) if fused and not module.endswith(_DENSE_IN_SGLANG) else None
+    dense = tree.dense_for(module)
+    return Matrix(
+        tensor,
+        module in tree.linears,
+        kept,
+        sglang,
+        fused,
+        dense.entry if dense else spell(module),
+        module in tree.experts,
+    )
+
+
+def fused_layer(module: str, tree: ClassTree | None) -> str:
+    """The layer that holds a module: of experts their container, of shards that are all there the fused one, else its own."""
+    if ".experts." in module:
+        return module.partition(".experts.")[0] + ".experts"
+    parent, _, name = module.rpartition(".")
+    fused = _FUSED_OF.get(name)
+    if fused is None or (tree is not None and any(f"{parent}.{shard}" not in tree.linears for shard in FUSED[fused])):
+        return module
+    return f"{parent}.{fused}"
+
+
+def names_in_sglang(
+    matrix: Matrix, ignore: Collection[str], packed_modules: Mapping[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    """The names that SGLang looks up in `ignore` (as it holds it) to decide about this matrix's layer; it wants one answer for all.
+
+    Source: SGLang `CompressedTensorsConfig.get_moe_scheme` and `should_ignore_layer`.
+    """
+    return tuple(_asked(matrix.sglang, ignore, packed_modules)) if matrix.sglang is not None else ()
+
+
+def names_in_vllm(matrix: Matrix, ignore: Collection[str]) -> tuple[str, ...]:
+    """As `names_in_sglang` for vLLM, every class of which says what its fused layers are made of. Read in its source, not run."""
+    # What lies in the release as one matrix already is no fused layer to vLLM.
+    return (
+        tuple(_asked(matrix.vllm, ignore, FUSED if matrix.vllm != matrix.module else {}))
+        if matrix.vllm is not None
+        else ()
+    )
+
+
+def _asked(layer: str, ignore: Collection[str], packed_modules: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    name = layer.rpartition(".")[2]
+    if name == "experts":
+        yield from (f"{layer}.{expert}" for expert in FIRST_EXPERT)
+    elif name in packed_modules and layer not in ignore:
+        # Every occurrence is replaced, as SGLang and vLLM do.
+        yield from (layer.replace(name, shard) for shard in packed_modules[name])
+    else:
+        yield layer

@@ -1,0 +1,209 @@
+"""Builds transformers' class of a model on the meta device from the sizes in its config, and from nothing else of it.
+
+A config.json comes with the checkpoint, so from anyone. transformers makes every key of it an attribute, and by some of them it
+fetches code and runs it: an attention implementation may be a repository of kernels. So only the keys below get through, only with
+values that can be nothing but a size, a switch or a word of a fixed list, and what transformers could choose by itself is fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from threading import Lock
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from huggingface_hub import constants
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+from ckptkit.core.errors import CkptkitError
+from quant.selection.released import Released
+
+_SIZE, _SIZES, _SWITCH = (
+    "a whole number that is not negative",
+    "a list of whole numbers that are not negative",
+    "true or false",
+)
+_LARGEST = 2**31
+_ACTIVATIONS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu", "swish")
+_ATTENTION = (
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "linear_attention",
+    "deepseek_sparse_attention",
+    "indexed_attention",
+)
+# What the values of a key must be: one of the three kinds above, a word of these, or (`list`) a list of such words.
+Kind = str | tuple[str, ...] | list[str]
+
+
+def _each(kind: Kind, *keys: str) -> dict[str, Kind]:
+    return dict.fromkeys(keys, kind)
+
+
+_LANGUAGE: Mapping[str, Kind] = MappingProxyType(
+    _each(
+        _SIZE,
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    | _each(
+        _SIZE,
+        "n_routed_experts",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "n_shared_experts",
+        "moe_intermediate_size",
+    )
+    | _each(_SIZE, "shared_expert_intermediate_size", "first_k_dense_replace", "decoder_sparse_step")
+    | _each(_SIZE, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    | _each(_SIZE, "index_head_dim", "index_n_heads", "index_topk", "index_topk_freq", "index_skip_topk_offset")
+    | _each(
+        _SIZE,
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+    )
+    | _each(_SIZE, "full_attention_interval", "sliding_window_pattern")
+    | {"mlp_only_layers": _SIZES, "hidden_act": _ACTIVATIONS, "hidden_activation": _ACTIVATIONS}
+    | {"layer_types": list(_ATTENTION), "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]}
+)
+_VISION: Mapping[str, Kind] = MappingProxyType(
+    _each(
+        _SIZE,
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_channels",
+        "image_size",
+        "patch_size",
+    )
+    | _each(
+        _SIZE,
+        "depth",
+        "num_heads",
+        "in_channels",
+        "spatial_merge_size",
+        "temporal_patch_size",
+        "out_hidden_size",
+        "num_position_embeddings",
+    )
+    | {"deepstack_visual_indexes": _SIZES, "vision_use_head": _SWITCH, "hidden_act": _ACTIVATIONS}
+)
+_BOTH: Mapping[str, Kind] = MappingProxyType({"mm_tokens_per_image": _SIZE})
+# These give layers other sizes than the keys above say, in one transformers or another, so that no answer would be right.
+_OVERRIDING = ("per_layer_config",)
+
+_OFFLINE = Lock()
+
+
+def text_model(names: Released, config: Mapping[str, Any]) -> PreTrainedModel:
+    """The language model alone. Raises CkptkitError naming the key by which it cannot be built."""
+    return _build(config, names.model_type, _language(names, config))
+
+
+def whole_model(names: Released, config: Mapping[str, Any]) -> PreTrainedModel | None:
+    """The language model (its `language_model`) with all that stands beside it; None where transformers or the config has no such model.
+
+    Raises as `text_model`.
+    """
+    vision = config.get("vision_config")
+    if not names.whole or not isinstance(vision, Mapping):
+        return None
+    parts = {
+        "text_config": _language(names, config),
+        "vision_config": _checked(vision, _VISION, config, "vision_config."),
+    }
+    return _build(config, str(config["model_type"]), {**_checked(config, _BOTH, config), **parts})
+
+
+def _language(names: Released, config: Mapping[str, Any]) -> dict[str, Any]:
+    text, where = names.config(config), "text_config." if names.nested else ""
+    fields = _checked(text, _LANGUAGE, config, where)
+    if (pattern := text.get("index_topk_pattern")) is not None and fields.get("indexer_types") is None:
+        fields["indexer_types"] = _indexers(pattern, config, where)
+    # The default of some classes lies outside a small vocabulary.
+    return fields | {"pad_token_id": None}
+
+
+def _checked(
+    part: Mapping[str, Any], known: Mapping[str, Kind], config: Mapping[str, Any], where: str = ""
+) -> dict[str, Any]:
+    """The known keys of a part of the config. null is passed on: it means the default, or that there is no such thing."""
+    if wrong := next((key for key in _OVERRIDING if part.get(key) is not None), None):
+        raise _refused(config, f"{where}{wrong} gives layers sizes of their own, which is not supported")
+    fields = {key: part[key] for key in known if key in part}
+    for key, value in fields.items():
+        if value is not None and not _fits(value, known[key]):
+            raise _refused(config, f"{where}{key} is {value!r:.80}, not {_in_words(known[key])}")
+    return fields
+
+
+def _fits(value: Any, kind: Kind) -> bool:
+    if kind == _SIZE:
+        return type(value) is int and 0 <= value < _LARGEST
+    if kind == _SWITCH:
+        return type(value) is bool
+    if kind == _SIZES:
+        return isinstance(value, list) and all(_fits(one, _SIZE) for one in value)
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(type(one) is str and one in kind for one in value)
+    return type(value) is str and value in kind
+
+
+def _in_words(kind: Kind) -> str:
+    if isinstance(kind, str):
+        return kind
+    return ("a list of " if isinstance(kind, list) else "one of ") + ", ".join(kind)
+
+
+def _indexers(pattern: Any, config: Mapping[str, Any], where: str) -> list[str]:
+    """Which layers have an indexer of their own, of a word like FSSF or the list that `indexer_types` has."""
+    words = {"F": "full", "S": "shared"}
+    kinds = [words.get(letter, letter) for letter in pattern] if isinstance(pattern, str) else pattern
+    if not _fits(kinds, _LANGUAGE["indexer_types"]):
+        raise _refused(config, f"{where}index_topk_pattern is {pattern!r:.80}, not a word of F and S")
+    return list(kinds)
+
+
+def _build(config: Mapping[str, Any], model_type: str, fields: dict[str, Any]) -> PreTrainedModel:
+    try:
+        with _hub_offline(), torch.device("meta"):
+            parsed = AutoConfig.for_model(model_type, **fields)
+            model: PreTrainedModel = AutoModel.from_config(
+                parsed, attn_implementation="eager", experts_implementation="eager", trust_remote_code=False
+            )
+    except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, StrictDataclassError) as error:
+        raise _refused(config, str(error).partition("\n")[0][:300]) from error
+    return model
+
+
+def _refused(config: Mapping[str, Any], reason: str) -> CkptkitError:
+    return CkptkitError(
+        f"transformers cannot build model_type {config.get('model_type')!r} from config.json: {reason}",
+        "which tensors are Linear layers is read from the model's classes; update transformers, or repair config.json",
+    )
+
+
+@contextmanager
+def _hub_offline() -> Iterator[None]:
+    """Lets no request to the Hugging Face hub through. The switch is the process's, so builds take turns."""
+    with _OFFLINE:
+        before = constants.HF_HUB_OFFLINE
+        constants.HF_HUB_OFFLINE = True
+        try:
+            yield
+        finally:
+            constants.HF_HUB_OFFLINE = before

@@ -1,0 +1,115 @@
+"""How each reader decides by name whether an `ignore` entry covers a tensor. They agree on less than one would think.
+
+compressed-tensors (and transformers, which calls it), vLLM and SGLang look at module names, slime at parameter names; a plain
+entry is the whole name, any part of it, a dotted ending or a prefix. Which names a reader looks up is in `quant.look_ups`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from ckptkit.core.errors import CkptkitError
+
+Rule = Callable[[str, str], bool]
+_LINEAR_CLASSES = ("Linear", "Module")
+
+
+def compressed_tensors(module: str, pattern: str) -> bool:
+    """A Linear module, as compressed-tensors and transformers read it: `re:` from the start, else the whole name or a class name.
+
+    Source: compressed-tensors `utils/match.py`, `is_match`.
+    """
+    return pattern in _LINEAR_CLASSES or vllm(module, pattern)
+
+
+def vllm(layer: str, pattern: str) -> bool:
+    """A layer, as vLLM reads it: `re:` from the start, else the whole name.
+
+    Source: vLLM `compressed_tensors/utils.py`, `check_equal_or_regex_match`; read, not run.
+    """
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), layer) is not None
+    return pattern == layer
+
+
+def sglang(layer: str, pattern: str) -> bool:
+    """A layer, as SGLang up to at least 0.5.16 reads it: `re:` from the start, else any part of the name, in any case.
+
+    Source: SGLang `layers/quantization/compressed_tensors/utils.py`, `check_equal_or_regex_match`.
+    """
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), layer) is not None
+    return pattern.lower() in layer.lower()
+
+
+def sglang_suffix(layer: str, pattern: str) -> bool:
+    """A layer, as SGLang 0.5.23 reads it: `re:` from the start, else the whole name or a dotted ending of it."""
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), layer) is not None
+    return pattern == layer or layer.endswith("." + pattern)
+
+
+def slime(parameter: str, pattern: str) -> bool:
+    """A parameter (`….weight`), as slime, miles and Relax read it: `re:` from the start, or any prefix.
+
+    What is not covered is quantized when it ends in `.weight` and has two or more axes, whatever its class: `targets` is not read.
+    Source: slime `quantizer_compressed_tensors.py`, `quantize_params_compressed_tensors`; read, not run.
+    """
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), parameter) is not None
+    return parameter.startswith(pattern)
+
+
+# The readers, and what each does with one name and one entry.
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "compressed-tensors": compressed_tensors,
+        "transformers": compressed_tensors,
+        "vLLM": vllm,
+        "SGLang 0.5.16": sglang,
+        "SGLang 0.5.23": sglang_suffix,
+        "slime": slime,
+    }
+)
+# What `--reader` takes, and the readers that it stands for.
+READERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "sglang": ("SGLang 0.5.16", "SGLang 0.5.23"),
+        "vllm": ("vLLM",),
+        "transformers": ("compressed-tensors", "transformers"),
+        "slime": ("slime",),
+        "miles": ("slime",),  # the same rule; only its bridge goes by the names of the checkpoint
+    }
+)
+ALL_READERS = tuple(READERS)
+# Who decides where no reader is named: the engine that reinforcement learning serves with, and the trainers that quantize for it.
+RL_READERS = ("sglang", "slime", "miles")
+
+
+def severity_of(
+    reader: str, asked: Iterable[str] | None, *, published: bool = False, updated: bool = False
+) -> Literal["error", "warning"]:
+    """What it is when `reader` (of `RULES`) would take an `ignore` list otherwise than the weights are packed.
+
+    `asked`: names of `--reader`, whose readings then are the ones that count; None: `RL_READERS`. `published`: the list is one that
+    releases have, which are made for engines; what only a trainer would take otherwise is then a warning, unless `updated`: a launch
+    quantizes by this list. Raises CkptkitError as `readers_of`.
+    """
+    if asked is not None:
+        return "error" if reader in readers_of(asked) else "warning"
+    spared = published and not updated and not reader.startswith("SGLang")
+    return "error" if reader in readers_of(RL_READERS) and not spared else "warning"
+
+
+def readers_of(names: Iterable[str]) -> tuple[str, ...]:
+    """The readers behind some names of `--reader`, in a fixed order. Raises CkptkitError for a name that is none, or when there is none."""
+    chosen = set(names)
+    if unknown := sorted(chosen - READERS.keys()):
+        raise CkptkitError(f"unknown reader {unknown[0]!r}", f"choose of {', '.join(READERS)}")
+    if not chosen:
+        raise CkptkitError("no reader is named", f"choose of {', '.join(READERS)}")
+    wanted = {reader for name in chosen for reader in READERS[name]}
+    return tuple(reader for reader in RULES if reader in wanted)

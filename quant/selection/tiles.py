@@ -1,0 +1,119 @@
+"""Whether the INT4 kernels of SGLang can load a layer when it is cut for tensor parallelism.
+
+Source: SGLang `layers/quantization/marlin_utils.py`, `verify_marlin_supports_shape` and `check_moe_marlin_supports_layer`. For
+compressed-tensors SGLang 0.5.16 asks the first and drops the answer, and asks the second not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import TensorSpec, summarize
+from quant.selection.class_tree import ClassTree
+from quant.selection.matrices import fused_layer
+from quant.selection.released import released
+from quant.selection.spelling import spell
+
+_ROWS, _COLUMNS = 64, 128  # a tile of a layer
+_EXPERT_ROWS, _EXPERT_COLUMNS = 128, 64  # a tile of fused experts
+_ROW_PARALLEL = ("o_proj", "down_proj", "w2")
+_WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
+_SIZES = (64, 32, 16, 8, 4, 2, 1)
+
+
+def check_tiles(
+    chosen: Sequence[TensorSpec],
+    tree: ClassTree,
+    config: Mapping[str, Any],
+    group_size: int | None,
+    tp: int,
+    ep: int = 1,
+) -> None:
+    """Raises CkptkitError naming the tensors of `chosen` that SGLang's kernels cannot load at tensor parallel size `tp`.
+
+    Each expert is cut over tp / ep ranks (SGLang `initialize_model_parallel`, `moe_tp_size`).
+    """
+    faults = _faults(chosen, tree, config, group_size, tp, ep)
+    if not faults:
+        return
+    fitting = next(
+        (size for size in _SIZES if size < tp and not _faults(chosen, tree, config, group_size, size, ep)), None
+    )
+    entries = dict.fromkeys(spell(name.removesuffix(".weight")) for name in faults)
+    kinds: dict[str, list[str]] = {}
+    for name, fault in faults.items():
+        kinds.setdefault(fault, []).append(name)
+    raise CkptkitError(
+        f"SGLang's INT4 kernels cannot load at tensor parallel size {tp}",
+        (f"serve with tensor parallel size {fitting}, or " if fitting else "")
+        + "leave them out: "
+        + " ".join(f"--ignore '{entry}'" for entry in entries),
+        [f"{summarize(names)}: {fault}" for fault, names in kinds.items()],
+    )
+
+
+def _faults(
+    chosen: Sequence[TensorSpec], tree: ClassTree, config: Mapping[str, Any], group_size: int | None, tp: int, ep: int
+) -> dict[str, str]:
+    """What is wrong with each tensor that does not fit, by name. Shards of a fused layer are looked at together."""
+    heads = _key_value_heads(released(config).config(config))
+    layers: dict[str, list[TensorSpec]] = {}
+    for spec in chosen:
+        layers.setdefault(fused_layer(spec.name.removesuffix(".weight"), tree), []).append(spec)
+    found = {}
+    for specs in layers.values():
+        expert = specs[0].name.removesuffix(".weight") in tree.experts
+        fault = (
+            _expert_fault(specs, group_size, max(tp // ep, 1)) if expert else _layer_fault(specs, group_size, tp, heads)
+        )
+        if fault:
+            found.update(dict.fromkeys((spec.name for spec in specs), fault))
+    return found
+
+
+def _key_value_heads(text: Mapping[str, Any]) -> int:
+    heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
+    return heads if isinstance(heads, int) else 1
+
+
+def _layer_fault(specs: Sequence[TensorSpec], group_size: int | None, tp: int, heads: int) -> str | None:
+    rows, columns = 0, specs[0].shape[1]
+    for spec in specs:
+        projection = spec.name.split(".")[-2]
+        # Keys and values are repeated where there are more ranks than heads.
+        parts = (
+            1
+            if projection in (*_ROW_PARALLEL, *_WHOLE)
+            else min(tp, heads)
+            if projection in ("k_proj", "v_proj")
+            else tp
+        )
+        if spec.shape[0] % parts:
+            return f"{spec.shape[0]} rows do not divide by {parts}"
+        rows += spec.shape[0] // parts
+    if specs[0].name.split(".")[-2] in _ROW_PARALLEL:
+        if columns % tp:
+            return f"{columns} columns do not divide by {tp}"
+        columns //= tp
+    if rows % _ROWS:
+        return f"{rows} rows on a rank, which must divide by {_ROWS}"
+    if columns % _COLUMNS:
+        return f"{columns} columns on a rank, which must divide by {_COLUMNS}"
+    return (
+        f"{columns} columns on a rank, which must divide by the group size {group_size}"
+        if group_size and columns % group_size
+        else None
+    )
+
+
+def _expert_fault(specs: Sequence[TensorSpec], group_size: int | None, tp: int) -> str | None:
+    down = next((spec for spec in specs if spec.name.split(".")[-2] in _ROW_PARALLEL), None)
+    if down is None:
+        return None
+    hidden, inner = down.shape
+    step = max(_EXPERT_COLUMNS, group_size or 0)
+    if inner % tp or inner // tp % step:
+        return f"experts of {inner} features on {tp} ranks: {inner / tp:g} on a rank, which must divide by {step}"
+    return f"experts of hidden size {hidden}, which must divide by {_EXPERT_ROWS}" if hidden % _EXPERT_ROWS else None

@@ -1,0 +1,228 @@
+"""Bad input, as a new user would try it, through the real command: one clear message, the right exit code, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from fixture_types import PathOf
+
+
+def ckptkit(*arguments: str | Path, file_limit: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs the command; `file_limit` bytes is the largest file it may write, as on a disk that fills up."""
+
+    def limit() -> None:
+        if file_limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+
+    words = [sys.executable, "-m", "ckptkit", *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, preexec_fn=limit, check=False)
+
+
+def truncated(path: Path) -> str:
+    """Cuts the last byte off a shard; returns what the message must name."""
+    shard = sorted(path.glob("*.safetensors"))[4]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    return shard.name
+
+
+def outside(path: Path) -> str:
+    """The index names a file outside the directory."""
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = "../../etc/model.safetensors"
+    index.write_text(json.dumps(content))
+    return "puts model.norm.weight into '../../etc/model.safetensors'"
+
+
+def unknown_type(path: Path) -> str:
+    """A model_type that no family has."""
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"model_type": "rwkv9"}))
+    return "model_type 'rwkv9' is not supported"
+
+
+def missing_shard(path: Path) -> str:
+    """A shard that the index names is gone."""
+    shard = sorted(path.glob("*.safetensors"))[4]
+    shard.unlink()
+    return shard.name
+
+
+def only_bin(path: Path) -> str:
+    """Weights in pickles."""
+    for file in [*path.glob("*.safetensors"), path / "config.json", path / "model.safetensors.index.json"]:
+        file.unlink()
+    (path / "pytorch_model.bin").write_bytes(b"")
+    return "convert .bin weights to safetensors first"
+
+
+@pytest.mark.parametrize("damage", [truncated, outside, unknown_type, missing_shard, only_bin])
+def test_damaged_source(
+    releases: PathOf, copy_of: Callable[[Path], Path], tmp_path: Path, damage: Callable[[Path], str]
+) -> None:
+    source = copy_of(releases("glm4_moe"))
+    named = damage(source)
+    done = ckptkit("convert", source, tmp_path / "out")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert named in done.stderr
+    assert "next: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["glm4_moe"]
+
+
+def test_paths_that_hold_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    for path, message in (("absent", "does not exist"), ("empty", "the directory is empty"), ("file", "is a file")):
+        for command in (
+            ["convert", tmp_path / path, tmp_path / "out"],
+            ["inspect", tmp_path / path],
+            ["verify", tmp_path / path],
+        ):
+            done = ckptkit(*command)
+            assert done.returncode == 2, (command, done.stderr)
+            assert message in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_existing_destination_is_kept(releases: PathOf, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/precious").write_text("x")
+    done = ckptkit("convert", releases("qwen2-tied"), tmp_path / "out")
+    assert done.returncode == 2
+    assert "out exists already" in done.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
+    refused = ckptkit("convert", releases("qwen2-tied"), tmp_path / "out", "--overwrite")
+    assert refused.returncode == 2
+    assert "is no checkpoint, so it is not replaced" in refused.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
+    (tmp_path / "out/config.json").write_text("{}")
+    assert ckptkit("convert", releases("qwen2-tied"), tmp_path / "out", "--overwrite").returncode == 0
+    assert (tmp_path / "out/release/.metadata").exists()
+
+
+@pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
+def test_disk_that_fills_up(releases: PathOf, converted: PathOf, tmp_path: Path, direction: str) -> None:
+    source = releases("glm4_moe") if direction == "to Megatron" else converted("glm4_moe")
+    done = ckptkit("convert", source, tmp_path / "out", file_limit=300_000)
+    assert done.returncode == 2, done.stderr
+    assert "File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def assert_kept_or_gone(folder: Path, stderr: str) -> None:
+    """What is finished is kept, and said; without a finished file nothing is left."""
+    finished = [*folder.glob("out.partial/*.safetensors"), *folder.glob("out.partial/release/*.distcp")]
+    if finished:
+        assert f"keeps {len(finished)} finished file(s)" in stderr
+        assert "--resume" in stderr
+    else:
+        assert list(folder.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+@pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
+def test_really_full_disk(releases: PathOf, converted: PathOf, tmp_path: Path, direction: str) -> None:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", tmp_path], check=False, capture_output=True
+    ).returncode:
+        pytest.skip("this machine does not let root mount a tmpfs")
+    try:
+        source = releases("glm4_moe") if direction == "to Megatron" else converted("glm4_moe")
+        done = ckptkit("convert", source, tmp_path / "out")
+        assert done.returncode == 2, done.stderr
+        assert "No space left on device" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert_kept_or_gone(tmp_path, done.stderr)
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+@pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
+def test_ctrl_c_in_the_middle(releases: PathOf, converted: PathOf, tmp_path: Path, direction: str) -> None:
+    source = releases("glm4_moe") if direction == "to Megatron" else converted("glm4_moe")
+    # Tensors are written slowly, so that the signal arrives in the middle.
+    slow = "import time, ckptkit.core.plan as p; f = p.checked; p.checked = lambda *a: (time.sleep(0.2), f(*a))[1]; from ckptkit.app.cli import main; main()"
+    # Where the tests themselves run in the background of a shell, the signal is ignored, and what they start inherits that.
+    heard = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow, "convert", source, tmp_path / "out"],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heard,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "out.partial").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "interrupted" in stderr
+    assert "Traceback" not in stderr
+    assert_kept_or_gone(tmp_path, stderr)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["convert"],
+        ["convert", "a", "b", "--dtype", "int3"],
+        ["convert", "a", "b", "--workers", "0"],
+        ["nonsense"],
+        ["quantize", "a", "b", "--group-size", "48"],
+        ["preflight"],
+    ],
+)
+def test_bad_usage(arguments: list[str]) -> None:
+    done = ckptkit(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_dry_run_writes_nothing_and_names_everything(releases: PathOf, tmp_path: Path) -> None:
+    done = ckptkit("convert", releases("glm4_moe"), tmp_path / "out", "--dry-run")
+    assert done.returncode == 0
+    assert "decoder.layers.{2..11}.mlp.experts.experts.{0..11}.linear_fc1.weight" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_inspect(releases: PathOf, converted: PathOf) -> None:
+    hf = json.loads(ckptkit("inspect", releases("glm4_moe"), "--json").stdout)
+    assert (hf["format"], hf["tensors"], hf["dtypes"]) == ("HF safetensors", 551, {"bfloat16": 541, "float32": 10})
+    megatron = json.loads(ckptkit("inspect", converted("glm4_moe"), "--json").stdout)
+    assert (megatron["format"], megatron["tensors"], megatron["iteration"]) == ("Megatron torch_dist", 371, "release")
+    assert megatron["args"]["num_layers"] == 12
+
+
+def test_progress_is_quiet_without_a_terminal(releases: PathOf, tmp_path: Path) -> None:
+    done = ckptkit("convert", releases("qwen2-tied"), tmp_path / "out")
+    assert done.stderr == ""
+    shutil.rmtree(tmp_path / "out")
+
+
+def test_an_error_of_the_disk_is_a_message_and_a_traceback_only_with_debug(releases: PathOf) -> None:
+    broken = (
+        "import ckptkit.formats.hf.reader as s; from pathlib import Path\n"
+        "def stop(*a): raise OSError(5, 'Input/output error', 'x.safetensors')\n"
+        "s.HfCheckpoint.__init__ = stop; from ckptkit.app.cli import main; main()"
+    )
+    for debug in ([], ["--debug"]):
+        words = [sys.executable, "-c", broken, *debug, "inspect", str(releases("qwen2-tied"))]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "Input/output error: 'x.safetensors'" in done.stderr
+        assert ("Traceback" in done.stderr) == bool(debug)

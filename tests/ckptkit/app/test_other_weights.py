@@ -1,0 +1,125 @@
+"""Directories whose weights are no safetensors, or not only: what they hold is named, with the way out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckptkit.app.api import convert, inspect
+from ckptkit.core.errors import CkptkitError
+
+PICKLE = "is a pickle: convert .bin weights to safetensors first: load with transformers and save_pretrained"
+ORIGINAL = "is the format of the model's authors: take the safetensors of the release, not its original/ folder"
+
+
+@pytest.mark.parametrize("config", [True, False], ids=["with config.json", "without"])
+@pytest.mark.parametrize(
+    ("files", "hint"),
+    [
+        (["pytorch_model.bin"], f"pytorch_model.bin {PICKLE}"),
+        (
+            ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
+            f"pytorch_model-00001-of-00002.bin {PICKLE}",
+        ),
+        (
+            ["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json", "training_args.bin"],
+            f"pytorch_model-00001-of-00001.bin {PICKLE}",
+        ),
+        (["model.pt"], f"model.pt {PICKLE}"),
+        (
+            ["model-Q4_K_M.gguf"],
+            "model-Q4_K_M.gguf is llama.cpp's format, which is quantized for it: start from the safetensors release",
+        ),
+        (["consolidated.00.pth", "consolidated.01.pth", "params.json"], f"consolidated.00.pth {ORIGINAL}"),
+        (["original/consolidated.00.pth"], "only original/ holds weights, in the format of the model's authors"),
+        (["original/model.safetensors"], "only original/ holds weights, in the format of the model's authors"),
+    ],
+)
+def test_other_weights_are_named(tmp_path: Path, files: list[str], hint: str, config: bool) -> None:
+    source = tmp_path / "source"
+    for file in files:
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        (source / file).write_bytes(b"x")
+    if config:
+        (source / "config.json").write_text("{}")
+    for run in (inspect, lambda path: convert(path, tmp_path / "out")):
+        with pytest.raises(CkptkitError, match="neither" if config else "holds no checkpoint") as error:
+            run(source)
+        assert str(error.value.hint).startswith(hint)
+        assert str(source) in error.value.message
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("file", "hint"),
+    [
+        (
+            "consolidated.safetensors",
+            "consolidated.safetensors is Mistral's own format: take the model-*.safetensors of the release and their index",
+        ),
+        (
+            "model-00001-of-00002.safetensors",
+            "model-00001-of-00002.safetensors is there without model.safetensors.index.json: restore the index",
+        ),
+    ],
+)
+def test_safetensors_that_nothing_names(tmp_path: Path, file: str, hint: str) -> None:
+    save_file({"x": torch.zeros(2)}, tmp_path / file)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CkptkitError, match="has neither") as error:
+        inspect(tmp_path)
+    assert str(error.value.hint).startswith(hint)
+
+
+def test_a_config_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CkptkitError, match="has neither") as error:
+        inspect(tmp_path)
+    assert error.value.hint == "download its weights, as safetensors"
+
+
+def test_the_folder_of_the_authors_format(releases: Callable[[str], Path], copy_of: Callable[[Path], Path]) -> None:
+    source = copy_of(releases("qwen2-tied"))
+    shutil.copytree(releases("qwen2-tied"), source / "original")
+    with pytest.raises(CkptkitError, match="original holds the model in the format of its authors") as error:
+        inspect(source / "original")
+    assert error.value.hint == f"give the HF directory around it: {source}"
+    assert inspect(source)["tensors"] == inspect(releases("qwen2-tied"))["tensors"]
+
+
+def test_safetensors_beside_pickles_are_used(
+    releases: Callable[[str], Path], copy_of: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    source = copy_of(releases("qwen2-tied"))
+    for name in ("pytorch_model-00001-of-00001.bin", "consolidated.00.pth", "model.gguf"):
+        (source / name).write_bytes(b"x")
+    (source / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": "pytorch_model-00001-of-00001.bin"}})
+    )
+    convert(source, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {
+        path.name for path in releases("qwen2-tied").iterdir()
+    } | {"ckptkit.json"}
+
+
+def test_one_file_without_an_index(releases: Callable[[str], Path], tmp_path: Path) -> None:
+    """Small models are released as one model.safetensors."""
+    source = tmp_path / "source"
+    source.mkdir()
+    names: dict[str, torch.Tensor] = {}
+    for file in releases("qwen2-tied").iterdir():
+        if file.suffix == ".safetensors":
+            names |= load_file(file)
+        elif not file.name.endswith(".index.json"):
+            shutil.copy(file, source)
+    save_file(names, source / "model.safetensors", metadata={"format": "pt"})
+    convert(source, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    assert (tmp_path / "back/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()

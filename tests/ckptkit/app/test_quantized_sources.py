@@ -1,0 +1,129 @@
+"""Quantized releases as sources and references of a conversion: what is said about them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import quantized
+import torch
+from click.testing import CliRunner
+from fixture_types import PathOf
+
+from ckptkit.app.api import convert, inspect, quantize
+from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.hf.side_files import write_config
+from quant.formats.scheme import QuantScheme, read_scheme
+from verify.run import verify
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [100, 60]}
+WORDS = "FP8 (float8_e4m3fn, one scale for each block of 100 x 60)"
+
+
+def says(path: Path, content: Any) -> Path:
+    """Puts a quantization_config into a config.json."""
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": content}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def fp8(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """qwen2-tied in FP8, in blocks that divide nothing."""
+    target = tmp_path_factory.mktemp("fp8") / "release"
+    quantizer = quantized.fp8_blocks(100, 60)
+    quantized.write(
+        releases("qwen2-tied"),
+        target,
+        lambda name: "_proj.weight" in name,
+        quantizer,
+        lambda config: config | {"quantization_config": FP8},
+    )
+    return target
+
+
+def run(*arguments: str | Path) -> str:
+    """What the command says on stdout."""
+    return str(CliRunner().invoke(cli, [*map(str, arguments)], catch_exceptions=False).stdout)
+
+
+def test_the_command_line_says_what_it_dequantizes(fp8: Path, tmp_path: Path) -> None:
+    assert f"quantization: {WORDS}: 84 tensors; `ckptkit convert` dequantizes them" in run("inspect", fp8)
+    assert f" GB, dequantized from {WORDS}\n" in run("convert", fp8, tmp_path / "megatron", "--dry-run")
+    assert json.loads(run("convert", fp8, tmp_path / "megatron", "--json"))["dequantized"] == WORDS
+    assert json.loads(run("convert", tmp_path / "megatron", tmp_path / "back", "--json"))["dequantized"] is None
+    assert inspect(tmp_path / "back")["quantization"] is None
+
+
+def test_from_fp8_to_int4(fp8: Path, tmp_path: Path) -> None:
+    """By way of Megatron; the plain weights between are those that quantizing the way back by itself starts from."""
+    convert(fp8, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    quantize(tmp_path / "back", tmp_path / "expected", QuantScheme(32, "qmax7"))
+    convert(tmp_path / "megatron", tmp_path / "int4", hf=fp8, quantize=QuantScheme(32, "qmax7"))
+    expected, found = models.tensors(tmp_path / "expected"), models.tensors(tmp_path / "int4")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert read_scheme(json.loads((tmp_path / "int4/config.json").read_text())).group_size == 32
+
+
+def test_from_fp8_to_int4_directly(fp8: Path, tmp_path: Path) -> None:
+    """As if the plain weights had been quantized, and the written report says what they were."""
+    convert(fp8, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "plain")
+    quantize(tmp_path / "plain", tmp_path / "expected", QuantScheme(32, "qmax7"))
+    assert quantize(fp8, tmp_path / "int4", QuantScheme(32, "qmax7")).dequantized == WORDS
+    expected, found = models.tensors(tmp_path / "expected"), models.tensors(tmp_path / "int4")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert read_scheme(json.loads((tmp_path / "int4/config.json").read_text())) == read_scheme(
+        json.loads((tmp_path / "expected/config.json").read_text())
+    )
+
+
+@pytest.mark.parametrize(
+    "content", [{"quant_method": "awq", "bits": 4}, {"quant_method": "modelopt", "quant_algo": "NVFP4"}]
+)
+def test_a_format_that_is_not_known(
+    content: Any, releases: PathOf, converted: PathOf, copy_of: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    source = says(copy_of(releases("qwen2-tied")), content)
+    message = f"quantization method '{content['quant_method']}' is not supported"
+    assert inspect(source)["quantization"] == f"not to be dequantized here: config.json: {message}"
+    jobs: list[Callable[[], Any]] = [
+        lambda: convert(source, tmp_path / "out"),
+        lambda: quantize(source, tmp_path / "out", QuantScheme(32, "qmax7")),
+        lambda: convert(converted("qwen2-tied"), tmp_path / "out", hf=source),
+        lambda: verify(converted("qwen2-tied"), source=source),
+    ]
+    for job in jobs:
+        with pytest.raises(CkptkitError, match=message) as error:
+            job()
+        assert error.value.hint == "ckptkit reads fp8, mxfp4 and compressed-tensors: start from the unquantized release"
+    assert [path.name for path in tmp_path.iterdir()] == ["qwen2-tied"]
+
+
+def test_quantized_weights_of_which_the_config_says_nothing(
+    fp8: Path, copy_of: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    source = says(copy_of(fp8), None)
+    with pytest.raises(CkptkitError, match="a weight must be bfloat16, float16 or float32") as error:
+        convert(source, tmp_path / "out")
+    assert "a quantized source must say so in config.json" in str(error.value.hint)
+
+
+def test_a_config_with_a_model_inside(tmp_path: Path) -> None:
+    """The dtype is corrected where it is stated, and `quantization_config` goes wherever it stands."""
+    text = {"hidden_size": 4, "torch_dtype": "float8_e4m3fn", "quantization_config": FP8}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": text}))
+    write_config(tmp_path, {"model_type": "x"}, {"a": TensorSpec("a", (2,), torch.bfloat16)})
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        "model_type": "x",
+        "text_config": {"hidden_size": 4, "torch_dtype": "bfloat16"},
+    }

@@ -1,0 +1,158 @@
+"""Every way in which a URL cannot be read or written: one CkptkitError that names it and says what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from remote_servers import KEYS, Bucket, free_port, refusing, serving, use_s3
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.detect import locate
+from ckptkit.formats.hf.remote import opened
+from ckptkit.storage.url import is_url
+from ckptkit.transfer.upload import Upload
+
+
+def reading(url: str) -> None:
+    """Opens a URL as a source."""
+    with opened(url):
+        pass
+
+
+def writing(url: str) -> None:
+    """Opens a URL as a destination."""
+    Upload(url)
+
+
+BOTH = pytest.mark.parametrize("use", [reading, writing])
+Use = Callable[[str], None]
+
+
+@BOTH
+def test_no_such_bucket(bucket: Bucket, use: Use) -> None:
+    with pytest.raises(CkptkitError, match="s3://not-there/model: The specified bucket does not exist") as error:
+        use("s3://not-there/model")
+    assert error.value.hint == "check the URL"
+
+
+@pytest.mark.parametrize("prefix", ["nothing/here", ""])
+def test_nothing_there(bucket: Bucket, prefix: str) -> None:
+    with pytest.raises(CkptkitError, match=f"{bucket.url(prefix)} holds nothing"):
+        reading(bucket.url(prefix))
+
+
+@BOTH
+def test_no_credentials(bucket: Bucket, use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in KEYS:
+        monkeypatch.delenv(name)
+    with pytest.raises(CkptkitError, match="Unable to locate credentials") as error:
+        use(bucket.url("model"))
+    assert "set AWS_ACCESS_KEY_ID" in str(error.value.hint)
+
+
+@BOTH
+@pytest.mark.parametrize("code", ["AccessDenied", "InvalidAccessKeyId"])
+def test_not_permitted(monkeypatch: pytest.MonkeyPatch, code: str, use: Use) -> None:
+    with (
+        serving(refusing(403, code)) as address,
+        use_s3(monkeypatch, address),
+        pytest.raises(CkptkitError, match=f"s3://bucket/model: {code}") as error,
+    ):
+        use("s3://bucket/model")
+    assert "set AWS_ACCESS_KEY_ID" in str(error.value.hint)
+
+
+def test_a_destination_that_may_be_read_and_not_written_is_refused_before_the_work(
+    bucket: Bucket, s3_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = refusing(403, "AccessDenied", only="PUT", target=s3_address)
+    with serving(refusal) as address, use_s3(monkeypatch, address), pytest.raises(CkptkitError, match="AccessDenied"):
+        writing(bucket.url("model"))
+
+
+@BOTH
+def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, use: Use) -> None:
+    with (
+        use_s3(monkeypatch, f"http://127.0.0.1:{free_port()}"),
+        pytest.raises(CkptkitError, match="Could not connect to the endpoint URL") as error,
+    ):
+        use("s3://bucket/model")
+    assert error.value.hint == "check the network, and AWS_ENDPOINT_URL if it is set; then run again"
+
+
+@BOTH
+@pytest.mark.parametrize(("url", "module"), [("s3://bucket/model", "s3fs"), ("gs://bucket/model", "gcsfs")])
+def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, url: str, module: str, use: Use) -> None:
+    # As another process would find it: fsspec keeps the classes that it has found.
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, url.partition(":")[0], raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(CkptkitError, match=f"{url}: .*{module}") as error:
+        use(url)
+    assert error.value.hint == f"pip install {module}"
+
+
+@BOTH
+def test_a_kind_of_url_that_nothing_reads(use: Use) -> None:
+    with pytest.raises(CkptkitError, match="Protocol not known: nosuch") as error:
+        use("nosuch://bucket/model")
+    assert "another URL that fsspec knows" in str(error.value.hint)
+
+
+def test_a_store_that_cannot_be_written() -> None:
+    with pytest.raises(CkptkitError) as error:
+        writing("data://x/y")
+    assert error.value.hint == "this kind of store cannot do that; use another, or a local directory"
+
+
+@pytest.mark.parametrize(
+    "key", ["latest_checkpointed_iteration.txt", "iter_0000010/.metadata", ".metadata", "mp_rank_00/model_optim_rng.pt"]
+)
+def test_a_megatron_checkpoint(bucket: Bucket, key: str) -> None:
+    bucket.put(f"model/{key}", b"x")
+    with pytest.raises(
+        CkptkitError, match="is a Megatron checkpoint, and only HF directories are read from URLs"
+    ) as error:
+        reading(bucket.url("model"))
+    assert error.value.hint == "copy it to a local disk first"
+
+
+def test_a_directory_without_a_config_is_not_downloaded(bucket: Bucket) -> None:
+    bucket.put("everything/film.mkv", b"x")
+    with pytest.raises(CkptkitError, match=r"everything holds no config\.json, but film\.mkv"):
+        reading(bucket.url("everything"))
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/model", Path("s3://bucket/model"), Path("hf://org/model").absolute()])
+def test_what_takes_only_paths_says_so(path: str | Path) -> None:
+    with pytest.raises(CkptkitError, match=r"^(s3://bucket|hf://org)/model is a URL, which is not read here") as error:
+        locate(path)
+    assert "copy it to a local disk" in str(error.value.hint)
+
+
+def test_verify_refuses_a_url_with_exit_code_2() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptkit", "verify", "s3://bucket/model"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: s3://bucket/model is a URL, which is not read here")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("s3://bucket/model", True),
+        ("simplecache::s3://bucket/model", True),
+        ("github+x.y-z://model", True),
+        ("/disk/model", False),
+        ("model", False),
+        ("./s3:/bucket", False),
+        (Path("s3://bucket/model"), False),
+    ],
+)
+def test_what_is_a_url(text: str | Path, expected: bool) -> None:
+    assert is_url(text) is expected

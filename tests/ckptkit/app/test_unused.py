@@ -1,0 +1,122 @@
+"""An option that would do nothing is refused: whoever gives one believes that it does something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from fixture_types import PathOf
+
+from ckptkit.app import api, options
+from ckptkit.app.api import convert
+from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
+from verify.run import verify
+
+INT4 = [
+    ["--group-size", "64"],
+    ["--grid", "qmax7"],
+    ["--asymmetric"],
+    ["--search", "none"],  # also where it says what is so anyway
+    ["--scale-dtype", "auto"],
+    ["--like", "{like}"],
+    ["--tp", "4"],
+    ["--reader", "sglang"],
+    ["--device", "cpu"],
+    ["--ignore", "lm_head"],
+]
+
+
+def run(*arguments: str | Path) -> None:
+    """Runs the command line."""
+    CliRunner().invoke(cli, [*map(str, arguments)], catch_exceptions=False)
+
+
+def test_every_int4_option_is_known() -> None:
+    decorated = options.int4(lambda: None)
+    assert {option.name for option in decorated.__click_params__} == set(options.INT4)
+    assert {words[0] for words in INT4} == {option.opts[0] for option in decorated.__click_params__}
+
+
+@pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
+@pytest.mark.parametrize("words", INT4, ids=lambda words: words[0])
+def test_int4_option_without_quantize_is_refused(
+    words: list[str], direction: str, releases: PathOf, converted: PathOf, tmp_path: Path
+) -> None:
+    source = (releases if direction == "to Megatron" else converted)("qwen2-tied")
+    given = [word.format(like=releases("qwen2-tied")) for word in words]
+    with pytest.raises(CkptkitError, match=f"^{words[0]} is about INT4 weights, and has no effect without --quantize"):
+        run("convert", source, tmp_path / "out", *given)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        ("--like", {"like": "absent"}),
+        ("--tp", {"tp": 4}),
+        ("--reader", {"readers": ("sglang",)}),
+        ("--device", {"device": "cuda"}),
+    ],
+)
+@pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
+def test_int4_argument_without_a_scheme_is_refused(
+    option: str, given: dict[str, Any], direction: str, releases: PathOf, converted: PathOf, tmp_path: Path
+) -> None:
+    source = (releases if direction == "to Megatron" else converted)("qwen2-tied")
+    with pytest.raises(CkptkitError, match=f"^{option} is about INT4 weights"):
+        convert(source, tmp_path / "out", **given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_convert_without_such_options_still_works(releases: PathOf, tmp_path: Path) -> None:
+    run(
+        "convert",
+        releases("qwen2-tied"),
+        tmp_path / "out",
+        "--dtype",
+        "auto",
+        "--dialect",
+        "mcore",
+        "--workers",
+        "1",
+        "--memory",
+        "512MB",
+        "--file-bytes",
+        "5GB",
+    )
+    assert (tmp_path / "out/release/.metadata").exists()
+
+
+def test_dialect_on_the_way_to_hf_is_refused(converted: PathOf, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="--dialect is for the way to Megatron"):
+        run("convert", converted("qwen2-tied"), tmp_path / "out", "--dialect", "mcore")
+
+
+@pytest.mark.parametrize("verb", ["convert", "inspect", "arguments", "manifest", "verify", "verify with a source"])
+def test_hf_where_nothing_is_megatron_is_refused(verb: str, releases: PathOf, tmp_path: Path) -> None:
+    model = releases("qwen2-tied")
+    calls: dict[str, Callable[[], object]] = {
+        "convert": lambda: convert(model, tmp_path / "out", hf=model),
+        "inspect": lambda: api.inspect(model, hf=model),
+        "arguments": lambda: api.model_arguments(model, hf=model),
+        "manifest": lambda: api.make_manifest(model, tmp_path / "out.json", hf=model),
+        "verify": lambda: verify(model, hf=model),
+        "verify with a source": lambda: verify(model, source=model, hf=model),
+    }
+    with pytest.raises(CkptkitError, match="^--hf (is for the way back|gives the config of a Megatron checkpoint)"):
+        calls[verb]()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dtype_and_file_bytes_have_an_effect_beside_quantize(converted: PathOf, tmp_path: Path) -> None:
+    words = ["--quantize", "w4a16", "--group-size", "32"]
+    run("convert", converted("qwen2-tied"), tmp_path / "plain", *words)
+    run("convert", converted("qwen2-tied"), tmp_path / "other", *words, "--dtype", "float16", "--file-bytes", "1MB")
+    dtypes = [set(api.inspect(tmp_path / name)["dtypes"]) for name in ("plain", "other")]
+    assert dtypes == [{"bfloat16", "int32", "int64"}, {"float16", "int32", "int64"}]
+    files = [len(list((tmp_path / name).glob("*.safetensors"))) for name in ("plain", "other")]
+    assert files[0] != files[1]

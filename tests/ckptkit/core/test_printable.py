@@ -1,0 +1,267 @@
+"""Whatever the names in a checkpoint are, what is printed moves no cursor, turns no text round and forges no line."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+import unicodedata
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixture_types import CopyOf, PathOf
+from safetensors.torch import load_file, save_file
+
+from ckptkit.app.api import int4_scheme, quantize
+from ckptkit.app.cli import main
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import json_text, printable
+
+# Escape codes, a carriage return, line breaks of three kinds, C1, marks that turn text round, DEL: and the verdict that they would forge.
+EVIL = "a\x1b[2J\x1b[1;1H\rb\nPASSED  forged\x85PASSED\x9b31m\u202ec\u2028PASSED\u2029\x7f\u200f\ufeff\u2066"
+VERDICT = re.compile(r"PASSED( with \d+ warnings?)?  /\S+/(model|qwen2-tied)((, | against )/\S+)*")
+HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+REPORTS = (".json", ".md", ".xml", ".sarif", ".html")
+
+
+def assert_harmless(text: str) -> None:
+    found = sorted({f"{ord(char):#x}" for char in text if char != "\n" and unicodedata.category(char) in HIDDEN})
+    assert found == [], text
+    lines = text.split("\n")
+    # The verdict, which is the first line.
+    rest = lines[1:] if VERDICT.fullmatch(lines[0]) else lines
+    assert [line for line in rest if line.startswith("PASSED")] == []
+
+
+def change(path: Path, **changes: Any) -> None:
+    """Changes keys of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def with_type(model: Path) -> None:
+    change(model / "config.json", model_type=EVIL)
+
+
+def with_values(model: Path) -> None:
+    change(
+        model / "config.json",
+        **{
+            EVIL: EVIL,
+            "architectures": [EVIL],
+            "dtype": EVIL,
+            "torch_dtype": EVIL,
+            "hidden_act": EVIL,
+            "rope_scaling": {"rope_type": EVIL, EVIL: 1},
+        },
+    )
+
+
+def with_quantizer(model: Path) -> None:
+    change(
+        model / "config.json",
+        quantization_config={
+            "quant_method": EVIL,
+            "format": EVIL,
+            "config_groups": {EVIL: {"targets": [EVIL]}},
+            "ignore": [EVIL],
+        },
+    )
+
+
+def with_tensor(model: Path) -> None:
+    index = model / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    file = next(iter(weight_map.values()))
+    save_file(load_file(model / file) | {EVIL: torch.ones(2)}, model / file, {"format": "pt"})
+    change(index, weight_map=weight_map | {EVIL: file, f"model.layers.0.{EVIL}": file})
+
+
+def with_files(model: Path) -> None:
+    index = model / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    (model / f"{EVIL}.safetensors").write_bytes(b"x")
+    (model / f"{EVIL}.json").write_text("{")
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": EVIL, "tokenizer_class": EVIL}))
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": EVIL}))
+    change(index, weight_map=weight_map | {"model.norm.weight": f"{EVIL}.safetensors"})
+
+
+def with_a_path(model: Path) -> None:
+    change(model / "config.json", num_hidden_layers=99)
+
+
+HOSTILE = {
+    found.__name__.removeprefix("with_"): found
+    for found in (with_type, with_values, with_quantizer, with_tensor, with_files, with_a_path)
+}
+VERBS: Mapping[str, Callable[[Path, Path, Path], list[str | Path]]] = {
+    "inspect": lambda model, clean, out: ["inspect", model],
+    "inspect --json": lambda model, clean, out: ["inspect", model, "--json"],
+    "inspect --megatron-args": lambda model, clean, out: ["inspect", model, "--megatron-args"],
+    "convert": lambda model, clean, out: ["convert", model, out],
+    "convert --dry-run": lambda model, clean, out: ["convert", model, out, "--dry-run"],
+    "convert --debug": lambda model, clean, out: ["--debug", "convert", model, out],
+    "quantize --dry-run": lambda model, clean, out: ["quantize", model, out, "--group-size", "32", "--dry-run"],
+    "quantize --ignore": lambda model, clean, out: ["quantize", clean, out, "--group-size", "32", "--ignore", EVIL],
+    "lint": lambda model, clean, out: ["lint", model],
+    "lint --json": lambda model, clean, out: ["lint", model, "--json"],
+    "manifest": lambda model, clean, out: ["manifest", model, "--output", out],
+    "verify": lambda model, clean, out: [
+        "verify",
+        model,
+        "--source",
+        clean,
+        *(f"--report={out}{ending}" for ending in REPORTS),
+    ],
+    "verify as a source": lambda model, clean, out: ["verify", clean, "--source", model, "--json"],
+    "preflight": lambda model, clean, out: [
+        "preflight",
+        "--hf-checkpoint",
+        model,
+        "--load",
+        clean,
+        *(f"--report={out}{ending}" for ending in REPORTS),
+    ],
+}
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command as the shell does. Returns its exit code and what it printed."""
+
+    def command(*words: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ckptkit", *map(str, words)])
+        capfd.readouterr()  # what was printed while checkpoints were made
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, *capfd.readouterr()
+
+    return command
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_names_of_a_checkpoint_are_printed_escaped(
+    hostile: str, verb: str, run: Callable[..., tuple[int, str, str]], releases: PathOf, tmp_path: Path
+) -> None:
+    clean = releases("qwen2-tied")
+    model = tmp_path / (EVIL if hostile == "a_path" else "model")
+    model.mkdir()
+    for path in clean.iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    HOSTILE[hostile](model)
+    _, printed, said = run(*VERBS[verb](model, clean, tmp_path / "out"))
+    assert printed or said
+    assert_harmless(printed)
+    assert_harmless(said)
+    for ending in REPORTS:
+        if (written := Path(f"{tmp_path / 'out'}{ending}")).exists():
+            assert_harmless(written.read_text(encoding="utf-8").replace("\t", " "))
+
+
+@pytest.mark.parametrize("verb", ["lint", "lint --json", "inspect", "verify", "preflight", "convert"])
+def test_entries_of_an_ignore_list_are_printed_escaped(
+    verb: str, run: Callable[..., tuple[int, str, str]], releases: PathOf, tmp_path: Path
+) -> None:
+    clean, model = releases("qwen2-tied"), tmp_path / "model"
+    quantize(clean, model, int4_scheme(group_size=32))
+    config = json.loads((model / "config.json").read_text())
+    scheme = config["quantization_config"]
+    change(
+        model / "config.json",
+        quantization_config=scheme | {"ignore": [*scheme["ignore"], EVIL, f"re:{EVIL}", f"re:.*q_proj.*|{EVIL}"]},
+    )
+    _, printed, said = run(*VERBS[verb](model, clean, tmp_path / "out"))
+    assert EVIL[-1] not in printed
+    assert_harmless(printed)
+    assert_harmless(said)
+
+
+@pytest.mark.parametrize("file", ["latest_checkpointed_iteration.txt", "hf/config.json"])
+@pytest.mark.parametrize("verb", ["inspect", "verify", "preflight", "convert", "manifest"])
+def test_names_of_a_megatron_checkpoint_are_printed_escaped(
+    verb: str,
+    file: str,
+    run: Callable[..., tuple[int, str, str]],
+    releases: PathOf,
+    converted: PathOf,
+    copy_of: CopyOf,
+    tmp_path: Path,
+) -> None:
+    model = copy_of(converted("qwen2-tied"))
+    if file.endswith(".txt"):
+        (model / file).write_text(EVIL)
+    else:
+        with_type(model / "hf")
+    _, printed, said = run(*VERBS[verb](model, releases("qwen2-tied"), tmp_path / "out"))
+    assert_harmless(printed)
+    assert_harmless(said)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [EVIL],
+        ["inspect", EVIL, EVIL],
+        ["inspect", f"--{EVIL}"],
+        ["explain", EVIL],
+        ["verify", ".", "--report", EVIL],
+        ["convert", EVIL, EVIL],
+    ],
+)
+def test_words_of_the_command_line_are_printed_escaped(
+    words: list[str], run: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, printed, said = run(*words)
+    assert (code, printed) == (2, "")
+    assert_harmless(said)
+
+
+def test_destination_is_printed_escaped(
+    run: Callable[..., tuple[int, str, str]], releases: PathOf, tmp_path: Path
+) -> None:
+    for options in (["--dry-run"], [], ["--json", "--overwrite"]):
+        code, printed, said = run("convert", releases("qwen2-tied"), tmp_path / EVIL, *options)
+        assert code == 0, said
+        assert_harmless(printed)
+        assert_harmless(said)
+
+
+def test_error_is_escaped_also_where_python_prints_it() -> None:
+    assert str(CkptkitError("a\nb\x1b", "c\rd")) == "a\\x0ab\\x1b\n  next: c\\x0dd"
+    assert CkptkitError("a\nb").message == "a\nb"
+    several = CkptkitError("two are wrong", "look", ["a\nb", "c"])
+    assert (several.message, str(several)) == ("two are wrong: a\nb; c", "two are wrong:\n  a\\x0ab\n  c\n  next: look")
+
+
+def test_printable_leaves_what_can_be_seen() -> None:
+    for text in ("model.layers.{0..11}.mlp", "größe 中文 é ✗ … café", "a\\x1b"):
+        assert printable(text) == text
+    assert printable("\t\x00\u00ad\u061c\ud800\U000e0001") == "\\x09\\x00\\xad\\u061c\\ud800\\U000e0001"
+    assert json.loads(json_text({EVIL: EVIL})) == {EVIL: EVIL}
+
+
+def test_nothing_is_printed_but_through_the_functions_that_escape() -> None:
+    root = Path(__file__).resolve().parents[3]
+    files = [
+        file
+        for package in ("ckptkit", "converters", "quant", "verify")
+        for file in sorted((root / package).rglob("*.py"))
+    ]
+    calls = [
+        (file, node) for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)
+    ]
+    prints = {"print", "click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write"}
+    found = [
+        f"{file.relative_to(root)}: {ast.unparse(node)}" for file, node in calls if ast.unparse(node.func) in prints
+    ]
+    assert found == [
+        "ckptkit/app/cli.py: click.echo('\\n'.join(map(printable, lines)), err=err)",
+        "ckptkit/app/cli.py: click.echo(json_text(content))",
+        "ckptkit/app/cli.py: click.secho('error: ', fg='red', bold=True, nl=False, err=True)",
+    ]

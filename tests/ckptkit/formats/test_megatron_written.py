@@ -1,0 +1,118 @@
+"""Checkpoints that megatron-core itself saved, at every kind of parallel sizes, are read and come back as the release's bytes.
+
+megatron-core up to 0.18 writes `common.pt`, from 0.19 a `common_state` object: run on both to see both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from megatron_saves import SAVES
+
+from ckptkit.app.api import convert
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from verify.check import Tally
+from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from verify.evidence.subject import Subject
+
+LABELS = [label for label, (_, how) in SAVES.items() if "legacy" not in how]
+
+
+def opened(root: Path) -> TorchDistCheckpoint:
+    return TorchDistCheckpoint(next(path for path in (root / "release", root / "iter_0000010") if path.exists()))
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_it_comes_back_bit_for_bit(saved: Path, releases: Callable[[str], Path], tmp_path: Path, label: str) -> None:
+    release = releases(SAVES[label][0])
+    convert(saved / label, tmp_path / "back", hf=release)
+    before, after = models.tensors(release), models.tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype, name
+        assert torch.equal(after[name], tensor), name
+
+
+def test_the_saves_are_of_the_kinds_that_they_claim_to_be(saved: Path) -> None:
+    """Otherwise the test above would read the same layout again and again."""
+    stored = {label: opened(saved / label).metadata for label in LABELS}
+    dense = stored["dense, layers stacked"].tensors
+    assert dense["decoder.layers.mlp.linear_fc1.weight"].shape == (12, 576, 128)
+    # gate and up of two ranks in twelve layers
+    assert len(dense["decoder.layers.mlp.linear_fc1.weight"].chunks) == 12 * 2 * 2
+    assert dense["output_layer.weight"].shape == (512, 128)
+    assert "output_layer.weight" not in stored["tied, two chunks a stage"].tensors
+    assert stored["tied, two chunks a stage"].tensors["decoder.layers.mlp.linear_fc1.weight"].shape == (12, 576, 128)
+    fc2 = "decoder.layers.7.mlp.experts.experts.linear_fc2.weight"
+    assert stored["one key a layer"].tensors[fc2].shape == (12, 128, 96)
+    assert {chunk.sizes for chunk in stored["one key a layer"].tensors[fc2].chunks} == {(1, 128, 96)}
+    assert {chunk.sizes for chunk in stored["one key a layer, uneven"].tensors[fc2].chunks} == {(1, 128, 48)}
+    assert stored["layers and experts stacked"].tensors[
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    ].shape == (12, 12, 192, 128)
+    assert stored["one key an expert"].tensors["decoder.layers.7.mlp.experts.experts.11.linear_fc1.weight_w"].shape == (
+        96,
+        128,
+    )
+
+
+def test_which_pipeline_stage_wrote_which_layers(saved: Path) -> None:
+    """Its layers lie in the files of its own ranks."""
+
+    def stages(label: str) -> list[tuple[int, int]]:
+        """Runs of layers that one stage wrote: the stage, and how many."""
+        stored, pp = opened(saved / label).metadata.tensors, SAVES[label][1]["sizes"].pp
+        runs: list[tuple[int, int]] = []
+        for layer in range(12):
+            proj = stored.get(f"decoder.layers.{layer}.self_attention.linear_proj.weight")
+            chunks = (
+                proj.chunks
+                if proj
+                else [
+                    chunk
+                    for chunk in stored["decoder.layers.self_attention.linear_proj.weight"].chunks
+                    if chunk.offsets[0] == layer
+                ]
+            )
+            # Files are called __RANK_N.distcp, and the ranks of a stage follow one another.
+            (stage,) = {int(chunk.blob.path.name.split("_")[2]) * pp // 4 for chunk in chunks}
+            runs = [*runs[:-1], (stage, runs[-1][1] + 1)] if runs and runs[-1][0] == stage else [*runs, (stage, 1)]
+        return runs
+
+    assert stages("dense, four stages") == [(0, 2), (1, 3), (2, 3), (3, 4)]
+    assert stages("one key a layer, uneven") == [(0, 7), (1, 5)]
+    assert stages("tied, two chunks a stage") == [(0, 3), (1, 3), (0, 3), (1, 3)]
+    assert stages("one key a layer, two chunks a stage") == [(0, 3), (1, 3), (0, 3), (1, 3)]
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_what_training_saves_beside_the_weights_is_left_out(saved: Path, label: str) -> None:
+    checkpoint = opened(saved / label)
+    keys, objects = checkpoint.metadata.tensors, checkpoint.metadata.objects
+    prefix = "optimizer." if SAVES[label][0].startswith("qwen2") else "chained_1.optimizer."
+    assert any(key.startswith(f"{prefix}state.exp_avg.decoder.layers.") for key in keys)
+    assert "rng_state/shard_0.1_1.4" in objects
+    assert "rerun_state_machine_state/shard_3_4" in objects
+    assert not [name for name in checkpoint.specs if "optimizer" in name or "state" in name]
+
+
+def test_common_state_is_read_wherever_it_is(saved: Path) -> None:
+    checkpoint = opened(saved / "one key a layer")
+    in_a_file = (checkpoint.path / "common.pt").exists()
+    assert in_a_file != any(key.startswith("common_state") for key in checkpoint.metadata.objects)
+    assert checkpoint.common["iteration"] == 10
+    assert checkpoint.args["num_layers"] == 12
+    assert checkpoint.args["moe_layer_freq"] == [0, 0] + [1] * 10
+
+
+def test_the_witness_accepts_what_a_training_run_saves_beside_the_weights(
+    saved: Path, releases: Callable[[str], Path]
+) -> None:
+    """Stacked layers, a padded vocabulary, optimizer state and random states are no findings."""
+    release = releases("qwen2-untied")
+    subject = Subject(saved / "dense, layers stacked", release, hf_path=release)
+    assert [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, Tally())] == []

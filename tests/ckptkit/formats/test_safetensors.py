@@ -1,0 +1,182 @@
+"""The safetensors reader and writer against the safetensors library, and every way a file can be broken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.hf.reader import HfCheckpoint, read_shard
+from ckptkit.formats.hf.writer import SafetensorsFiles, cut_shards
+from ckptkit.transfer.files import FilesWriter
+
+TENSORS = {
+    "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+    "b": torch.randn(5, 2, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16),
+    "scalar": torch.tensor(7, dtype=torch.int64),
+    "empty": torch.empty(0, 4),
+    "fp8": torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn),
+}
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal shape, dtype and bytes."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return left.numel() == 0 or torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+
+
+def test_reads_what_the_library_wrote(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "x.safetensors")
+    shard = read_shard(tmp_path / "x.safetensors")
+    assert set(shard.specs) == set(TENSORS)
+    assert all(same(shard.read(name), tensor) for name, tensor in TENSORS.items())
+
+
+def test_library_reads_what_it_writes(tmp_path: Path) -> None:
+    specs = {name: TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()}
+    writer = FilesWriter(
+        tmp_path,
+        SafetensorsFiles(specs, {"one.safetensors": ["b", "a"], "two.safetensors": ["scalar", "empty", "fp8"]}),
+    )
+    for name in reversed(TENSORS):
+        writer.write(name, TENSORS[name])
+    writer.finish()
+    found = load_file(tmp_path / "one.safetensors") | load_file(tmp_path / "two.safetensors")
+    assert all(same(found[name], tensor) for name, tensor in TENSORS.items())
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 12 * 4 + 10 * 2 + 8 + 0 + 2
+    assert index["weight_map"] == {
+        "a": "one.safetensors",
+        "b": "one.safetensors",
+        "empty": "two.safetensors",
+        "fp8": "two.safetensors",
+        "scalar": "two.safetensors",
+    }
+
+
+def test_writer_refuses_an_unwritten_tensor_a_second_write_and_a_wrong_one(tmp_path: Path) -> None:
+    writer = FilesWriter(
+        tmp_path, SafetensorsFiles({"a": TensorSpec("a", (3, 4), torch.float32)}, {"model.safetensors": ["a"]})
+    )
+    with pytest.raises(CkptkitError, match=r"1 tensor\(s\) were never written: a"):
+        writer.finish()
+    with pytest.raises(CkptkitError, match="cannot be written as"):
+        writer.write("a", TENSORS["a"].to(torch.bfloat16))
+    writer.write("a", TENSORS["a"])
+    with pytest.raises(CkptkitError, match="written twice"):
+        writer.write("a", TENSORS["a"])
+    writer.finish()
+
+
+def test_shards_are_cut_by_size_and_named_as_hf_does() -> None:
+    specs = {name: TensorSpec(name, (100,), torch.uint8) for name in "abcde"}
+    assert cut_shards(specs, limit=250) == {
+        "model-00001-of-00003.safetensors": ["a", "b"],
+        "model-00002-of-00003.safetensors": ["c", "d"],
+        "model-00003-of-00003.safetensors": ["e"],
+    }
+    assert cut_shards(specs, limit=500) == {"model.safetensors": ["a", "b", "c", "d", "e"]}
+    assert list(cut_shards(specs, limit=10)) == [f"model-0000{i}-of-00005.safetensors" for i in range(1, 6)]
+
+
+def header_of(content: bytes) -> dict[str, dict[str, object]]:
+    """The JSON header of a safetensors file."""
+    header: dict[str, dict[str, object]] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return header
+
+
+def with_header(content: bytes, header: object) -> bytes:
+    """The same data under another header."""
+    data = content[8 + int.from_bytes(content[:8], "little") :]
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def change(key: str, field: str, value: object) -> Callable[[bytes], bytes]:
+    """A mutation of one header field."""
+
+    def mutate(content: bytes) -> bytes:
+        header = header_of(content)
+        header[key][field] = value
+        return with_header(content, header)
+
+    return mutate
+
+
+@pytest.mark.parametrize(
+    ("mutate", "message"),
+    [
+        (lambda content: content[:-1], "the header promises"),
+        (lambda content: content + b"\0", "the header promises"),
+        (lambda content: content[:5], "cannot hold a header"),
+        (lambda content: content[:40], "cannot hold a header"),
+        (lambda content: (10**12).to_bytes(8, "little") + content[8:], "cannot hold a header"),
+        (lambda content: content[:8] + b"{" * 20 + content[28:], "not JSON"),
+        (lambda content: with_header(content, [1]), "not a JSON object"),
+        (change("a", "dtype", "F99"), "a has dtype F99, which ckptkit does not know"),
+        (change("a", "shape", [3.0, 4]), "where whole numbers must be"),
+        (change("a", "shape", ["3", "4"]), "where whole numbers must be"),
+        (change("a", "data_offsets", [-48, 0]), "header entry for a is not valid"),
+        (
+            lambda content: with_header(content, header_of(content) | {"__metadata__": {"format": 1}}),
+            "holds something else than strings",
+        ),
+        (lambda content: content.replace(b'"b":', b'"a":'), "a name is there twice"),
+        (change("a", "shape", [4, 4]), "its entry spans 48"),
+        (change("b", "data_offsets", [0, 24]), "starts at byte 0"),
+        (change("b", "data_offsets", [50, 74]), "starts at byte 50"),
+    ],
+)
+def test_broken_file_is_refused_and_named(tmp_path: Path, mutate: Callable[[bytes], bytes], message: str) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.zeros(3, 4), "b": torch.zeros(3, 2)}, path)
+    path.write_bytes(mutate(path.read_bytes()))
+    with pytest.raises(CkptkitError, match=message) as error:
+        read_shard(path)
+    assert str(path) in error.value.message
+
+
+def write_checkpoint(root: Path, weight_map: dict[str, str]) -> None:
+    """Two shards, `a` and `b`, with the given index."""
+    save_file({"a": torch.zeros(2)}, root / "1.safetensors")
+    save_file({"b": torch.zeros(2)}, root / "2.safetensors")
+    (root / "config.json").write_text("{}")
+    (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        (
+            {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"},
+            r"lists 1 tensor\(s\) that no shard holds: c",
+        ),
+        ({"a": "1.safetensors", "x": "2.safetensors"}, "no shard holds: x"),
+        ({"a": "2.safetensors", "b": "1.safetensors"}, "wrong file for a, b"),
+        ({"a": "1.safetensors", "b": "../2.safetensors"}, "not a file of this directory"),
+        ({"a": "1.safetensors", "b": "/etc/passwd"}, "not a file of this directory"),
+        ({"a": "1.safetensors", "b": "3.safetensors"}, "3.safetensors: No such file"),
+    ],
+)
+def test_index_that_lies_is_refused(tmp_path: Path, weight_map: dict[str, str], message: str) -> None:
+    write_checkpoint(tmp_path, weight_map)
+    with pytest.raises(CkptkitError, match=message):
+        HfCheckpoint(tmp_path)
+
+
+def test_tensor_missing_from_the_index_and_duplicate_tensor_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"})
+    assert list(HfCheckpoint(tmp_path).specs) == ["a", "b"]
+    save_file({"b": torch.zeros(2), "c": torch.zeros(2)}, tmp_path / "2.safetensors")
+    with pytest.raises(CkptkitError, match=r"1 tensor\(s\) in the shards are not in .*: c"):
+        HfCheckpoint(tmp_path)
+    save_file({"b": torch.zeros(2), "a": torch.zeros(2)}, tmp_path / "2.safetensors")
+    with pytest.raises(CkptkitError, match="a tensor stands in two shards"):
+        HfCheckpoint(tmp_path)

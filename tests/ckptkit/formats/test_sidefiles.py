@@ -1,0 +1,120 @@
+"""What travels beside the weights, and a manifest that nobody should have to trust."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from fixture_types import CopyOf, PathOf
+
+from ckptkit.app.api import convert, quantize
+from ckptkit.core.errors import CkptkitError
+from quant.formats.scheme import QuantScheme
+
+
+def test_side_files_come_back_and_hidden_and_weight_files_do_not(
+    releases: PathOf, copy_of: CopyOf, tmp_path: Path
+) -> None:
+    source = copy_of(releases("qwen2-tied"))
+    (source / "templates").mkdir()
+    (source / "templates/chat.jinja").write_text("{{ x }}")
+    (source / ".git").mkdir()
+    (source / ".git/config").write_text("x")
+    (source / "pytorch_model.bin").write_bytes(b"x")
+    convert(source, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    assert (tmp_path / "back/templates/chat.jinja").read_text() == "{{ x }}"
+    assert (tmp_path / "back/tokenizer_config.json").read_bytes() == (source / "tokenizer_config.json").read_bytes()
+    assert not (tmp_path / "back/.git").exists()
+    assert not (tmp_path / "back/pytorch_model.bin").exists()
+
+
+def test_a_side_file_that_is_a_link_to_nothing_is_named(releases: PathOf, copy_of: CopyOf, tmp_path: Path) -> None:
+    source = copy_of(releases("qwen2-tied"))
+    (source / "tokenizer.json").symlink_to("/nowhere/blob")
+    with pytest.raises(CkptkitError, match=r"tokenizer\.json is a link to nothing"):
+        convert(source, tmp_path / "megatron")
+    assert not (tmp_path / "megatron").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda layout: {"../../escaped.safetensors": [name for names in layout.values() for name in names]},
+            "no safetensors file of one directory",
+        ),
+        (
+            lambda layout: {"/tmp/escaped.safetensors": [name for names in layout.values() for name in names]},
+            "no safetensors file of one directory",
+        ),
+        (
+            lambda layout: {"config.json": [name for names in layout.values() for name in names]},
+            "no safetensors file of one directory",
+        ),
+        (lambda layout: layout | {"more.safetensors": ["model.norm.weight"]}, "names tensors twice: model.norm.weight"),
+        (lambda layout: {file: names[1:] for file, names in layout.items()}, "hold other tensors than this model"),
+        (lambda layout: dict.fromkeys(layout, 1), "has no hf_layout of files and tensors"),
+        (lambda layout: None, "has no hf_layout of files and tensors"),
+    ],
+)
+def test_a_manifest_that_lies_is_refused(
+    converted: PathOf, copy_of: CopyOf, tmp_path: Path, change: Callable[[Any], Any], message: str
+) -> None:
+    source = copy_of(converted("qwen2-tied"))
+    content = json.loads((source / "ckptkit.json").read_text())
+    (source / "ckptkit.json").write_text(json.dumps(content | {"hf_layout": change(content["hf_layout"])}))
+    with pytest.raises(CkptkitError, match=message):
+        convert(source, tmp_path / "back")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["qwen2-tied"]
+
+
+def test_the_int4_release_may_give_config_and_tokenizer_on_the_way_back(
+    releases: PathOf, converted: PathOf, tmp_path: Path
+) -> None:
+    quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7"))
+    convert(converted("qwen3_moe"), tmp_path / "back", hf=tmp_path / "int4")
+    assert "quantization_config" not in json.loads((tmp_path / "back/config.json").read_text())
+    before, after = models.tensors(releases("qwen3_moe")), models.tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_hf_directory_without_a_config_is_refused(converted: PathOf, tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(CkptkitError, match="nothing has no config.json"):
+        convert(converted("qwen2-tied"), tmp_path / "back", hf=tmp_path / "nothing")
+
+
+def test_an_hf_directory_that_also_holds_a_metadata_json(releases: PathOf, copy_of: CopyOf, tmp_path: Path) -> None:
+    source = copy_of(releases("qwen2-tied"))
+    (source / "metadata.json").write_text("{}")
+    convert(source, tmp_path / "megatron")
+    assert (tmp_path / "megatron/release/.metadata").exists()
+
+
+def test_the_directory_of_the_weights_itself_finds_its_config(
+    converted: PathOf, copy_of: CopyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = copy_of(converted("qwen2-tied"))
+    monkeypatch.chdir(source / "release")
+    convert(".", tmp_path / "back")
+    shutil.rmtree(tmp_path / "back")
+
+
+def test_a_destination_beside_an_iteration_is_fine_and_one_on_its_side_files_is_not(
+    converted: PathOf, copy_of: CopyOf
+) -> None:
+    source = copy_of(converted("qwen2-tied"))
+    convert(source / "release", source / "back")
+    assert (source / "back/config.json").exists()
+    for taken in (source, source / "hf", source / "release", source / "release/inside"):
+        with pytest.raises(CkptkitError, match="overlaps"):
+            convert(source / "release", taken, overwrite=True)
+    assert (source / "hf/config.json").exists()

@@ -1,0 +1,245 @@
+"""A large tensor that passes through as it is: in pieces, never held as a whole, and to the same bytes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import models
+import pytest
+import torch
+from fixture_types import PathOf
+
+from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.plan import Plan, Step, View
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.hf.reader import Shard
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from ckptkit.formats.torch_dist.writer import TorchDistFiles
+from ckptkit.formats.torch_save import blob
+from ckptkit.storage import buffers
+from ckptkit.storage import read as raw
+from ckptkit.transfer import copy as copying
+from ckptkit.transfer.files import FilesWriter
+from converters.megatron import rank_cuts
+
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def content(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def flip(path: Path, offset: int) -> None:
+    """Changes a bit of this byte."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Makes every tensor and chunk large enough, and pieces small. Returns for every piece that is read the file and where the tensor begins."""
+    read: list[tuple[str, int]] = []
+    extent_view = raw.FileExtent.view
+
+    def watched(self: raw.FileExtent, start: int, nbytes: int) -> memoryview:
+        read.append((self.path.name, self.offset))
+        return extent_view(self, start, nbytes)
+
+    monkeypatch.setattr(copying, "BATCH", 0)
+    for module in (buffers, raw):
+        monkeypatch.setattr(module, "BUFFER", 8192)
+    monkeypatch.setattr(raw, "ARENA", 3 * 4096)
+    monkeypatch.setattr(blob, "AT_ONCE", 0)
+    monkeypatch.setattr(raw.FileExtent, "view", watched)
+    return read
+
+
+@pytest.mark.parametrize("verb", ["to Megatron", "to HF", "to INT4"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2-tied"])
+def test_the_same_bytes(
+    request: pytest.FixtureRequest, releases: PathOf, converted: PathOf, tmp_path: Path, verb: str, name: str
+) -> None:
+    def run(out: Path) -> None:
+        if verb == "to INT4":
+            quantize(releases(name), out, int4_scheme(group_size=32))
+        else:
+            convert((releases if verb == "to Megatron" else converted)(name), out)
+
+    run(tmp_path / "whole")
+    read = request.getfixturevalue("in_pieces")
+    run(tmp_path / "pieces")
+    assert content(tmp_path / "pieces") == content(tmp_path / "whole")
+    # Some tensors are larger than a piece.
+    assert len(read) > len(set(read)) > 10
+
+
+def test_what_is_streamed_is_not_read_as_a_tensor(
+    releases: PathOf, in_pieces: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    read = Shard.read
+    monkeypatch.setattr(Shard, "read", lambda self, name: (names.append(name), read(self, name))[1])
+    convert(releases("qwen2-untied"), tmp_path / "out")
+    assert names
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj"}
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tensors of a Megatron checkpoint that are read as such."""
+    names: list[str] = []
+    read = TorchDistCheckpoint.read
+    monkeypatch.setattr(TorchDistCheckpoint, "read", lambda self, wanted: (names.extend(wanted), read(self, wanted))[1])
+    return names
+
+
+def test_gate_and_up_come_back_one_after_the_other(
+    releases: PathOf, in_pieces: list[tuple[str, int]], held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_cuts, "_SMALLEST", 1)
+    convert(releases("qwen2-untied"), tmp_path / "in chunks")
+    for size in (0, 1 << 20):  # chunks piece by piece, and each as a whole
+        monkeypatch.setattr(blob, "AT_ONCE", size)
+        del in_pieces[:], held[:]
+        convert(tmp_path / "in chunks", tmp_path / f"out {size}")
+        expected, found = models.tensors(releases("qwen2-untied")), models.tensors(tmp_path / f"out {size}")
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        # Merged by rows in turn, and cut by columns.
+        assert {name.rpartition(".")[0].rpartition(".")[2] for name in held} == {
+            "linear_qkv",
+            "linear_proj",
+            "linear_fc2",
+        }
+        assert bool(in_pieces) == (size == 0)
+
+
+def test_gate_and_up_in_one_chunk_are_read_once(
+    converted: PathOf, in_pieces: list[tuple[str, int]], held: list[str], tmp_path: Path
+) -> None:
+    convert(converted("qwen2-untied"), tmp_path / "out")
+    assert "decoder.layers.3.mlp.linear_fc1.weight" in held
+    assert "decoder.layers.3.mlp.linear_fc2.weight" not in held
+
+
+@pytest.mark.parametrize(
+    ("size", "what"), [(0, "the bytes of model.embed_tokens.weight"), (1 << 20, r"\.distcp at byte \d+: its bytes")]
+)
+def test_a_checksum_that_does_not_hold(
+    converted: PathOf,
+    copy_of: Callable[[Path], Path],
+    in_pieces: list[tuple[str, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    what: str,
+) -> None:
+    path = copy_of(converted("qwen2-untied"))
+    (extent,) = extents(path, EMBEDDING)
+    flip(extent.path, extent.offset + extent.nbytes // 2)
+    monkeypatch.setattr(blob, "AT_ONCE", size)
+    with pytest.raises(CkptkitError, match=f"{what} do not match their checksum"):
+        convert(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def padded(converted: PathOf, tmp_path: Path) -> Path:
+    """A checkpoint whose embedding has 200 rows more than the vocabulary, as Megatron pads it."""
+    source = TorchDistCheckpoint(converted("qwen2-untied") / "release")
+    tensors = source.read(list(source.specs))
+    tensors[EMBEDDING] = torch.cat(
+        [tensors[EMBEDDING], torch.ones(200, tensors[EMBEDDING].shape[1], dtype=torch.bfloat16)]
+    )
+    model = models.InMemory(source.config, tensors)
+    shutil.copytree(converted("qwen2-untied") / "hf", tmp_path / "padded" / "hf")
+    copying.copy(model, FilesWriter(tmp_path / "padded", TorchDistFiles(model.specs, source.args)), "writing")
+    return tmp_path / "padded"
+
+
+@pytest.mark.parametrize("size", [0, 1 << 20])
+def test_a_padded_vocabulary(
+    padded: Path,
+    releases: PathOf,
+    in_pieces: list[tuple[str, int]],
+    held: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+) -> None:
+    monkeypatch.setattr(blob, "AT_ONCE", size)
+    convert(padded, tmp_path / "out")
+    expected, found = models.tensors(releases("qwen2-untied")), models.tensors(tmp_path / "out")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert held
+    assert EMBEDDING not in held
+
+
+def test_a_checksum_is_of_the_padding_too(padded: Path, in_pieces: list[tuple[str, int]], tmp_path: Path) -> None:
+    (extent,) = extents(padded, EMBEDDING)
+    flip(extent.path, extent.offset + extent.nbytes - 1)
+    with pytest.raises(CkptkitError, match="the bytes of model.embed_tokens.weight do not match their checksum"):
+        convert(padded, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def extents(path: Path, name: str) -> list[raw.FileExtent]:
+    """Where the bytes of a tensor stand that is read piece by piece."""
+    found = list(TorchDistCheckpoint(path / "release").extents(name) or ())
+    assert all(isinstance(extent, raw.FileExtent) for extent in found)
+    return found
+
+
+def test_an_extent_holds_the_tensor(converted: PathOf, in_pieces: list[tuple[str, int]]) -> None:
+    checkpoint = TorchDistCheckpoint(converted("qwen3_moe") / "release")
+    found = 0
+    for name in checkpoint.specs:
+        if places := extents(converted("qwen3_moe"), name):
+            found += 1
+            content = b"".join(
+                extent.path.read_bytes()[extent.offset : extent.offset + extent.nbytes] for extent in places
+            )
+            assert content == checkpoint.read([name])[name].contiguous().view(torch.uint8).numpy().tobytes()
+    assert found > 50
+
+
+def test_bytes_that_do_not_lie_end_to_end_are_not_streamed() -> None:
+    """Two tensors of which the first is longer on disk than it is: put together, its padding would stand between them."""
+
+    def place(name: str, *sizes: int) -> list[raw.FileExtent]:
+        return [raw.FileExtent(Path(name), 100 * index, size) for index, size in enumerate(sizes)]
+
+    places = {"a": place("a", 8, 4), "b": place("b", 16), "c": place("c", 8, 8)}
+    specs = {
+        name: TensorSpec(name, (nbytes,), torch.uint8)
+        for name, nbytes in {"a": 8, "b": 16, "c": 16, "ab": 24, "cb": 32, "1": 8, "2": 8}.items()
+    }
+    known = {
+        "places": staticmethod(list),
+        "in_order": staticmethod(lambda name: True),
+        "extents": staticmethod(places.get),
+    }
+    source = type("Source", (SimpleNamespace,), known)(
+        config={}, specs=specs, groups=[(name,) for name in places], read=None
+    )
+
+    def extents(inputs: tuple[str, ...], outputs: tuple[str, ...], wanted: str) -> list[raw.FileExtent] | None:
+        step = Step(inputs, tuple(specs[name] for name in outputs), list, "", passes=True)
+        found = View(source, Plan((step,), inputs)).extents(wanted)  # type: ignore[arg-type]
+        return None if found is None else list(found)  # type: ignore[arg-type]
+
+    assert extents(("c", "b"), ("cb",), "cb") == places["c"] + places["b"]
+    assert extents(("a", "b"), ("ab",), "ab") is None
+    # Alone, what goes on behind its end is left to the reader.
+    assert extents(("a",), ("1",), "1") == places["a"][:1]
+    assert extents(("b",), ("1",), "1") == places["b"]
+    # Of two that were one, the second must begin where an extent does.
+    assert extents(("c",), ("1", "2"), "2") == places["c"][1:]
+    assert extents(("b",), ("1", "2"), "2") is None

@@ -1,0 +1,109 @@
+"""Nothing that a checkpoint's pickles name is ever run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.torch_save import unpickle
+from ckptkit.formats.torch_save.blob import Blob
+
+
+class Evil:
+    """Pickles as a call of os.system."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch '{self.path}'",)
+
+
+def test_code_in_a_pickle_is_inert(tmp_path: Path) -> None:
+    content = pickle.dumps({"x": Evil(tmp_path / "ran"), "kept": [1, 2.5, "text"]})
+    found = unpickle.loads(content)
+    assert found["kept"] == [1, 2.5, "text"]
+    assert isinstance(found["x"], unpickle.Record)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(content)
+    assert (tmp_path / "ran").exists(), "the pickle is harmless: this test proves nothing"
+
+
+def test_common_pt_with_code_in_it_is_read_and_inert(tmp_path: Path) -> None:
+    file = tmp_path / "common.pt"
+    torch.save({"args": argparse.Namespace(num_layers=4, hook=Evil(tmp_path / "ran")), "iteration": 7}, file)
+    common = Blob(file, 0, file.stat().st_size).object()
+    assert common["iteration"] == 7
+    assert common["args"].num_layers == 4
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"not a pickle", pickle.dumps([1, 2, 3])[:-4]])
+def test_damaged_pickle_is_an_unpickling_error(content: bytes) -> None:
+    with pytest.raises(pickle.UnpicklingError):
+        unpickle.loads(content)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24, dtype=torch.float32).reshape(4, 6),
+        torch.arange(24, dtype=torch.int32).reshape(4, 6).t(),
+        torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)[1:3, 2:5],
+        torch.tensor(3.0),
+        torch.empty(0, 3),
+    ],
+)
+def test_tensor_saved_by_torch_is_read_back(tmp_path: Path, tensor: torch.Tensor) -> None:
+    file = tmp_path / "x"
+    with file.open("wb") as stream:
+        stream.write(b"some bytes before")
+        torch.save(tensor, stream)
+    blob = Blob(file, 17, file.stat().st_size - 17)
+    assert torch.equal(blob.tensor(tensor.dtype, tuple(tensor.shape)), tensor)
+    with pytest.raises(CkptkitError, match="the metadata says"):
+        blob.tensor(torch.float64, tuple(tensor.shape))
+    with pytest.raises(CkptkitError, match="the metadata says"):
+        blob.tensor(tensor.dtype, (*tensor.shape, 1))
+
+
+def test_object_where_a_tensor_should_be_and_truncation(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    torch.save({"no": "tensor"}, file)
+    with pytest.raises(CkptkitError, match="no plain tensor"):
+        Blob(file, 0, file.stat().st_size).tensor(torch.float32, (1,))
+    with pytest.raises(CkptkitError, match="missing or damaged"):
+        Blob(file, 0, file.stat().st_size - 30).object()
+    with pytest.raises(CkptkitError, match="missing or damaged"):
+        Blob(tmp_path / "absent", 0, 10).object()
+
+
+def test_a_flipped_bit_is_found_by_the_checksum_and_a_missing_checksum_is_accepted(tmp_path: Path) -> None:
+    tensor = torch.arange(1000, dtype=torch.float32)
+    file = tmp_path / "x"
+    torch.save(tensor, file)
+    blob = Blob(file, 0, file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CkptkitError, match="its bytes do not match their checksum"):
+        blob.tensor(torch.float32, (1000,))
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(tensor, file)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert torch.equal(Blob(file, 0, file.stat().st_size).tensor(torch.float32, (1000,)), tensor)
+
+
+@pytest.mark.parametrize("content", [b"\x80\x05\x95" + b"\xff" * 8, b"\x80\x04\x8e" + b"\xff" * 8])
+def test_absurd_lengths_in_a_pickle_are_an_unpickling_error(content: bytes) -> None:
+    with pytest.raises(pickle.UnpicklingError):
+        unpickle.loads(content)

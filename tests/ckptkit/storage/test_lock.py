@@ -1,0 +1,201 @@
+"""Two runs never write to one destination at once, and a run that was killed is in nobody's way."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixture_types import PathOf
+from processes import environment
+
+from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.core.errors import CkptkitError
+from ckptkit.storage.lock import check_free, locked
+from ckptkit.transfer.destination import new_directory
+
+ASKED = {"command": "convert"}
+LOCK = "out.partial.lock"
+
+# The real command, but that it stops for ever when it has finished one file of weights.
+STOPS = """
+import sys, time
+from ckptkit.transfer import files
+from ckptkit.app.cli import cli
+
+opened, begun = files.FilesWriter._opened, []
+
+def stop(self, file):
+    begun.append(file)
+    if len(set(begun)) > 1:
+        print("writing", flush=True)
+        time.sleep(1000)
+    return opened(self, file)
+
+files.FilesWriter._opened = stop
+cli.main(sys.argv[1:], standalone_mode=False)
+"""
+
+
+@contextmanager
+def writing(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process of its own that is in the midst of writing. It is killed at the end, as a machine that goes down would."""
+    words = [sys.executable, "-c", STOPS, *map(str, arguments), "--workers", "1"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "writing\n"
+            yield process
+        finally:
+            process.send_signal(signal.SIGKILL)
+
+
+def ckptkit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ckptkit", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+    )
+
+
+def content(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def words(request: pytest.FixtureRequest, releases: PathOf, converted: PathOf, tmp_path: Path) -> list[str | Path]:
+    """A command that writes several files to `out`."""
+    out = tmp_path / "out"
+    if request.param == "to INT4":
+        return ["quantize", releases("qwen3_moe"), out, "--group-size", "32"]
+    return (
+        ["convert", releases("qwen3_moe"), out, "--file-bytes", "1MB"]
+        if request.param == "to Megatron"
+        else ["convert", converted("qwen3_moe"), out]
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "how"),
+    [("to Megatron", "--overwrite"), ("to HF", "--resume"), ("to INT4", "--overwrite")],
+    indirect=["words"],
+)
+def test_lock_of_a_live_run_refuses_the_second_and_of_a_killed_one_does_not(
+    words: list[str | Path], tmp_path: Path, how: str
+) -> None:
+    with writing(*words) as process:
+        before = content(tmp_path / "out.partial")
+        second = ckptkit(*words, how)
+        assert (second.returncode, second.stdout) == (2, ""), second.stderr
+        assert (
+            f"another run is writing there: pid {process.pid} on {socket.gethostname()} holds {tmp_path / LOCK}\n  next: "
+            in second.stderr
+        )
+        assert content(tmp_path / "out.partial") == before
+    assert (tmp_path / LOCK).exists()
+    third = ckptkit(*words, how)
+    assert third.returncode == 0, third.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert ckptkit(*words[:2], tmp_path / "alone", *words[3:]).returncode == 0
+    assert content(tmp_path / "out") == content(tmp_path / "alone")
+
+
+def test_lock_of_a_live_run_refuses_every_other_verb_and_option(releases: PathOf, tmp_path: Path) -> None:
+    source, out = releases("qwen3_moe"), tmp_path / "out"
+    refused: list[Callable[[], Any]] = [
+        lambda: convert(source, out),
+        lambda: convert(source, out, overwrite=True, ray="auto"),
+        lambda: convert(source, out, overwrite=True, dry_run=True),
+        lambda: quantize(source, out, int4_scheme(group_size=32), overwrite=True),
+        lambda: convert(source, tmp_path / "out.partial", overwrite=True),
+    ]
+    with writing("convert", source, out, "--file-bytes", "1MB") as process:
+        for call in refused:
+            with pytest.raises(CkptkitError, match=f"another run is writing there: pid {process.pid} on "):
+                call()
+
+
+def test_lock_leaves_nothing_after_an_error_or_an_end(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "out", ASKED):
+        assert (tmp_path / LOCK).exists()
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    with (
+        new_directory(tmp_path / "out", ASKED),
+        pytest.raises(CkptkitError, match=f"pid {os.getpid()} on {socket.gethostname()} holds"),
+    ):
+        check_free(tmp_path / LOCK)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The other run ends between this one's opening and locking the file: its lock would be on a file that nobody else can find.
+    flock, calls = fcntl.flock, []
+
+    def ended_meanwhile(descriptor: int, kind: int) -> None:
+        calls.append(kind)
+        if len(calls) == 1:
+            (tmp_path / LOCK).unlink()
+        flock(descriptor, kind)
+
+    (tmp_path / LOCK).touch()
+    monkeypatch.setattr(fcntl, "flock", ended_meanwhile)
+    with (
+        locked(tmp_path / LOCK),
+        pytest.raises(CkptkitError, match="another run is writing there"),
+        locked(tmp_path / LOCK),
+    ):
+        pass
+
+
+def test_lock_on_a_file_system_without_locks_is_the_file_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, kind: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with new_directory(tmp_path / "out", ASKED):
+        for options in ({}, {"overwrite": True}, {"resume": True}):
+            with (
+                pytest.raises(CkptkitError, match=f"pid {os.getpid()} on "),
+                new_directory(tmp_path / "out", ASKED, **options),
+            ):
+                pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (tmp_path / LOCK).write_text("ckptkit: pid 17 on node3\n")
+    told = r"pid 17 on node3 (?s:.)*no locks: if that process is dead, remove"
+    with pytest.raises(CkptkitError, match=told), new_directory(tmp_path / "out", ASKED, overwrite=True):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "directory"])
+def test_lock_file_that_is_somebody_elses_is_left_alone(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "thesis").write_text("x")
+    if kind == "file":
+        (tmp_path / LOCK).write_text("x")
+    elif kind == "link":
+        (tmp_path / LOCK).symlink_to(tmp_path / "thesis")
+    else:
+        (tmp_path / LOCK).mkdir()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with (
+        pytest.raises(CkptkitError, match=rf"{LOCK}: (is no lock file of ckptkit|Too many levels|Is a directory)"),
+        new_directory(tmp_path / "out", ASKED),
+    ):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert (tmp_path / "thesis").read_text() == "x"

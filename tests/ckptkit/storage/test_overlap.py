@@ -1,0 +1,133 @@
+"""No source is lost to its own conversion, by whatever path it is reached: a mount, a link, another spelling."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from fixture_types import CopyOf, PathOf
+
+from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.core.errors import CkptkitError
+from ckptkit.transfer.destination import check_destination
+
+
+def content(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@contextmanager
+def bind_mount(place: Path, again: Path) -> Iterator[None]:
+    """Shows the directory `place` at `again` too. Skips the test where that is not allowed."""
+    again.mkdir()
+    done = subprocess.run(["mount", "--bind", place, again], check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no bind mount here: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", again], check=True)
+
+
+def assert_refused(destination: Path, *sources: Path) -> None:
+    with pytest.raises(CkptkitError, match=r"overlaps \S+, which is read"):
+        check_destination(destination, sources, overwrite=True)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A directory of checkpoints: `model` with a folder, and `other`."""
+    root = tmp_path / "tree"
+    for folder in ("model", "model/sub", "other"):
+        (root / folder).mkdir(parents=True)
+        (root / folder / "config.json").write_text("{}")
+    return root
+
+
+def test_destination_that_is_the_source_through_a_mount_is_refused(tree: Path, tmp_path: Path) -> None:
+    with bind_mount(tree, tmp_path / "again"):
+        assert_refused(tmp_path / "again/model", tree / "model")
+        assert_refused(tmp_path / "again/model", tree / "model/sub")
+        assert_refused(tmp_path / "again/model/new", tree / "model")
+        assert_refused(tmp_path / "again/model/sub/new", tree / "model")
+        assert_refused(tree / "model", tmp_path / "again/model")
+        check_destination(tmp_path / "again/other", [tree / "model"], overwrite=True)
+        check_destination(tmp_path / "again/new", [tree / "model"], overwrite=True)
+
+
+def test_destination_around_or_inside_a_mounted_part_of_the_source_is_refused(tree: Path, tmp_path: Path) -> None:
+    with bind_mount(tree / "model/sub", tmp_path / "again"):
+        assert_refused(tmp_path / "again/new", tree / "model")
+        assert_refused(tree / "model", tmp_path / "again")
+        check_destination(tree / "other", [tmp_path / "again"], overwrite=True)
+
+
+def test_partial_that_is_a_source_through_a_mount_is_refused(tree: Path, tmp_path: Path) -> None:
+    (tree / "model").rename(tree / "out.partial")
+    with bind_mount(tree, tmp_path / "again"):
+        assert_refused(tmp_path / "again/out", tree / "out.partial")
+
+
+@pytest.mark.parametrize("verb", ["convert", "quantize", "like", "hf"])
+def test_overwriting_a_source_through_a_mount_leaves_it_as_it_was(
+    releases: PathOf, converted: PathOf, copy_of: CopyOf, tmp_path: Path, verb: str
+) -> None:
+    source = copy_of(releases("qwen3_moe"))
+    before = content(source)
+    with bind_mount(tmp_path, tmp_path.with_name(f"{tmp_path.name}-again")):
+        again = tmp_path.with_name(f"{tmp_path.name}-again") / source.name
+        calls: dict[str, Callable[[], object]] = {
+            "convert": lambda: convert(source, again, overwrite=True),
+            "quantize": lambda: quantize(source, again, int4_scheme(group_size=32), overwrite=True),
+            "like": lambda: quantize(
+                releases("qwen3_moe"), again, int4_scheme(group_size=32), like=source, overwrite=True
+            ),
+            "hf": lambda: convert(converted("qwen3_moe"), again, hf=source, overwrite=True),
+        }
+        with pytest.raises(CkptkitError, match=r"overlaps \S+, which is read"):
+            calls[verb]()
+        assert content(source) == before
+
+
+def test_destination_that_the_files_of_the_source_lie_in_is_refused(tree: Path, tmp_path: Path) -> None:
+    # As a download's cache has it: the source is a directory of links.
+    source = tmp_path / "snapshot"
+    source.mkdir()
+    (source / "config.json").symlink_to(tree / "model/config.json")
+    assert_refused(tree / "model", source)
+    check_destination(tree / "other", [source], overwrite=True)
+
+
+@pytest.mark.parametrize("spelling", ["../tree/model", "link/model", "model/../model"])
+def test_destination_that_is_the_source_in_another_spelling_is_refused(tree: Path, spelling: str) -> None:
+    (tree / "link").symlink_to(tree)
+    assert_refused(tree / spelling, tree / "model")
+
+
+def test_overwriting_hard_links_of_the_source_leaves_it_as_it_was(
+    releases: PathOf, copy_of: CopyOf, tmp_path: Path
+) -> None:
+    # What has a second name is not lost with the first, and the output is written as new files.
+    source, out = copy_of(releases("qwen2-tied")), tmp_path / "out"
+    before = content(source)
+    out.mkdir()
+    for path in source.iterdir():
+        os.link(path, out / path.name)
+    convert(source, out, overwrite=True)
+    assert content(source) == before
+    assert (out / "release/.metadata").exists()
+
+
+def test_megatron_source_is_not_lost_with_what_lies_beside_its_weights(
+    releases: PathOf, copy_of: CopyOf, converted: PathOf
+) -> None:
+    root = copy_of(converted("qwen2-tied"))
+    (root / "carried").mkdir()
+    (root / "carried/config.json").write_text("{}")
+    for inside in ("release", "hf", "carried"):
+        with pytest.raises(CkptkitError, match="overlaps"):
+            convert(root, root / inside, overwrite=True)

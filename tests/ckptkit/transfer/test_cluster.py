@@ -1,0 +1,80 @@
+"""Which Ray cluster is worked on, and what is said where there is none."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.transfer.ray.cluster import connected
+
+
+def refused(address: str) -> CkptkitError:
+    with pytest.raises(CkptkitError) as error, connected(address):
+        pass
+    return error.value
+
+
+@pytest.fixture
+def closed_port() -> int:
+    """A port of this machine where nothing listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert str(refused("auto")) == "Ray is not installed\n  next: pip install ray"
+
+
+def test_an_address_where_nothing_answers(closed_port: int) -> None:
+    pytest.importorskip("ray")
+    error = refused(f"127.0.0.1:{closed_port}")
+    assert error.message.startswith(f"no connection to the Ray cluster at 127.0.0.1:{closed_port}: ")
+    assert error.message.endswith("Connection refused")
+    assert error.hint == "give the address that `ray start --head` printed, or --ray alone"
+
+
+def test_an_address_from_the_environment(closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port}")
+    assert f"127.0.0.1:{closed_port}: " in refused("auto").message
+
+
+def test_an_address_of_rays_client() -> None:
+    pytest.importorskip("ray")
+    error = refused("ray://head:10001")
+    assert error.message == "ray://head:10001 is an address for Ray's client"
+    assert error.hint == "run this on a node of the cluster, with --ray host:port or --ray alone"
+
+
+def test_an_address_that_is_none() -> None:
+    pytest.importorskip("ray")
+    assert refused("head").message.startswith("no connection to the Ray cluster at head: ")
+
+
+def test_a_cluster_of_its_own_ends_with_the_work() -> None:
+    ray = pytest.importorskip("ray")
+    with connected("local", 2) as here:
+        assert here.cluster_resources()["CPU"] == 2
+        assert here.get(here.remote(lambda: 6 * 7).remote()) == 42
+        with connected("auto") as again:  # a process that is connected stays so
+            assert again.cluster_resources()["CPU"] == 2
+        assert ray.is_initialized()
+    assert not ray.is_initialized()
+
+
+def test_a_cluster_that_crashed_is_not_waited_for(closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    with tempfile.TemporaryDirectory() as folder:  # Ray's sockets lie below it, and their paths must be short
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        file = Path(folder, "ray", "ray_current_cluster")
+        file.parent.mkdir()
+        file.write_text(f"127.0.0.1:{closed_port}")
+        with connected("auto", 2) as ray:
+            assert ray.cluster_resources()["CPU"] == 2

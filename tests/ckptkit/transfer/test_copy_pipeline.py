@@ -1,0 +1,204 @@
+"""Groups move through several threads: all of them, never too many bytes at once, and the first error ends it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.app.jobs import Job, planned
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.plan import Plan, Step, View, identity, moved
+from ckptkit.core.specs import TensorSpec
+from ckptkit.transfer.copy import IN_FLIGHT, copy, threads
+
+NAMES = [f"w{index}" for index in range(40)]
+
+
+class Numbers:
+    """40 tensors of 1000 bytes, each filled with its number; counts the bytes that were read and not yet written."""
+
+    def __init__(self) -> None:
+        self.config: Mapping[str, Any] = {}
+        self.specs = {name: TensorSpec(name, (1000,), torch.uint8) for name in NAMES}
+        self.groups = [(name,) for name in NAMES]
+        self.lock = threading.Lock()
+        self.order: list[str] = []
+        self.held, self.most = 0, 0
+        self.threads: set[int] = set()
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        with self.lock:
+            self.order += names
+            self.threads.add(threading.get_ident())
+            self.held += 1000 * len(names)
+            self.most = max(self.most, self.held)
+        time.sleep(0.002)
+        return {name: torch.full((1000,), int(name[1:]), dtype=torch.uint8) for name in names}
+
+
+class Sink:
+    """A writer that remembers what it got and how it ended."""
+
+    def __init__(self, source: Numbers) -> None:
+        self.source, self.values, self.end = source, dict[str, int](), ""
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        with self.source.lock:
+            self.source.held -= tensor.nbytes
+            self.values[name] = int(tensor[0])
+
+    def finish(self) -> None:
+        self.end = "finished"
+
+    def discard(self) -> None:
+        self.end = "discarded"
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_every_group_once_and_by_so_many_threads(workers: int) -> None:
+    source = Numbers()
+    sink = Sink(source)
+    copy(source, sink, "test", workers)
+    assert sink.values == {name: int(name[1:]) for name in NAMES}
+    assert sink.end == "finished"
+    assert sorted(source.order) == sorted(NAMES)
+    assert len(source.threads) == workers
+    if workers == 1:
+        assert source.order == NAMES
+
+
+def test_bytes_in_flight_are_bounded() -> None:
+    source = Numbers()
+    copy(source, Sink(source), "test", 8, memory=3000)
+    assert source.most == 3000
+
+
+@pytest.mark.parametrize(
+    ("cores", "memory", "expected"), [(2, IN_FLIGHT, 5), (64, IN_FLIGHT, 10), (64, 10 * IN_FLIGHT, 67), (8, 1, 1)]
+)
+def test_threads_have_buffers_of_no_more_than_the_bound(
+    monkeypatch: pytest.MonkeyPatch, cores: int, memory: int, expected: int
+) -> None:
+    monkeypatch.setattr("ckptkit.transfer.copy.cores", lambda: cores)
+    assert threads(memory) == expected
+    source = Numbers()
+    copy(source, Sink(source), "test", memory=memory)
+    assert len(source.threads) <= expected
+
+
+def test_a_group_larger_than_the_bound_goes_alone() -> None:
+    source = Numbers()
+    sink = Sink(source)
+    copy(source, sink, "test", 8, memory=10)
+    assert source.most == 1000
+    assert source.order == NAMES
+    assert len(sink.values) == 40
+
+
+def test_memory_counts_what_is_read_through_every_view() -> None:
+    source = Numbers()
+    half = Step(("w0", "w1"), (TensorSpec("half", (500,), torch.uint8),), lambda tensors: [tensors[0][:500]], "half")
+    first = View(source, Plan((half, *(identity(source.specs[name]) for name in NAMES[2:])), source.specs))
+    second = View(first, Plan(tuple(identity(spec) for spec in first.specs.values()), first.specs))
+    assert moved(source, ["w0", "w1"]) == (2000, 2000)
+    assert moved(first, ["half"]) == (2000, 500 + 2000)
+    # What passes as it is lies where it was read.
+    assert moved(second, ["half", "w2"]) == (3000, 500 + 3000)
+
+
+def test_two_that_become_one_are_held_twice() -> None:
+    """Even where the bytes stay as they are, as those of gate and up do; on the way back they are two parts of one memory."""
+    source = Numbers()
+    both = Step(
+        ("w0", "w1"),
+        (TensorSpec("both", (2000,), torch.uint8),),
+        lambda tensors: [torch.cat(list(tensors))],
+        "merge",
+        passes=True,
+    )
+    parts = Step(
+        ("both",),
+        (source.specs["w0"], source.specs["w1"]),
+        lambda tensors: list(tensors[0].chunk(2)),
+        "split",
+        passes=True,
+    )
+    merged = View(source, Plan((both,), ["w0", "w1"]))
+    assert moved(merged, ["both"]) == (2000, 4000)
+    assert moved(View(merged, Plan((parts,), ["both"])), ["w0", "w1"]) == (2000, 4000)
+
+
+@pytest.mark.parametrize("megatron", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2-tied", "glm4_moe"])
+def test_what_is_said_to_lie_in_the_memory_of_what_was_read_does(
+    releases: Callable[[str], Path], converted: Callable[[str], Path], name: str, megatron: bool
+) -> None:
+    view = planned(Job("convert", str((converted if megatron else releases)(name)))).outputs[0].view
+    assert isinstance(view, View)
+    shared = [tensor for tensor in view.specs if view.shares(tensor)]
+    assert 10 < len(shared) < len(view.specs)
+    for tensor in shared:
+        step = view.step(tensor)
+        (read,) = view.source.read(step.inputs).values()
+        (made,) = [one for spec, one in zip(step.outputs, step.run([read]), strict=True) if spec.name == tensor]
+        assert made.contiguous().untyped_storage().data_ptr() == read.untyped_storage().data_ptr(), tensor
+
+
+def test_only_some_are_copied() -> None:
+    source = Numbers()
+    sink = Sink(source)
+    copy(source, sink, "test", 2, only={"w3", "w5"})
+    assert sink.values == {"w3": 3, "w5": 5}
+    assert sorted(source.order) == ["w3", "w5"]
+
+
+class BrokenError(Exception):
+    """What a stage raises."""
+
+
+@pytest.mark.parametrize("stage", ["read", "write", "finish"])
+@pytest.mark.parametrize(
+    "error", [CkptkitError("w7 is broken"), BrokenError("w7 is broken"), KeyboardInterrupt("w7 is broken")]
+)
+def test_an_error_of_a_stage_ends_the_job(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) -> None:
+    source = Numbers()
+    sink = Sink(source)
+    target: Any = source if stage == "read" else sink
+    original = getattr(target, stage)
+
+    def fail(*arguments: Any) -> Any:
+        if stage == "finish" or "w7" in (*arguments[0], arguments[0]):
+            raise error
+        return original(*arguments)
+
+    monkeypatch.setattr(target, stage, fail)
+    with pytest.raises(type(error), match="w7 is broken"):
+        copy(source, sink, "test", 2)
+    assert sink.end == "discarded"
+    # What was running ends, nothing new begins.
+    assert len(source.order) == 40 if stage == "finish" else len(source.order) < 15
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ckptkit-copy")]
+
+
+@pytest.mark.parametrize("verb", ["to Megatron", "to HF", "to INT4"])
+def test_bytes_on_disk_do_not_depend_on_the_threads(
+    releases: Callable[[str], Path], converted: Callable[[str], Path], tmp_path: Path, verb: str
+) -> None:
+    written = []
+    for workers in (1, 2, 4):
+        out = tmp_path / str(workers)
+        if verb == "to INT4":
+            quantize(releases("qwen3_moe"), out, int4_scheme(group_size=32), workers=workers)
+        else:
+            convert((releases if verb == "to Megatron" else converted)("qwen3_moe"), out, workers=workers)
+        written.append({str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()})
+    assert len(written[0]) > 4
+    assert written[0] == written[1] == written[2]

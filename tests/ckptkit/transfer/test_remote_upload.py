@@ -1,0 +1,230 @@
+"""HF directories written to a real S3 server: no reader takes them for a checkpoint before they are one."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import unquote
+
+import fsspec
+import pytest
+from remote_servers import Bucket, Request, breaking, refusing, serving, use_s3
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.storage import url as store
+from ckptkit.transfer.upload import Upload, check_upload
+
+FILES = {
+    "model.safetensors.index.json": b"index",
+    "config.json": b"config",
+    "1.safetensors": b"one",
+    "2.safetensors": b"two",
+    "folder/chat.jinja": b"{{ x }}",
+}
+PARTIAL = "out/.ckptkit-partial"
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """A directory with FILES."""
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def keys(*names: str) -> list[str]:
+    """The keys of these files, sorted."""
+    return sorted(f"out/{name}" for name in names)
+
+
+def requests_of(seen: list[Request], bucket: Bucket) -> list[str]:
+    """What was asked of the objects below out/: method and key."""
+    objects = [(one.method, unquote(one.path).partition("?")[0].removeprefix(f"/{bucket.name}/")) for one in seen]
+    return [f"{method} {path}" for method, path in objects if path.startswith("out/")]
+
+
+def test_config_and_index_come_last_and_the_mark_goes(
+    local: Path, bucket: Bucket, s3_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Request] = []
+    with serving(breaking(s3_address, seen)) as proxy, use_s3(monkeypatch, proxy):
+        upload = Upload(bucket.url("out/"))
+        assert bucket.listed() == [PARTIAL]
+        for name in FILES:
+            upload.put(local / name, name)
+            (local / name).unlink()
+        assert bucket.listed() == keys(".ckptkit-partial", "1.safetensors", "2.safetensors", "folder/chat.jinja")
+        upload.finish()
+    assert [one for one in requests_of(seen, bucket) if one.startswith("PUT")] == [
+        f"PUT {PARTIAL}",
+        "PUT out/1.safetensors",
+        "PUT out/2.safetensors",
+        "PUT out/folder/chat.jinja",
+        "PUT out/config.json",
+        "PUT out/model.safetensors.index.json",
+    ]
+    assert bucket.listed() == keys(*FILES)
+    assert {name: bucket.get(f"out/{name}") for name in FILES} == FILES
+
+
+def test_threads_may_put_at_the_same_time(local: Path, bucket: Bucket) -> None:
+    upload = Upload(bucket.url("out"))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda name: upload.put(local / name, name), FILES))
+    upload.finish()
+    assert {name: bucket.get(f"out/{name}") for name in FILES} == FILES
+
+
+def test_a_large_file_goes_in_parts(local: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_UPLOAD_PART", 5 << 20)  # the smallest that S3 takes
+    content = bytes(range(256)) * (11 << 12)
+    (local / "1.safetensors").write_bytes(content)
+    Upload(bucket.url("out")).put(local / "1.safetensors", "1.safetensors")
+    assert bucket.get("out/1.safetensors") == content
+    tag = bucket.client.head_object(Bucket=bucket.name, Key="out/1.safetensors")["ETag"]
+    assert tag.strip('"').endswith("-3")
+
+
+def test_a_store_that_takes_no_lists(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = fsspec.filesystem("memory")
+    # As huggingface_hub's does.
+    monkeypatch.setattr(type(memory), "rm", lambda self, path: self.rm_file(path.removeprefix("/")))
+    upload = Upload("memory://up/out")
+    for name in FILES:
+        upload.put(local / name, name)
+    upload.finish()
+    assert sorted(memory.find("/up/out")) == sorted(f"/up/out/{name}" for name in FILES)
+    again = Upload("memory://up/out", overwrite=True)
+    again.put(local / "1.safetensors", "1.safetensors")
+    again.discard()
+    assert memory.find("/up/out") == []
+
+
+def test_discard_leaves_nothing(local: Path, bucket: Bucket) -> None:
+    bucket.put("beside/config.json", b"x")
+    upload = Upload(bucket.url("out"))
+    for name in FILES:
+        upload.put(local / name, name)
+    upload.discard()
+    assert bucket.listed() == ["beside/config.json"]
+
+
+def test_what_is_there_is_kept_unless_it_is_to_be_replaced(local: Path, bucket: Bucket) -> None:
+    bucket.put("out/config.json", b"old")
+    with pytest.raises(CkptkitError, match="out exists already") as error:
+        Upload(bucket.url("out"))
+    assert "--overwrite" in str(error.value.hint)
+    assert bucket.get("out/config.json") == b"old"
+
+
+def test_what_is_no_checkpoint_is_never_replaced(bucket: Bucket) -> None:
+    bucket.put("out/thesis.tex", b"x")
+    with pytest.raises(CkptkitError, match="is no checkpoint, so it is not replaced"):
+        Upload(bucket.url("out"), overwrite=True)
+    assert bucket.listed() == ["out/thesis.tex"]
+
+
+def test_an_upload_that_died_says_so_and_can_be_replaced(local: Path, bucket: Bucket) -> None:
+    Upload(bucket.url("out")).put(local / "1.safetensors", "1.safetensors")
+    with pytest.raises(CkptkitError, match="holds an upload that did not finish, or is not finished yet"):
+        Upload(bucket.url("out"))
+    again = Upload(bucket.url("out"), overwrite=True)
+    for name in ("config.json", "2.safetensors"):
+        again.put(local / name, name)
+        assert PARTIAL in bucket.listed()
+    again.finish()
+    assert bucket.listed() == keys("config.json", "2.safetensors")
+
+
+def test_replacing_begins_with_the_index_and_leaves_nothing_old(
+    local: Path, bucket: Bucket, s3_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("config.json", "model.safetensors.index.json", "9.safetensors", "1.safetensors", "ckptkit.json"):
+        bucket.put(f"out/{name}", b"old")
+    upload = Upload(bucket.url("out"), overwrite=True)
+    assert bucket.get("out/model.safetensors.index.json") == b"old"
+    removed: list[list[str]] = []
+    original = store.Store.remove
+    monkeypatch.setattr(
+        store.Store, "remove", lambda self, names: (removed.append(sorted(names)), original(self, names))[1]
+    )
+    upload.put(local / "1.safetensors", "1.safetensors")
+    assert removed == [
+        ["config.json", "model.safetensors.index.json"],
+        ["1.safetensors", "9.safetensors", "ckptkit.json"],
+    ]
+    assert bucket.listed() == keys(".ckptkit-partial", "1.safetensors")
+    upload.put(local / "config.json", "config.json")
+    upload.finish()
+    assert {key: bucket.get(key) for key in bucket.listed()} == {
+        "out/1.safetensors": b"one",
+        "out/config.json": b"config",
+    }
+
+
+def test_before_the_first_file_the_old_checkpoint_is_left(bucket: Bucket) -> None:
+    bucket.put("out/config.json", b"old")
+    Upload(bucket.url("out"), overwrite=True).discard()
+    assert {key: bucket.get(key) for key in bucket.listed()} == {"out/config.json": b"old"}
+
+
+@pytest.mark.parametrize("source", ["out", "out/", "out/inside", ""])
+def test_a_destination_around_or_in_the_source_is_refused(bucket: Bucket, source: str) -> None:
+    with pytest.raises(CkptkitError, match="overlaps"):
+        check_upload(bucket.url("out"), True, [None, Path("out"), bucket.url(source)])
+
+
+@pytest.mark.parametrize("spelling", ["s3a://{}/out", "s3://{}/out//", "simplecache::s3://{}/out"])
+def test_other_spellings_of_the_source_are_the_source(bucket: Bucket, spelling: str) -> None:
+    with pytest.raises(CkptkitError, match="overlaps"):
+        check_upload(bucket.url("out"), True, [spelling.format(bucket.name)])
+
+
+def test_a_chain_of_urls_is_no_destination() -> None:
+    with pytest.raises(CkptkitError, match="is a chain of URLs, which can only be read"):
+        check_upload("simplecache::s3://bucket/out", True)
+
+
+def test_a_destination_beside_the_source_is_fine(bucket: Bucket) -> None:
+    assert check_upload(bucket.url("out"), True, [bucket.url("out2"), Path("out")]) == []
+
+
+def test_without_a_config_it_does_not_finish(local: Path, bucket: Bucket) -> None:
+    upload = Upload(bucket.url("out"))
+    upload.put(local / "1.safetensors", "1.safetensors")
+    with pytest.raises(CkptkitError, match=r"config\.json was never put"):
+        upload.finish()
+
+
+def test_an_upload_that_fails_names_the_file_and_what_came_goes(
+    local: Path, bucket: Bucket, s3_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload = Upload(bucket.url("out"))
+    upload.put(local / "1.safetensors", "1.safetensors")
+    with serving(refusing(403, "AccessDenied", only="PUT", target=s3_address)) as proxy, use_s3(monkeypatch, proxy):
+        # What has been opened stays with its server, so this is the same upload with a store of its own.
+        upload._store = store.Store(bucket.url("out"))
+        with pytest.raises(CkptkitError, match=r"out/2\.safetensors: AccessDenied"):
+            upload.put(local / "2.safetensors", "2.safetensors")
+        upload.discard()
+    assert bucket.listed() == []
+
+
+def test_discard_does_not_hide_why_it_came_to_that(
+    local: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload = Upload(bucket.url("out"))
+    upload.put(local / "1.safetensors", "1.safetensors")
+    bucket.client.delete_object(Bucket=bucket.name, Key="out/1.safetensors")
+    bucket.client.delete_object(Bucket=bucket.name, Key=PARTIAL)
+    bucket.client.delete_bucket(Bucket=bucket.name)
+    upload.discard()
+
+
+def test_an_object_of_another_size_is_noticed(local: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload = Upload(bucket.url("out"))
+    filesystem, _ = store.Store(bucket.url("out"))._opened
+    monkeypatch.setattr(filesystem, "put_file", lambda file, path, **options: filesystem.pipe_file(path, b"t"))
+    with pytest.raises(CkptkitError, match=r"out/1\.safetensors has 1 bytes after the upload of 3"):
+        upload.put(local / "1.safetensors", "1.safetensors")

@@ -1,0 +1,139 @@
+"""A run that was cut off goes on where it was, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.core.errors import CkptkitError
+from ckptkit.transfer import files as module
+
+FILE_BYTES = 1_000_000
+Run = Callable[..., None]
+
+
+@pytest.fixture(params=["to Megatron", "to HF", "to INT4"])
+def run(request: pytest.FixtureRequest, releases: Callable[[str], Path], converted: Callable[[str], Path]) -> Run:
+    """One of the three ways, of a model that takes several files."""
+    # Made here, and not while a test cuts off what is written.
+    source = (converted if request.param == "to HF" else releases)("qwen3_moe")
+
+    def go(out: Path, **options: object) -> None:
+        if request.param == "to INT4":
+            quantize(source, out, int4_scheme(group_size=32), **options)  # type: ignore[arg-type]
+        else:
+            convert(source, out, file_bytes=FILE_BYTES if request.param == "to Megatron" else None, **options)  # type: ignore[arg-type]
+
+    return go
+
+
+def content(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+class PowerCutError(Exception):
+    """Ends a run."""
+
+
+@contextmanager
+def cut_off_after(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Lets so many files be finished. Yields the files that are begun."""
+    begun: list[str] = []
+    opened = module.FilesWriter._opened
+
+    def watched(self: module.FilesWriter, file: str) -> object:
+        if file not in begun:
+            begun.append(file)
+        if len(begun) > count:
+            raise PowerCutError
+        return opened(self, file)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.FilesWriter, "_opened", watched)
+        yield begun
+
+
+def test_only_unfinished_files_are_written_again(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path / "whole")
+    with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch) as finished:
+        run(tmp_path / "out", workers=1)
+    assert (tmp_path / "out.partial").is_dir()
+    with cut_off_after(1000, monkeypatch) as begun:
+        run(tmp_path / "out", resume=True)
+    with cut_off_after(1000, monkeypatch) as every:
+        run(tmp_path / "again")
+    assert len(every) > 2
+    assert sorted(begun) == sorted(set(every) - {finished[0]})
+    assert content(tmp_path / "out") == content(tmp_path / "whole") == content(tmp_path / "again")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "out", "whole"]
+
+
+def test_a_finished_file_that_was_damaged_since_is_written_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "whole")
+    with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch):
+        run(tmp_path / "out", workers=1)
+    (finished,) = [
+        *(tmp_path / "out.partial").glob("*.safetensors"),
+        *(tmp_path / "out.partial/release").glob("*.distcp"),
+    ]
+    damaged = bytearray(finished.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    finished.write_bytes(damaged)
+    run(tmp_path / "out", resume=True)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_a_cut_off_run_is_not_replaced_or_resumed_unasked(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch):
+        run(tmp_path / "out", workers=1)
+    before = content(tmp_path / "out.partial")
+    with pytest.raises(CkptkitError, match=r"out.partial exists already: a run was cut off[\s\S]*--resume"):
+        run(tmp_path / "out")
+    assert content(tmp_path / "out.partial") == before
+    run(tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_without_a_cut_off_run_resume_begins(run: Run, tmp_path: Path) -> None:
+    run(tmp_path / "out", resume=True)
+    assert (tmp_path / "out/ckptkit.json").exists()
+
+
+def test_another_command_is_refused(
+    releases: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = releases("qwen3_moe")
+    with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch):
+        convert(source, tmp_path / "out", file_bytes=FILE_BYTES, workers=1)
+    before = content(tmp_path / "out.partial")
+    with pytest.raises(
+        CkptkitError, match=r"cannot be resumed: its command was .*file-bytes 1000000.* and is .*--dtype float32"
+    ):
+        convert(source, tmp_path / "out", file_bytes=FILE_BYTES, dtype="float32", resume=True)
+    assert content(tmp_path / "out.partial") == before
+
+
+def test_another_source_is_refused(
+    releases: Callable[[str], Path], copy_of: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = copy_of(releases("qwen3_moe"))
+    with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch):
+        convert(source, tmp_path / "out", file_bytes=FILE_BYTES, workers=1)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"bos_token_id": 7}))
+    with pytest.raises(CkptkitError, match="cannot be resumed: its source was"):
+        convert(source, tmp_path / "out", file_bytes=FILE_BYTES, resume=True)
+
+
+def test_resume_and_overwrite_exclude_each_other(releases: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="--resume goes on with what is there, --overwrite replaces it"):
+        convert(releases("qwen3_moe"), tmp_path / "out", resume=True, overwrite=True)

@@ -1,0 +1,14 @@
+"""The types of the fixtures that are functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from verify.report import CheckResult, Finding, Report
+
+PathOf = Callable[..., Path]
+CopyOf = Callable[[Path], Path]
+OnlyFinding = Callable[[Report], Finding]
+CodesOf = Callable[[Report], list[str]]
+RunAlone = Callable[..., tuple[CheckResult | None, list[Finding]]]

@@ -1,0 +1,379 @@
+"""Everything about a quantized release that is refused: by name, with the file, before anything is read where headers can tell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import InMemory
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import HfCheckpoint
+from quant.formats.dequantize import dequantized, described, format_of
+
+Tensors = dict[str, Tensor]
+Change = Callable[[Tensors], Any]
+
+BLOCK = {"quant_method": "fp8", "weight_block_size": [2, 2]}
+
+
+def compressed(weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, **weights},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+        **more,
+    }
+
+
+def fp8() -> Tensors:
+    return {"x.weight": torch.ones(3, 4).to(torch.float8_e4m3fn), "x.weight_scale_inv": torch.ones(2, 2)}
+
+
+def int4() -> Tensors:
+    return {
+        "x.weight_packed": torch.zeros(16, 8, dtype=torch.int32),
+        "x.weight_scale": torch.ones(16, 2, dtype=torch.bfloat16),
+        "x.weight_shape": torch.tensor([16, 64]),
+    }
+
+
+def mxfp4() -> Tensors:
+    return {
+        "x_blocks": torch.zeros(2, 3, 4, 16, dtype=torch.uint8),
+        "x_scales": torch.full((2, 3, 4), 127, dtype=torch.uint8),
+    }
+
+
+def read_all(quantization: Any, tensors: Tensors) -> None:
+    view = dequantized(InMemory({"quantization_config": quantization}, tensors), "here")
+    for names in view.groups:
+        view.read(names)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "quantization method 'awq' is not supported"),
+        ({"quant_method": "modelopt"}, "quantization method 'modelopt' is not supported"),
+        ({}, "quantization method None is not supported"),
+        ([1], r"quantization_config is \[1\], not an object"),
+        (BLOCK | {"fmt": "e5m2"}, "FP8 with fmt 'e5m2' is not supported"),
+        (BLOCK | {"scale_fmt": "e4m3"}, "FP8 with scale_fmt 'e4m3' is not supported"),
+        (BLOCK | {"weight_block_size": [128]}, r"weight_block_size is \[128\], not two positive numbers"),
+        (BLOCK | {"weight_block_size": [128, 0]}, r"weight_block_size is \[128, 0\], not two positive numbers"),
+        (BLOCK | {"weight_block_size": [128, 1.5]}, r"weight_block_size is \[128, 1.5\], not two positive numbers"),
+        (BLOCK | {"weight_block_size": 128}, "weight_block_size is 128, not two positive numbers"),
+        (compressed({}, format="nvfp4-pack-quantized"), "format nvfp4-pack-quantized is not supported"),
+        (compressed({}, format="mixed-precision"), "format mixed-precision is not supported"),
+        (compressed({"num_bits": 8}), "num_bits 8 is not supported"),
+        (compressed({"type": "float"}), "type 'float' is not supported"),
+        (compressed({"strategy": "tensor", "group_size": None}), "strategy 'tensor' is not supported"),
+        (compressed({"actorder": "group"}), "actorder 'group' is not supported"),
+        (compressed({"actorder": "dynamic"}), "actorder 'dynamic' is not supported"),
+        (compressed({"num_bits": 8, "type": "float"}, format="float-quantized"), "strategy 'group' is not supported"),
+        (
+            compressed({"num_bits": 8, "strategy": "channel", "group_size": None}, format="float-quantized"),
+            "type 'int' is not supported",
+        ),
+        (
+            compressed(
+                {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None, "symmetric": False},
+                format="float-quantized",
+            ),
+            "symmetric False",
+        ),
+        (compressed({}, config_groups={}), "config_groups that do not all quantize weights alike"),
+        (
+            compressed(
+                {},
+                config_groups={
+                    f"g{size}": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": size}}
+                    for size in (32, 64)
+                },
+            ),
+            "config_groups that do not all quantize weights alike",
+        ),
+        (compressed({"nonsense": 1}), "compressed-tensors refuses this quantization_config"),
+    ],
+)
+def test_formats(quantization: Any, message: str) -> None:
+    with pytest.raises(CkptkitError, match=message) as error:
+        format_of({"quantization_config": quantization})
+    assert "config.json" in error.value.message or "quantization_config" in error.value.message
+    assert error.value.hint
+    assert message.replace("\\", "") in str(described({"quantization_config": quantization}, {}))
+
+
+def without(name: str) -> Change:
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name: str, tensor: Tensor) -> Change:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+def at(name: str, index: Any, value: float) -> Change:
+    def change(tensors: Tensors) -> None:
+        tensors[name].reshape(-1)[index] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("quantization", "make", "change", "message"),
+    [
+        (
+            BLOCK,
+            fp8,
+            without("x.weight_scale_inv"),
+            r"x\.weight \[3, 4\] float8_e4m3fn has no x\.weight_scale_inv beside it",
+        ),
+        (BLOCK, fp8, without("x.weight"), r"no quantized weight is stored beside x\.weight_scale_inv"),
+        (BLOCK, fp8, put("x.weight", torch.ones(3, 4)), r"no quantized weight is stored beside x\.weight_scale_inv"),
+        (
+            BLOCK,
+            fp8,
+            put("y.weight_scale_inv", torch.ones(1)),
+            r"no quantized weight is stored beside y\.weight_scale_inv",
+        ),
+        (
+            BLOCK,
+            fp8,
+            put("x.weight_scale_inv", torch.ones(1, 2)),
+            r"x\.weight_scale_inv \[1, 2\] float32 must be \[2, 2\] float32 or bfloat16 or float16",
+        ),
+        (BLOCK, fp8, put("x.weight_scale_inv", torch.ones(2, 2, 1)), r"must be \[2, 2\]"),
+        (BLOCK, fp8, put("x.weight_scale_inv", torch.tensor(1.0)), r"must be \[2, 2\]"),
+        (
+            BLOCK,
+            fp8,
+            put("x.weight_scale_inv", torch.ones(2, 2, dtype=torch.uint8)),
+            r"x\.weight_scale_inv \[2, 2\] uint8 must be",
+        ),
+        (BLOCK | {"weight_block_size": [1, 4]}, fp8, lambda tensors: None, r"must be \[3, 1\]"),
+        (BLOCK, fp8, put("v", torch.ones(4).to(torch.float8_e4m3fn)), r"v \[4\] float8_e4m3fn is FP8 and no matrix"),
+        (
+            BLOCK,
+            fp8,
+            put("y.weight", torch.ones(4, 4).to(torch.float8_e5m2)),
+            r"y\.weight \[4, 4\] float8_e5m2 is no part of FP8",
+        ),
+        (
+            BLOCK,
+            fp8,
+            put("experts.w", torch.ones(4, 4, dtype=torch.int8)),
+            r"experts\.w \[4, 4\] int8 is no part of FP8",
+        ),
+        (
+            BLOCK,
+            fp8,
+            at("x.weight_scale_inv", 2, torch.nan),
+            r"x\.weight_scale_inv \[2, 2\] float32 gives NaN or infinity",
+        ),
+        (
+            BLOCK,
+            fp8,
+            at("x.weight_scale_inv", 2, torch.inf),
+            r"x\.weight_scale_inv \[2, 2\] float32 gives NaN or infinity",
+        ),
+        (BLOCK, fp8, at("x.weight_scale_inv", 2, -1e38), r"x\.weight_scale_inv \[2, 2\] float32 gives NaN or infinity"),
+        (
+            BLOCK,
+            fp8,
+            put("x.weight_scale_inv", torch.full((2, 2), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu)),
+            "gives NaN or infinity",
+        ),
+        (
+            BLOCK,
+            fp8,
+            at("x.weight", 7, torch.nan),
+            r"x\.weight \[3, 4\] float8_e4m3fn holds NaN, which some quantizers make of a block of zeros",
+        ),
+        ({"quant_method": "fp8"}, fp8, lambda tensors: None, r"x\.weight_scale_inv \[2, 2\] float32 must be \[1, 1\]"),
+        (
+            compressed({}),
+            int4,
+            without("x.weight_scale"),
+            r"x\.weight_packed \[16, 8\] int32 has no x\.weight_scale beside it",
+        ),
+        (compressed({}), int4, without("x.weight_shape"), r"has no x\.weight_shape beside it"),
+        (
+            compressed({}),
+            int4,
+            without("x.weight_packed"),
+            r"no quantized weight is stored beside x\.weight_scale, x\.weight_shape",
+        ),
+        (compressed({"symmetric": False}), int4, lambda tensors: None, r"has no x\.weight_zero_point beside it"),
+        (
+            compressed({}),
+            int4,
+            put("x.weight_zero_point", torch.zeros(2, 2, dtype=torch.int32)),
+            r"beside x\.weight_zero_point",
+        ),
+        (
+            compressed({"symmetric": False}),
+            int4,
+            put("x.weight_zero_point", torch.zeros(16, 2, dtype=torch.int8)),
+            r"must be \[2, 2\] int32",
+        ),
+        (
+            compressed({"symmetric": False}),
+            int4,
+            put("x.weight_zero_point", torch.zeros(2, 16, dtype=torch.int32)),
+            r"must be \[2, 2\] int32",
+        ),
+        (compressed({}), int4, put("x.weight_g_idx", torch.zeros(64, dtype=torch.int32)), r"beside x\.weight_g_idx"),
+        (
+            compressed({}),
+            int4,
+            put("x.weight_scale", torch.ones(16, 1)),
+            r"x\.weight_packed \[16, 8\] int32 must be \[16, 4\] int32",
+        ),
+        (
+            compressed({}),
+            int4,
+            put("x.weight_scale", torch.ones(8, 2)),
+            r"x\.weight_scale \[8, 2\] float32 must be \[16, 2\]",
+        ),
+        (compressed({}), int4, put("x.weight_scale", torch.ones(16, 2).to(torch.float8_e4m3fn)), "must be"),
+        (
+            compressed({"group_size": 64}),
+            int4,
+            lambda tensors: None,
+            r"x\.weight_packed \[16, 8\] int32 must be \[16, 16\] int32",
+        ),
+        (
+            compressed({"strategy": "channel", "group_size": None}),
+            int4,
+            lambda tensors: None,
+            r"x\.weight_scale \[16, 2\] bfloat16 must be \[16, 1\]",
+        ),
+        (
+            compressed({}),
+            int4,
+            put("x.weight_packed", torch.zeros(16, 8, dtype=torch.int64)),
+            r"x\.weight_packed \[16, 8\] int64 must be",
+        ),
+        (compressed({}), int4, put("x.weight_packed", torch.zeros(2, 16, 8, dtype=torch.int32)), "is no packed matrix"),
+        (
+            compressed({}),
+            int4,
+            put("x.weight_shape", torch.tensor([16, 63])),
+            r"x\.weight_shape \[2\] int64 says \[16, 63\], but .* make \[16, 64\]",
+        ),
+        (
+            compressed({}),
+            int4,
+            put("x.weight_shape", torch.tensor([16, 64, 1])),
+            r"x\.weight_shape \[3\] int64 must be \[2\]",
+        ),
+        (
+            compressed({}),
+            int4,
+            at("x.weight_scale", 3, torch.nan),
+            r"x\.weight_scale \[16, 2\] bfloat16 gives NaN or infinity",
+        ),
+        (
+            compressed({}),
+            int4,
+            at("x.weight_scale", 3, 1e38),
+            r"x\.weight_scale \[16, 2\] bfloat16 gives NaN or infinity",
+        ),
+        (
+            {"quant_method": "mxfp4"},
+            mxfp4,
+            without("x_scales"),
+            r"x_blocks \[2, 3, 4, 16\] uint8 has no x_scales beside it",
+        ),
+        ({"quant_method": "mxfp4"}, mxfp4, without("x_blocks"), "no quantized weight is stored beside x_scales"),
+        (
+            {"quant_method": "mxfp4"},
+            mxfp4,
+            put("x_scales", torch.zeros(2, 3, dtype=torch.uint8)),
+            r"x_scales \[2, 3\] uint8 must be \[2, 3, 4\] uint8",
+        ),
+        (
+            {"quant_method": "mxfp4"},
+            mxfp4,
+            put("x_blocks", torch.zeros(2, 3, 4, 8, dtype=torch.uint8)),
+            r"must be \[experts, rows, groups, 16\] uint8",
+        ),
+        (
+            {"quant_method": "mxfp4"},
+            mxfp4,
+            put("x_blocks", torch.zeros(2, 3, 4, 16, dtype=torch.int8)),
+            r"must be \[experts, rows, groups, 16\] uint8",
+        ),
+        (
+            {"quant_method": "mxfp4"},
+            mxfp4,
+            at("x_scales", 5, 255),
+            r"x_scales \[2, 3, 4\] uint8 holds exponents above 252",
+        ),
+        (
+            {"quant_method": "mxfp4"},
+            mxfp4,
+            at("x_scales", 5, 253),
+            r"x_scales \[2, 3, 4\] uint8 holds exponents above 252",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit(quantization: Any, make: Callable[[], Tensors], change: Change, message: str) -> None:
+    tensors = make()
+    change(tensors)
+    with pytest.raises(CkptkitError, match=message) as error:
+        read_all(quantization, tensors)
+    assert error.value.message.startswith("here: ")
+    assert error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("quantization", "make"), [(BLOCK, fp8), (compressed({}), int4), ({"quant_method": "mxfp4"}, mxfp4)]
+)
+def test_as_they_are_they_fit(quantization: Any, make: Callable[[], Tensors]) -> None:
+    read_all(quantization, make())
+
+
+def test_the_file_is_named(tmp_path: Path) -> None:
+    tensors = fp8()
+    tensors["x.weight_scale_inv"][0, 0] = torch.nan
+    save_file({"x.weight": tensors["x.weight"]}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"x.weight_scale_inv": tensors["x.weight_scale_inv"]}, tmp_path / "model-00002-of-00002.safetensors")
+    weight_map = {name: f"model-0000{index}-of-00002.safetensors" for index, name in enumerate(tensors, 1)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": BLOCK}))
+    view = dequantized(HfCheckpoint(tmp_path), str(tmp_path))
+    with pytest.raises(CkptkitError, match="gives NaN or infinity") as error:
+        view.read(["x.weight"])
+    assert error.value.message.startswith(f"{tmp_path / 'model-00002-of-00002.safetensors'}: x.weight_scale_inv")
+
+
+def copies(head: Tensor, copy: Tensor) -> Any:
+    scale = torch.ones(copy.shape[0], 1)
+    tensors = {"lm_head.weight": head, "draft.weight": copy.to(torch.float8_e4m3fn), "draft.weight_scale": scale}
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
+    config = {"quantization_config": compressed(weights, format="float-quantized")}
+    return dequantized(InMemory(config, tensors), "here", {"draft.weight": "lm_head.weight"})
+
+
+def test_a_quantized_copy_of_something_else() -> None:
+    view = copies(torch.randn(64, 32), torch.randn(64, 32))
+    with pytest.raises(
+        CkptkitError, match=r"draft\.weight .*is not the quantized copy of lm_head\.weight that it should be"
+    ):
+        view.read(["draft.weight"])
+    with pytest.raises(
+        CkptkitError, match=r"draft\.weight .*is meant to be a copy of lm_head\.weight \[64, 16\] float32"
+    ):
+        copies(torch.randn(64, 16), torch.randn(64, 32))

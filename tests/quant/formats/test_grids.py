@@ -1,0 +1,316 @@
+"""Codes, scales and zero points, against compressed-tensors' own code and formulas worked through one weight at a time."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from compressed_tensors.quantization.lifecycle import fake_quantize as ct_fake_quantize
+from compressed_tensors.quantization.utils.helpers import calculate_qparams
+from quant_weights import DTYPES, ct_packed, ct_scheme, hard_weights
+
+from ckptkit.core.errors import CkptkitError
+from quant.formats.grids import dequantize, fake_quantize, quantize
+from quant.formats.packing import pack, pack_zero_point, unpack, unpack_zero_point
+from quant.formats.scheme import QuantScheme
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("group_size", [32, 64, 128, None])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_minmax_is_what_compressed_tensors_writes(dtype: torch.dtype, group_size: int | None, symmetric: bool) -> None:
+    weight, scheme = hard_weights(dtype), QuantScheme(group_size, "minmax", (), symmetric)
+    expected = ct_packed(weight, scheme)
+
+    codes, scale, zero_point = quantize(weight, scheme)
+
+    assert scale.dtype == dtype
+    assert torch.equal(scale, expected["weight_scale"])
+    assert torch.equal(pack(codes), expected["weight_packed"])
+    assert codes.min() == -8
+    assert codes.max() == 7
+    if symmetric:
+        assert zero_point is None
+        assert "weight_zero_point" not in expected
+    else:
+        assert zero_point is not None
+        assert torch.equal(pack_zero_point(zero_point), expected["weight_zero_point"])
+        assert zero_point.min() == -8
+        assert zero_point.max() == 7
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_minmax_with_a_scale_dtype_is_what_compressed_tensors_writes(
+    dtype: torch.dtype, stored: torch.dtype, symmetric: bool
+) -> None:
+    weight, scheme = hard_weights(dtype)[:-1], QuantScheme(32, "minmax", (), symmetric, scale_dtype=stored)
+    expected = ct_packed(weight, scheme)
+    codes, scale, _ = quantize(weight, scheme)
+    assert scale.dtype == stored
+    assert torch.equal(scale, expected["weight_scale"])
+    assert torch.equal(pack(codes), expected["weight_packed"])
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        QuantScheme(32, "qmax7"),
+        QuantScheme(128, "minmax"),
+        QuantScheme(None, "minmax"),
+        QuantScheme(64, "minmax", (), False),
+    ],
+)
+def test_compressed_tensors_unpacks_to_the_same_weights(scheme: QuantScheme) -> None:
+    weight = hard_weights(torch.bfloat16)[:-1]
+    codes, scale, zero_point = quantize(weight, scheme)
+    stored = {"weight_packed": pack(codes), "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
+    if zero_point is not None:
+        stored["weight_zero_point"] = pack_zero_point(zero_point)
+    read = PackedQuantizationCompressor.decompress(stored, ct_scheme(scheme))["weight"]
+    assert torch.equal(dequantize(codes, scale, zero_point), read)
+    # Half a step, and for minmax the largest weight, which the grid cannot reach; plus the roundings of bf16 on the way.
+    step = scale.float().repeat_interleave(scheme.group_size or weight.shape[1], 1)
+    normal = weight.abs().amax(1) > 1e-30  # a subnormal scale has a few bits only
+    error = (weight.float() - read.float()).abs()
+    assert (error <= step * (0.54 if scheme.grid == "qmax7" else 0.6 if scheme.symmetric else 0.69))[normal].all()
+
+
+def _float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def slow_qmax7(weight: torch.Tensor, group_size: int) -> tuple[list[list[int]], list[list[float]]]:
+    """One weight at a time, rounding every operation to float32 by hand. A float64 quotient of float32s rounds to the same float32."""
+    codes, scales = [], []
+    for row in weight.tolist():
+        codes.append([])
+        scales.append([])
+        for start in range(0, len(row), group_size):
+            group = row[start : start + group_size]
+            scale = max(_float32(max(map(abs, group)) * _float32(1 / 7)), _float32(1e-5))
+            scales[-1].append(scale)
+            codes[-1].extend(round(_float32(value / scale)) for value in group)  # Python rounds half to even
+    return codes, scales
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128, None])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_qmax7_follows_the_formula(dtype: torch.dtype, group_size: int | None) -> None:
+    weight = hard_weights(dtype)
+    expected_codes, expected_scales = slow_qmax7(weight, group_size or weight.shape[1])
+    for stored in [None, torch.float32]:
+        codes, scale, zero_point = quantize(weight, QuantScheme(group_size, "qmax7", scale_dtype=stored))
+        assert zero_point is None
+        assert codes.tolist() == expected_codes
+        assert torch.equal(scale, torch.tensor(expected_scales, dtype=torch.float32).to(stored or dtype))
+        assert codes.abs().max() == 7
+
+
+def test_qmax7_by_hand() -> None:
+    row = torch.zeros(1, 32, dtype=torch.bfloat16)
+    row[0, :5] = torch.tensor([7.0, -7.0, 1.5, 2.5, -0.5])
+    codes, scale, _ = quantize(row, QuantScheme(32, "qmax7"))
+    assert scale.tolist() == [[1.0]]
+    assert codes[0, :6].tolist() == [7, -7, 2, 2, 0, 0]
+
+
+def test_minmax_by_hand() -> None:
+    row = torch.zeros(1, 32, dtype=torch.bfloat16)
+    row[0, :5] = torch.tensor([7.5, -7.5, 1.5, 2.5, -0.5])
+    codes, scale, _ = quantize(row, QuantScheme(32, "minmax"))
+    assert scale.tolist() == [[1.0]]
+    assert codes[0, :6].tolist() == [7, -8, 2, 2, 0, 0]
+
+
+def test_asymmetric_by_hand() -> None:
+    row = torch.zeros(1, 32)
+    row[0, :4] = torch.tensor([-5.0, 10.0, 0.5, 1.5])  # fifteen steps of 1: -5 is code -8, so 0 is code -3
+    codes, scale, zero_point = quantize(row, QuantScheme(32, "minmax", (), symmetric=False))
+    assert zero_point is not None
+    assert (scale.tolist(), zero_point.tolist()) == ([[1.0]], [[-3]])
+    assert codes[0, :5].tolist() == [-8, 7, -2, -2, -3]  # -2.5 and -1.5 round to even
+    assert dequantize(codes, scale, zero_point)[0, :5].tolist() == [-5.0, 10.0, 1.0, 1.0, 0.0]
+
+
+def test_what_has_no_range() -> None:
+    """A group of zeros has scale epsilon (minmax) or 1e-5 (qmax7), zero point 0 and codes 0; one that is too small for a scale becomes zeros."""
+    zeros = torch.zeros(1, 32, dtype=torch.bfloat16)
+    assert [one.tolist() for one in quantize(zeros, QuantScheme(32, "minmax", (), symmetric=False))] == [
+        [[0] * 32],
+        [[0.0078125]],
+        [[0]],
+    ]
+    assert quantize(zeros, QuantScheme(32, "minmax")).scale.tolist() == [[0.0078125]]
+    assert quantize(zeros, QuantScheme(32, "qmax7")).scale.tolist() == [[float(torch.tensor(1e-5).bfloat16())]]
+    tiny = torch.full((1, 32), 1e-40, dtype=torch.bfloat16)
+    for scheme in [QuantScheme(32, "minmax"), QuantScheme(32, "qmax7")]:
+        codes, scale, _ = quantize(tiny, scheme)
+        assert (dequantize(codes, scale).abs() <= 2e-40).all()
+
+
+def test_qmax7_does_not_change_what_is_on_its_grid_already() -> None:
+    codes, scale, _ = quantize(hard_weights(torch.bfloat16)[:40], QuantScheme(32, "qmax7"))
+    again, _, _ = quantize(dequantize(codes, scale), QuantScheme(32, "qmax7"))
+    assert torch.equal(codes, again)
+
+
+@pytest.mark.parametrize(
+    "scheme", [QuantScheme(32, "qmax7"), QuantScheme(32, "minmax"), QuantScheme(None, "minmax", (), False, "mse")]
+)
+def test_a_large_matrix_is_quantized_row_by_row_alike(scheme: QuantScheme) -> None:
+    torch.manual_seed(1)
+    weight = torch.randn(1100, 1024, dtype=torch.bfloat16)  # more than one block, the last one not full
+    whole = quantize(weight, scheme)
+    for start in range(0, 1100, 275):
+        part = quantize(weight[start : start + 275], scheme)
+        assert torch.equal(whole.codes[start : start + 275], part.codes)
+        assert torch.equal(whole.scale[start : start + 275], part.scale)
+
+
+def slow_search(group: torch.Tensor, scheme: QuantScheme) -> tuple[float, float]:
+    """Scale and error of the best of twenty ranges, by compressed-tensors' own scales and its own rounding."""
+    args = ct_scheme(QuantScheme(None, "minmax", (), scheme.symmetric)).weights
+    best = (math.nan, math.inf)
+    for step in range(20):
+        low, high = group.amin(-1, keepdim=True) * (1 - step / 100), group.amax(-1, keepdim=True) * (1 - step / 100)
+        scale, zero_point = calculate_qparams(low, high, args)
+        error = sum(
+            abs(a - b) ** 2.4
+            for a, b in zip(
+                ct_fake_quantize(group, scale, zero_point, args)[0].tolist(), group[0].tolist(), strict=True
+            )
+        )
+        if error < best[1]:
+            best = float(scale), error
+    return best
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_search_finds_what_trying_every_range_finds(dtype: torch.dtype, symmetric: bool) -> None:
+    weight, scheme = hard_weights(dtype)[::6], QuantScheme(64, "minmax", (), symmetric, "mse")
+    codes, scale, zero_point = quantize(weight, scheme)
+    found = [slow_search(group.reshape(1, -1), scheme) for group in weight.reshape(-1, 64)]
+    assert scale.flatten().tolist() == [one[0] for one in found]
+    plain = quantize(weight, QuantScheme(64, "minmax", (), symmetric))
+    assert not torch.equal(scale, plain.scale)
+    errors = [
+        (dequantize(*one).double() - weight.double()).abs().pow(2.4).sum()
+        for one in ((codes, scale, zero_point), plain)
+    ]
+    assert errors[0] < errors[1]
+
+
+def slow_fake_quantize(weight: torch.Tensor, group_size: int) -> torch.Tensor:
+    """slime's formula: float32 throughout, one rounding at the end."""
+    codes, scales = slow_qmax7(weight, group_size)
+    product = [
+        [_float32(code * scales[row][column // group_size]) for column, code in enumerate(line)]
+        for row, line in enumerate(codes)
+    ]
+    return torch.tensor(product, dtype=torch.float32).to(weight.dtype)
+
+
+@pytest.mark.parametrize("group_size", [32, 128])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fake_quantize_is_the_formula_and_what_float32_scales_store(dtype: torch.dtype, group_size: int) -> None:
+    weight = hard_weights(dtype)
+    seen = fake_quantize(weight, group_size)
+    assert seen.dtype == dtype
+    assert torch.equal(seen, slow_fake_quantize(weight, group_size))
+    stored = dequantize(*quantize(weight, QuantScheme(group_size, "qmax7", scale_dtype=torch.float32)))
+    assert torch.equal(seen.view(torch.uint8), stored.to(dtype).view(torch.uint8))
+
+
+def test_bfloat16_scales_differ_from_training_by_their_rounding() -> None:
+    """At most a bfloat16 rounding of the scale (2**-9 of the weight), one of the product and one of what is compared with."""
+    torch.manual_seed(3)
+    weight = (torch.randn(256, 1024) * 0.02).bfloat16()
+    seen, served = fake_quantize(weight, 128).float(), dequantize(*quantize(weight, QuantScheme(128, "qmax7"))).float()
+    relative = ((served - seen).abs() / seen.abs())[seen != 0]
+    assert 0 < float(relative.max()) <= 3 * 2**-8
+    assert torch.equal(served[seen == 0], seen[seen == 0])
+
+
+def test_packing_is_that_of_compressed_tensors() -> None:
+    torch.manual_seed(2)
+    codes = torch.randint(-8, 8, (33, 160), dtype=torch.int8)
+    packed = pack(codes)
+    assert torch.equal(packed, pack_to_int32(codes, 4))
+    assert torch.equal(unpack(packed, [33, 160]), codes)
+    along_rows = pack_zero_point(codes)
+    assert torch.equal(along_rows, pack_to_int32(codes, 4, packed_dim=0))
+    assert torch.equal(unpack_zero_point(along_rows, [33, 160]), codes)
+    assert torch.equal(
+        unpack(pack_to_int32(codes[:, :155], 4), [33, 155]), unpack_from_int32(packed, 4, torch.Size([33, 155]))
+    )
+
+
+def test_packing_by_hand() -> None:
+    # -8 is nibble 0, 7 is nibble 15; the first code of eight is the lowest nibble.
+    codes = torch.tensor([[-7, -6, -5, -4, -3, -2, -1, 0], [7, -8, -8, -8, -8, -8, -8, 7]], dtype=torch.int8)
+    assert [word & 0xFFFFFFFF for word in pack(codes).flatten().tolist()] == [0x87654321, 0xF000000F]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "scheme", [QuantScheme(32, "qmax7"), QuantScheme(32, "minmax"), QuantScheme(None, "minmax", (), False)]
+)
+def test_refuses_what_is_not_finite(scheme: QuantScheme, value: float) -> None:
+    weight = torch.ones(8, 64, dtype=torch.bfloat16)
+    weight[7, 63] = value
+    with pytest.raises(CkptkitError, match=r"layers\.0\.q holds NaN or infinity"):
+        quantize(weight, scheme, "layers.0.q")
+
+
+@pytest.mark.parametrize(
+    ("weight", "scheme", "message"),
+    [
+        (torch.ones(8, 96), QuantScheme(64, "qmax7"), "the weight: 96 input features do not divide into groups of 64"),
+        (
+            torch.ones(8, 100),
+            QuantScheme(None, "minmax"),
+            "the weight: 100 input features do not divide into words of 8 codes",
+        ),
+        (torch.ones(8, 64, dtype=torch.float64), QuantScheme(32, "qmax7"), r"the weight is \[8, 64\] float64"),
+        (torch.ones(2, 8, 64), QuantScheme(32, "qmax7"), r"the weight is \[2, 8, 64\] float32"),
+    ],
+)
+def test_refuses_what_cannot_be_packed(weight: torch.Tensor, scheme: Any, message: str) -> None:
+    with pytest.raises(CkptkitError, match=message):
+        quantize(weight, scheme)
+
+
+@pytest.mark.parametrize(
+    ("weight", "scheme"),
+    [
+        (
+            torch.full((1, 32), 65504.0, dtype=torch.float16).where(torch.arange(32) > 0, -65504.0),
+            QuantScheme(32, "minmax", (), symmetric=False),
+        ),
+        (torch.full((1, 32), 1e38), QuantScheme(32, "qmax7", scale_dtype=torch.float16)),
+        (torch.full((1, 32), 1e38), QuantScheme(32, "minmax", scale_dtype=torch.float16)),
+    ],
+)
+def test_refuses_scales_that_overflow(weight: torch.Tensor, scheme: QuantScheme) -> None:
+    with pytest.raises(CkptkitError, match="a holds weights so large that a scale overflows"):
+        quantize(weight, scheme, "a")
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [QuantScheme(32, "qmax7"), QuantScheme(None, "minmax", (), False), QuantScheme(32, "minmax", (), False, "mse")],
+)
+def test_empty_matrices(scheme: QuantScheme) -> None:
+    codes, scale, zero_point = quantize(torch.empty(0, 64), scheme)
+    assert (codes.shape, scale.shape) == ((0, 64), (0, scheme.groups(64)))
+    codes, scale, zero_point = quantize(torch.empty(3, 0), scheme)
+    assert (codes.shape, scale.shape) == ((3, 0), (3, scheme.groups(0)))
+    assert zero_point is None or zero_point.shape == scale.shape

@@ -1,0 +1,247 @@
+"""Back to INT4 bit for bit: releases made by compressed-tensors, by way of Megatron and without, on both grids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import quantized
+import torch
+from fixture_types import PathOf
+from quant_weights import DTYPES, hard_weights
+
+from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import HfCheckpoint
+from quant.formats.grids import dequantize
+from quant.formats.grids import quantize as by_formula
+from quant.formats.packing import pack, pack_zero_point, unpack, unpack_zero_point
+from quant.formats.scheme import QuantScheme, quantization_config
+from quant.kernels.dispatch import Packed, quantize_pack
+from quant.planner import quantized as as_int4
+from quant.requantize import Recorded, recorded, requantize, stored_parts
+
+SCHEMES = [
+    QuantScheme(32, "qmax7"),
+    QuantScheme(32, "minmax"),
+    QuantScheme(64, "minmax", (), symmetric=False),
+    QuantScheme(None, "minmax"),
+    QuantScheme(None, "minmax", (), symmetric=False),
+    QuantScheme(32, "minmax", (), True, "mse"),
+    QuantScheme(32, "qmax7", scale_dtype=torch.float32),
+]
+
+
+def meant(packed: Packed, shape: tuple[int, ...]) -> torch.Tensor:
+    """The weights that a packed matrix stands for."""
+    zero_point = None if packed.zero_point is None else unpack_zero_point(packed.zero_point, packed.scale.shape)
+    return dequantize(unpack(packed.words, shape), packed.scale, zero_point)
+
+
+def equal(left: Packed, right: Packed) -> bool:
+    """Whether both hold the same bits."""
+    return all(one is other or torch.equal(one, other) for one, other in zip(left, right, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_was_quantized_is_quantized_alike(dtype: torch.dtype, scheme: QuantScheme) -> None:
+    weight = hard_weights(dtype)[:-1]
+    (before,) = quantize_pack([weight], scheme, ["a"])
+    again = requantize(meant(before, weight.shape).to(dtype), before, scheme, "a")
+    # A code of a group so small that its scale was epsilon is lost with its weight: 0 is its zero point.
+    lost = (meant(before, weight.shape) == 0).all(1)
+    assert torch.equal(again.scale, before.scale)
+    assert torch.equal(again.words[~lost], before.words[~lost])
+    assert torch.equal(meant(again, weight.shape), meant(before, weight.shape))
+    assert int((~lost).sum()) > 45
+
+
+def test_every_code_survives() -> None:
+    """-8 too, which no fresh qmax7 scale would give back, and -0.0, which is the code of 0."""
+    codes = (torch.arange(64) % 16 - 8).to(torch.int8).reshape(2, 32)
+    before = Packed(pack(codes), torch.tensor([[0.013], [3.0]], dtype=torch.bfloat16), None)
+    weight = meant(before, (2, 32))
+    weight[0, 8] = -0.0
+    assert equal(requantize(weight, before, QuantScheme(32, "qmax7"), "a"), before)
+    assert not equal(quantize_pack([weight], QuantScheme(32, "qmax7"), ["a"])[0], before)
+
+
+@pytest.mark.parametrize("scheme", [QuantScheme(32, "qmax7"), QuantScheme(32, "minmax", (), symmetric=False)])
+def test_only_the_groups_that_changed_get_a_fresh_scale(scheme: QuantScheme) -> None:
+    torch.manual_seed(0)
+    weight = (torch.randn(16, 128) * 0.02).bfloat16()
+    (before,) = quantize_pack([weight], scheme, ["a"])
+    changed = meant(before, weight.shape)
+    changed[3, 40] += 0.001  # in the second group of row 3
+    after = requantize(changed, before, scheme, "a")
+    (fresh,) = quantize_pack([changed], scheme, ["a"])
+    elsewhere = torch.ones(16, 4, dtype=torch.bool)
+    elsewhere[3, 1] = False
+    assert torch.equal(after.scale[elsewhere], before.scale[elsewhere])
+    assert torch.equal(after.words.reshape(16, 4, 4)[elsewhere], before.words.reshape(16, 4, 4)[elsewhere])
+    assert after.scale[3, 1] == fresh.scale[3, 1]
+    assert torch.equal(after.words[3, 4:8], fresh.words[3, 4:8])
+    if after.zero_point is not None and before.zero_point is not None and fresh.zero_point is not None:
+        zeros = [unpack_zero_point(one.zero_point, (16, 4)) for one in (after, before, fresh)]  # type: ignore[arg-type]
+        assert torch.equal(zeros[0][elsewhere], zeros[1][elsewhere])
+        assert zeros[0][3, 1] == zeros[2][3, 1]
+
+
+@pytest.mark.parametrize("scale", [0.0, float("nan"), float("inf")])
+def test_a_broken_scale_is_not_kept(scale: float) -> None:
+    weight = torch.zeros(1, 32)
+    before = Packed(torch.zeros(1, 4, dtype=torch.int32), torch.full((1, 1), scale), None)
+    assert equal(
+        requantize(weight, before, QuantScheme(32, "minmax"), "a"),
+        quantize_pack([weight], QuantScheme(32, "minmax"), ["a"])[0],
+    )
+
+
+def test_scales_keep_their_dtype_unless_another_is_asked_for() -> None:
+    torch.manual_seed(0)
+    codes, scale, _ = by_formula(
+        (torch.randn(4, 64) * 0.02).bfloat16(), QuantScheme(32, "qmax7", scale_dtype=torch.float32)
+    )
+    before, weight = Packed(pack(codes), scale, None), dequantize(codes, scale).bfloat16()
+    assert equal(requantize(weight, before, QuantScheme(32, "qmax7"), "a"), before)
+    after = requantize(weight, before, QuantScheme(32, "qmax7", scale_dtype=torch.bfloat16), "a")
+    assert after.scale.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0)])
+def test_empty(shape: tuple[int, int]) -> None:
+    for scheme in [QuantScheme(32, "qmax7"), QuantScheme(None, "minmax", (), symmetric=False)]:
+        (before,) = quantize_pack([torch.empty(shape)], scheme, ["a"])
+        assert equal(requantize(torch.empty(shape), before, scheme, "a"), before)
+
+
+def test_refuses_scales_of_another_shape() -> None:
+    before = Packed(torch.zeros(1, 8, dtype=torch.int32), torch.ones(1, 1), None)
+    with pytest.raises(CkptkitError, match=r"a: the reference has scales \[1, 1\], not \[1, 2\]"):
+        requantize(torch.ones(1, 64), before, QuantScheme(32, "qmax7"), "a")
+
+
+def test_refuses_weights_that_are_not_finite() -> None:
+    before = Packed(torch.zeros(1, 4, dtype=torch.int32), torch.ones(1, 1), None)
+    with pytest.raises(CkptkitError, match="a holds NaN or infinity"):
+        requantize(torch.full((1, 32), torch.nan), before, QuantScheme(32, "qmax7"), "a")
+
+
+def test_a_reference_that_lacks_a_part_is_refused() -> None:
+    reference = models.InMemory({}, {"x.weight_packed": torch.zeros(1, 4, dtype=torch.int32)})
+    with pytest.raises(CkptkitError, match=r"the reference has x\.weight_packed but no x\.weight_scale"):
+        stored_parts(reference, "x", symmetric=True)
+    assert stored_parts(reference, "y", symmetric=True) is None
+
+
+@pytest.fixture(scope="module")
+def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`int4(name, **arguments)`: a release packed by compressed-tensors' own compressor, everything that ckptkit would pack."""
+    root = tmp_path_factory.mktemp("int4")
+
+    def packed(name: str, **arguments: Any) -> Path:
+        path = root / "-".join([name, *map(str, arguments.values())])
+        if not path.exists():
+            view = as_int4(HfCheckpoint(releases(name)), "here", QuantScheme(32, "qmax7"))
+            modules = {key.removesuffix("_packed") for key in view.specs if key.endswith("_packed")}
+            content = quantized.compressed_config("pack-quantized", **arguments) | {
+                "ignore": view.config["quantization_config"]["ignore"]
+            }
+            quantized.write(
+                releases(name),
+                path,
+                modules.__contains__,
+                quantized.int4(**arguments),
+                lambda config: config | {"quantization_config": content},
+            )
+        return path
+
+    return packed
+
+
+ARGUMENTS: list[dict[str, Any]] = [
+    {"strategy": "group", "group_size": 32, "symmetric": True},
+    {"strategy": "channel", "group_size": None, "symmetric": True},
+    {"strategy": "group", "group_size": 32, "symmetric": False},
+]
+
+
+def same_files(left: Path, right: Path) -> bool:
+    """Whether two HF directories hold the same tensors, bit for bit."""
+    one, other = models.tensors(left), models.tensors(right)
+    assert one.keys() == other.keys()
+    return all(torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+def test_a_release_by_way_of_megatron(int4: Callable[..., Path], tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """compressed-tensors' minmax grid to BF16 Megatron and back with `like`, and directly; without `like` the bits differ."""
+    source = int4("qwen2-tied", **arguments)
+    scheme = int4_scheme(source)
+    assert (scheme.group_size, scheme.symmetric) == (arguments["group_size"], arguments["symmetric"])
+    convert(source, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back", quantize=scheme, like=source)
+    assert same_files(source, tmp_path / "back")
+    written = quantize(source, tmp_path / "direct", scheme)
+    assert same_files(source, tmp_path / "direct")
+    assert written.dequantized is not None
+    assert written.dequantized.startswith("INT4")
+    convert(tmp_path / "megatron", tmp_path / "fresh", quantize=scheme)
+    assert not same_files(source, tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("grid", ["qmax7", "minmax"])
+def test_our_own_by_way_of_megatron(releases: PathOf, tmp_path: Path, grid: Any) -> None:
+    """A mixture of experts on either grid."""
+    quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, grid))
+    convert(tmp_path / "int4", tmp_path / "megatron")
+    scheme = int4_scheme(tmp_path / "int4")
+    assert scheme == QuantScheme(32, grid)
+    convert(tmp_path / "megatron", tmp_path / "back", quantize=scheme, like=tmp_path / "int4")
+    assert same_files(tmp_path / "int4", tmp_path / "back")
+    left, right = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("int4", "back"))
+    assert left == right
+
+
+def test_other_groups_are_quantized_anew(int4: Callable[..., Path], tmp_path: Path) -> None:
+    source = int4("qwen2-tied", **ARGUMENTS[0])
+    quantize(source, tmp_path / "out", QuantScheme(None, "qmax7"))
+    convert(source, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "plain")
+    quantize(tmp_path / "plain", tmp_path / "expected", QuantScheme(None, "qmax7"))
+    assert same_files(tmp_path / "out", tmp_path / "expected")
+
+
+def config_of(scheme: QuantScheme) -> dict[str, Any]:
+    """A config.json of a checkpoint that ckptkit quantized."""
+    return {"quantization_config": quantization_config(scheme)}
+
+
+def test_what_a_config_records() -> None:
+    assert recorded(config_of(QuantScheme(64, "minmax", (), False, "none", torch.float32))) == Recorded(
+        64, False, "minmax", torch.float32
+    )
+    content = quantized.compressed_config("pack-quantized", strategy="channel", symmetric=True)
+    assert recorded({"quantization_config": content}) == Recorded(None, True)
+    assert recorded({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}) is None
+    assert recorded({}) is None
+
+
+def test_what_is_not_said_is_as_in_the_reference(tmp_path: Path) -> None:
+    assert int4_scheme() == QuantScheme(128, "qmax7")
+    assert int4_scheme(tmp_path) == QuantScheme(128, "qmax7")
+    assert int4_scheme(symmetric=False) == QuantScheme(128, "minmax", (), symmetric=False)
+    assert int4_scheme(search="mse") == QuantScheme(128, "minmax", (), True, "mse")
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_of(QuantScheme(32, "minmax", (), False, "none", torch.float32)))
+    )
+    assert int4_scheme(tmp_path) == QuantScheme(32, "minmax", (), False, "none", torch.float32)
+    assert int4_scheme(
+        tmp_path, group_size="channel", grid="qmax7", symmetric=True, scale_dtype=torch.bfloat16
+    ) == QuantScheme(None, "qmax7", scale_dtype=torch.bfloat16)
+    assert pack_zero_point(torch.zeros(8, 1, dtype=torch.int8)).tolist() == [[-0x77777778]]  # eight nibbles of 8

@@ -1,0 +1,190 @@
+"""The scheme in config.json: what compressed-tensors, transformers and ckptkit make of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
+from transformers.utils.quantization_config import CompressedTensorsConfig
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import TensorSpec
+from quant.formats.scheme import QuantScheme, quantization_config, read_scheme
+from quant.planner import quantize_step
+
+# As published with Kimi K2 Thinking.
+KIMI: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": 32,
+                "num_bits": 4,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((16, "qmax7"), "group size 16"),
+        ((-1, "qmax7"), "group size -1"),
+        ((32, "qmax8"), "unknown grid 'qmax8'"),
+        ((32, "qmax7", ("re:(",)), "no regular expression"),
+        ((32, "qmax7", ("",)), "is empty"),
+        ((32, "qmax7", ("re:",)), "is empty"),
+        ((32, "qmax7", (), False), "the qmax7 grid is symmetric"),
+        ((32, "qmax7", (), True, "mse"), "a search would leave the qmax7 grid"),
+        ((32, "minmax", (), True, "best"), "unknown search 'best'"),
+        ((32, "minmax", (), True, "none", torch.float64), "unknown scale dtype torch.float64"),
+    ],
+)
+def test_an_invalid_scheme_cannot_exist(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(CkptkitError, match=message.replace("(", r"\(")):
+        QuantScheme(*arguments)
+
+
+def test_the_config_says_what_was_done() -> None:
+    content = json.loads(
+        json.dumps(quantization_config(QuantScheme(64, "qmax7", ("lm_head", r"re:.*\.mlp\.gate(\.weight)?$"))))
+    )
+    assert content["quant_method"] == "compressed-tensors"
+    assert content["format"] == "pack-quantized"
+    assert content["quantization_status"] == "compressed"
+    assert content["ignore"] == ["lm_head", r"re:.*\.mlp\.gate(\.weight)?$"]
+    assert content["version"]
+    assert list(content["config_groups"]) == ["group_0"]  # the only group that slime reads
+    group = content["config_groups"]["group_0"]
+    assert group["targets"] == ["Linear"]
+    weights = group["weights"]
+    assert (weights["num_bits"], weights["type"], weights["symmetric"], weights["strategy"], weights["group_size"]) == (
+        4,
+        "int",
+        True,
+        "group",
+        64,
+    )
+    assert weights["observer_kwargs"] == {"grid": "qmax7"}
+
+
+SCHEMES = [
+    QuantScheme(32, "qmax7", ("a", "re:b.*")),
+    QuantScheme(128, "minmax"),
+    QuantScheme(None, "qmax7", ("lm_head",)),
+    QuantScheme(64, "minmax", ("lm_head",), symmetric=False),
+    QuantScheme(None, "minmax", (), False, "mse", torch.float16),
+    QuantScheme(32, "qmax7", scale_dtype=torch.float32),
+]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compressed_tensors_and_transformers_accept_the_config(scheme: QuantScheme) -> None:
+    content = json.loads(json.dumps(quantization_config(scheme)))
+    parsed = QuantizationConfig.model_validate(content)
+    assert parsed.quantization_status == QuantizationStatus.COMPRESSED
+    weights = parsed.config_groups["group_0"].weights
+    assert (weights.strategy, weights.group_size) == (
+        ("group", scheme.group_size) if scheme.group_size else ("channel", None)
+    )
+    assert weights.symmetric == scheme.symmetric
+    assert weights.scale_dtype == scheme.scale_dtype
+    hf = CompressedTensorsConfig.from_dict(content)
+    assert hf.is_quantization_compressed
+    # What transformers writes back still tells the grid.
+    assert read_scheme({"quantization_config": hf.to_dict()}) == scheme
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_scheme_reads_back(scheme: QuantScheme) -> None:
+    assert read_scheme({"quantization_config": quantization_config(scheme)}) == scheme
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_names_of_the_parts_are_those_that_compressed_tensors_expects(scheme: QuantScheme) -> None:
+    """And their shapes and dtypes: its own allocation, which transformers uses, and by hand what vLLM's and SGLang's loaders allocate."""
+    parsed = QuantizationConfig.model_validate(quantization_config(scheme)).config_groups["group_0"]
+    weight = torch.randn(24, 256).bfloat16()
+    spec = TensorSpec("x.weight", (24, 256), torch.bfloat16)
+    step = quantize_step(spec, scheme)
+    made = {one.name.removeprefix("x."): tensor for one, tensor in zip(step.outputs, step.run([weight]), strict=True)}
+    assert {one.name: (one.shape, one.dtype) for one in step.outputs} == {
+        f"x.{name}": (tuple(part.shape), part.dtype) for name, part in made.items()
+    }
+    assert set(made) == set(PackedQuantizationCompressor.compression_param_names(parsed))
+    module = torch.nn.Linear(256, 24, bias=False, dtype=torch.bfloat16)
+    initialize_module_for_quantization(module, parsed)
+    assert module.weight_scale.shape == made["weight_scale"].shape
+    assert scheme.scale_dtype or module.weight_scale.dtype == made["weight_scale"].dtype
+    groups = 256 // scheme.group_size if scheme.group_size else 1
+    expected = {
+        "weight_packed": ((24, 32), torch.int32),
+        "weight_scale": ((24, groups), scheme.scale_dtype or torch.bfloat16),
+        "weight_shape": ((2,), torch.int64),
+    }
+    if not scheme.symmetric:
+        expected["weight_zero_point"] = ((3, groups), torch.int32)
+    assert {name: (tuple(part.shape), part.dtype) for name, part in made.items()} == expected
+
+
+def test_reads_a_config_of_another_tool() -> None:
+    assert read_scheme({"quantization_config": KIMI}) == QuantScheme(32, "minmax", ("lm_head", "re:.*self_attn.*"))
+
+
+def _changed(**weights: Any) -> dict[str, Any]:
+    group = KIMI["config_groups"]["group_0"]
+    return KIMI | {"config_groups": {"group_0": group | {"weights": group["weights"] | weights}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "has no quantization_config"),
+        ({"quantization_config": KIMI | {"quant_method": "fp8"}}, "quant_method is 'fp8'"),
+        ({"quantization_config": KIMI | {"format": "mixed-precision"}}, "format is 'mixed-precision'"),
+        ({"quantization_config": KIMI | {"config_groups": {}}}, "number of config_groups is 0"),
+        (
+            {"quantization_config": KIMI | {"config_groups": {"group_0": {"targets": ["Linear"]}}}},
+            "quantizes no weights",
+        ),
+        (
+            {"quantization_config": KIMI | {"config_groups": {"nonsense": ["Linear"]}}},
+            "refuses this quantization_config",
+        ),
+        ({"quantization_config": KIMI | {"config_groups": {"W4A16": ["re:.*experts.*"]}}}, r"targets is \['re:"),
+        ({"quantization_config": KIMI | {"config_groups": {"W8A8": ["Linear"]}}}, "input_activations is"),
+        ({"quantization_config": KIMI | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}, "kv_cache_scheme is"),
+        ({"quantization_config": _changed(num_bits=8)}, "num_bits is 8"),
+        ({"quantization_config": _changed(strategy="tensor", group_size=None)}, "strategy is 'tensor'"),
+        ({"quantization_config": _changed(scale_dtype="torch.float64")}, r"unknown scale dtype torch\.float64"),
+        ({"quantization_config": _changed(actorder="weight")}, "actorder is 'weight'"),
+        # compressed-tensors refuses it for Kimi's other arguments from 0.20 on; before, it is left to us.
+        ({"quantization_config": _changed(actorder="group")}, "refuses this quantization_config|actorder is 'group'"),
+        ({"quantization_config": _changed(unknown=1)}, "refuses this quantization_config"),
+        ({"quantization_config": _changed(group_size=16)}, "group size 16"),
+    ],
+)
+def test_refuses_what_it_does_not_support(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(CkptkitError, match=message):
+        read_scheme(config)

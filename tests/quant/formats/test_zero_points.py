@@ -1,0 +1,76 @@
+"""Zero points of experts in SGLang's layout: through SGLang's own conversion they are those of the matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import pytest
+import torch
+
+from ckptkit.app.api import inspect, quantize
+from ckptkit.core.errors import CkptkitError
+from quant.formats.grids import quantize as by_formula
+from quant.formats.packing import pack_zero_point
+from quant.formats.scheme import QuantScheme
+from quant.formats.zero_points import check_zero_point_layout, for_sglang_experts, is_expert
+
+ASYMMETRIC = QuantScheme(32, "minmax", (), symmetric=False)
+
+
+def test_by_hand() -> None:
+    """Eight rows of one group with zero points -8..-1, nibbles 0..7: the lowest nibbles are those of rows 0, 2, 4, 6, then 1, 3, 5, 7."""
+    packed = pack_zero_point(torch.arange(-8, 0, dtype=torch.int8).unsqueeze(1))
+    assert packed.tolist() == [[0x76543210]]
+    assert for_sglang_experts(packed, 8, "a").tolist() == [[0x75316420]]
+
+
+def test_refuses_rows_that_fill_no_word() -> None:
+    with pytest.raises(CkptkitError, match=r"a: 12 output features do not fill words of 8 zero points"):
+        for_sglang_experts(torch.zeros(2, 1, dtype=torch.int32), 12, "a")
+
+
+def test_who_may_have_it() -> None:
+    symmetric = QuantScheme(32, "minmax")
+    assert not check_zero_point_layout(symmetric, True, ("sglang", "vllm"))
+    assert not check_zero_point_layout(ASYMMETRIC, False, ("sglang", "vllm"))
+    assert check_zero_point_layout(ASYMMETRIC, True, ("sglang",))
+    assert is_expert("model.layers.0.mlp.experts.3.up_proj.weight")
+    assert not is_expert("model.layers.0.mlp.shared_experts.up_proj.weight")
+    for readers in [("sglang", "vllm"), ("vllm",), ()]:
+        with pytest.raises(
+            CkptkitError, match="SGLang reads the zero points of routed experts in another layout"
+        ) as error:
+            check_zero_point_layout(ASYMMETRIC, True, readers)
+        assert error.value.hint == "quantize symmetrically; or, for SGLang alone, use --reader sglang"
+
+
+def test_a_mixture_of_experts(releases: Callable[..., Path], tmp_path: Path) -> None:
+    """Refused for every reader; for SGLang alone experts have its layout, all else compressed-tensors', and the config says so."""
+    source = releases("qwen3_moe")
+    with pytest.raises(CkptkitError, match="in another layout"):
+        quantize(source, tmp_path / "out", ASYMMETRIC)
+    quantize(source, tmp_path / "out", ASYMMETRIC, readers=("sglang",))
+    before, after = models.tensors(source), models.tensors(tmp_path / "out")
+    for module, special in [("model.layers.1.mlp.experts.2.up_proj", True), ("model.layers.1.self_attn.o_proj", False)]:
+        weight = before[f"{module}.weight"]
+        zero_point = by_formula(weight, ASYMMETRIC).zero_point
+        assert zero_point is not None
+        packed = pack_zero_point(zero_point)
+        expected = for_sglang_experts(packed, weight.shape[0], module) if special else packed
+        assert torch.equal(after[f"{module}.weight_zero_point"], expected)
+        assert after[f"{module}.weight_zero_point"].shape == (
+            (weight.shape[1] // 32, weight.shape[0] // 8) if special else packed.shape
+        )
+    assert inspect(tmp_path / "out")["quantization"] == (
+        "not to be dequantized here: config.json: a compressed-tensors release with zero points of experts in SGLang's own layout is not supported"
+    )
+    with pytest.raises(CkptkitError, match="zero points of experts in SGLang's own layout is not supported"):
+        quantize(tmp_path / "out", tmp_path / "again", ASYMMETRIC)
+
+
+def test_a_dense_model_needs_nothing_special(releases: Callable[..., Path], tmp_path: Path) -> None:
+    quantize(releases("qwen2-tied"), tmp_path / "out", ASYMMETRIC)
+    tensors = models.tensors(tmp_path / "out")
+    assert tensors["model.layers.0.mlp.up_proj.weight_zero_point"].shape == (36, 4)

@@ -1,0 +1,195 @@
+"""One pass on the CPU, against the formulas of `quant.formats.grids` bit for bit, and against compressed-tensors itself."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+import pytest
+import torch
+from quant_weights import DTYPES, ct_packed, hard_weights
+
+from ckptkit.core.errors import CkptkitError
+from quant.formats.grids import quantize
+from quant.formats.packing import pack, pack_zero_point
+from quant.formats.scheme import QuantScheme
+from quant.kernels.dispatch import Packed, quantize_pack
+
+GRIDS = [("qmax7", True), ("minmax", True), ("minmax", False)]
+
+
+def by_formula(weight: torch.Tensor, scheme: QuantScheme) -> Packed:
+    """What `quant.formats.grids` says, packed."""
+    codes, scale, zero_point = quantize(weight, scheme)
+    return Packed(pack(codes), scale, None if zero_point is None else pack_zero_point(zero_point))
+
+
+def same(left: Packed, right: Packed) -> bool:
+    """Whether every part has the same dtype, shape and bits."""
+    return [*map(described, left)] == [*map(described, right)]
+
+
+def described(part: torch.Tensor | None) -> object:
+    """All there is to know of a tensor."""
+    return part if part is None else (part.dtype, part.shape, part.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+@pytest.mark.parametrize(("grid", "symmetric"), GRIDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_bit_is_that_of_the_formula(dtype: torch.dtype, grid: str, symmetric: bool) -> None:
+    weight = hard_weights(dtype)
+    for group_size, stored in product([32, 64, 128, None], [None, *DTYPES]):
+        # The last row is too large for a float16 scale, unless it is float16 itself.
+        rows = weight[:-1] if stored == torch.float16 and dtype != torch.float16 else weight
+        scheme = QuantScheme(group_size, grid, (), symmetric, scale_dtype=stored)  # type: ignore[arg-type]
+        (packed,) = quantize_pack([rows], scheme, ["a"])
+        assert packed.words.dtype == torch.int32
+        assert same(packed, by_formula(rows, scheme)), scheme
+
+
+@pytest.mark.parametrize(
+    "scheme", [QuantScheme(32, "minmax"), QuantScheme(None, "minmax", (), False), QuantScheme(128, "minmax", (), False)]
+)
+def test_minmax_is_what_compressed_tensors_stores(scheme: QuantScheme) -> None:
+    weight = hard_weights(torch.bfloat16)[:-2]
+    expected = ct_packed(weight, scheme)
+    (packed,) = quantize_pack([weight], scheme, ["a"])
+    assert torch.equal(packed.words, expected["weight_packed"])
+    assert torch.equal(packed.scale, expected["weight_scale"])
+    if packed.zero_point is not None:
+        assert torch.equal(packed.zero_point, expected["weight_zero_point"])
+        assert packed.zero_point.shape == (-(-weight.shape[0] // 8), packed.scale.shape[1])
+
+
+@pytest.mark.parametrize("columns", [8, 24, 32, 40, 4104])
+@pytest.mark.parametrize(("grid", "symmetric"), GRIDS)
+def test_whole_rows_of_any_number_of_words(columns: int, grid: str, symmetric: bool) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(5, columns).bfloat16()
+    weight[1, -1] = 9.0  # the largest weight in the part that fills no vector
+    scheme = QuantScheme(None, grid, (), symmetric)  # type: ignore[arg-type]
+    assert same(quantize_pack([weight], scheme, ["a"])[0], by_formula(weight, scheme))
+
+
+def test_several_matrices_and_many_callers() -> None:
+    """Parts of one matrix, of several, and of several callers at once share the threads and do not get mixed up."""
+    torch.manual_seed(0)
+    weights = [torch.randn(rows, 1024).bfloat16() for rows in (3000, 1, 700, 2049)]
+    scheme = QuantScheme(32, "minmax", (), False)
+    expected = [by_formula(weight, scheme) for weight in weights]
+    with ThreadPoolExecutor(4) as callers:
+        results = list(callers.map(lambda _: quantize_pack(weights, scheme, ["a", "b", "c", "d"]), range(8)))
+    for packed in results:
+        assert all(map(same, packed, expected))
+
+
+def test_after_a_fork() -> None:
+    """The threads of the parent are not those of the child. (numpy compares: torch's own threads do not survive a fork either.)"""
+    weight = torch.randn(3000, 1024)
+    expected = quantize_pack([weight], QuantScheme(32, "qmax7"), ["a"])[0].words.numpy().tobytes()
+    child = os.fork()
+    if not child:
+        os._exit(
+            0 if quantize_pack([weight], QuantScheme(32, "qmax7"), ["a"])[0].words.numpy().tobytes() == expected else 1
+        )
+    for _ in range(200):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.fail("the child waits for threads that it does not have")
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_what_is_not_contiguous_or_aligned() -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(65, 129).bfloat16()
+    for weight in [
+        whole[:64, :128],
+        whole[1:65, 1:129],
+        whole.T[:128, :64],
+        whole.flatten()[1:8193].reshape(64, 128),
+        torch.nn.Parameter(whole[:64, :64]),
+    ]:
+        scheme = QuantScheme(32, "qmax7")
+        assert same(quantize_pack([weight], scheme, ["a"])[0], by_formula(weight.detach(), scheme))
+
+
+@pytest.mark.parametrize(
+    "scheme", [QuantScheme(32, "qmax7"), QuantScheme(None, "qmax7"), QuantScheme(None, "minmax", (), False)]
+)
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0), (0, 0)])
+def test_empty_matrices(shape: tuple[int, int], scheme: QuantScheme) -> None:
+    weight = torch.empty(shape)
+    (packed,) = quantize_pack([weight], scheme, ["a"])
+    assert packed.words.shape == (shape[0], shape[1] // 8)
+    assert same(packed, by_formula(weight, scheme))
+
+
+def test_nothing_at_all() -> None:
+    assert quantize_pack([], QuantScheme(32, "qmax7"), []) == []
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("grid", "symmetric"), GRIDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_refuses_what_is_not_finite_by_name(dtype: torch.dtype, grid: str, symmetric: bool, value: float) -> None:
+    for group_size, columns in [(32, 64), (None, 40)]:
+        weight = torch.ones(8, columns, dtype=dtype)
+        weight[7, columns - 1] = value
+        with pytest.raises(CkptkitError, match=r"^layers\.1\.q holds NaN or infinity"):
+            quantize_pack(
+                [torch.ones_like(weight), weight],
+                QuantScheme(group_size, grid, (), symmetric),
+                ["layers.0.q", "layers.1.q"],
+            )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [QuantScheme(32, "qmax7", scale_dtype=torch.float16), QuantScheme(32, "minmax", scale_dtype=torch.float16)],
+)
+def test_refuses_scales_that_overflow(scheme: QuantScheme) -> None:
+    with pytest.raises(CkptkitError, match="a holds weights so large that a scale overflows float16") as error:
+        quantize_pack([torch.full((1, 32), 1e38)], scheme, ["a"])
+    assert error.value.hint == "use symmetric scales, or --scale-dtype float32, or ignore it"
+
+
+def test_refuses_a_range_that_overflows() -> None:
+    weight = torch.tensor([[3e38, -3e38]]).repeat(1, 16)
+    with pytest.raises(CkptkitError, match="a holds weights so large that a scale overflows float32"):
+        quantize_pack([weight], QuantScheme(32, "minmax", (), symmetric=False), ["a"])
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.ones(8, 96), "^b: 96 input features do not divide into groups of 64"),
+        (torch.ones(8, 64, dtype=torch.float64), r"^b is \[8, 64\] float64"),
+        (torch.ones(64), r"^b is \[64\] float32"),
+        (torch.ones(8, 64, device="meta"), "^b lies on meta, a on cpu"),
+    ],
+)
+def test_refuses_what_cannot_be_packed_by_name(weight: torch.Tensor, message: str) -> None:
+    with pytest.raises(CkptkitError, match=message):
+        quantize_pack([torch.ones(1, 64), weight], QuantScheme(64, "qmax7"), ["a", "b"])
+
+
+def test_a_search_goes_through_the_same_door() -> None:
+    weight, scheme = hard_weights(torch.bfloat16)[:-1], QuantScheme(64, "minmax", (), False, "mse")
+    assert same(quantize_pack([weight], scheme, ["a"])[0], by_formula(weight, scheme))
+
+
+def test_a_reciprocal_rounds_to_the_quotient_of_bfloat16() -> None:
+    """What the CUDA kernel does instead of dividing (`quant.kernels.triton_pairs`): for every pair of significands, exactly; powers of two change nothing."""
+    weight, scale = torch.meshgrid(torch.arange(128.0, 256.0), torch.arange(128.0, 256.0), indexing="ij")
+    quotient = (weight.double() / scale.double()).bfloat16()
+    assert torch.equal((weight * (1 / scale)).bfloat16(), quotient)
+    assert torch.equal((weight / scale).bfloat16(), quotient)

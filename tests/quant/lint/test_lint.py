@@ -1,0 +1,284 @@
+"""`ckptkit lint` on published ignore lists: what each entry covers, what is found, and the list that is written instead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import published
+import pytest
+from click.testing import CliRunner
+from published import (
+    GLM,
+    GLM_LIST,
+    GLM_RULES,
+    KIMI,
+    KIMI_LIST,
+    MINIMAX,
+    MINIMAX_LIST,
+    QWEN,
+    QWEN_LIST,
+    kimi_names,
+    packed,
+    write,
+)
+
+import ckptkit
+from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
+from quant.lint.lint import LintReport, lint
+from quant.lint.text import lines
+
+ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
+DRAFT = r"re:model\.(layers\.4|decoder)\..*"
+BY_NAME = ("compressed-tensors", "transformers", "vLLM", "SGLang 0.5.16", "SGLang 0.5.23", "slime")
+
+
+def found(report: LintReport) -> list[tuple[str, str, tuple[str, ...], tuple[str, ...]]]:
+    """Severity, kind, tensors and readers of every finding."""
+    return [(one.severity, one.kind, one.tensors, one.readers) for one in report.findings]
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["index", "lone config"])
+def test_kimi_k2_thinking(tmp_path: Path, index: bool) -> None:
+    """Neither the router nor the embedding is named: engines know better by class, slime would pack both."""
+    report = lint(write(tmp_path, KIMI, KIMI_LIST, kimi_names() if index else None))
+    assert report.packed == 3 * 12 * 3
+    assert found(report) == [
+        ("warning", "exposed", ("model.embed_tokens.weight",), ("slime",)),
+        ("warning", "exposed", ("model.layers.{1..3}.mlp.gate.weight",), ("slime",)),
+    ]
+    assert report.portable == (*KIMI_LIST, "model.embed_tokens", ROUTER)
+    dense = tuple(f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+    covered = report.patterns[KIMI_LIST[3]]
+    assert {reader: sorted(tensors) for reader, tensors in covered.items()} == dict.fromkeys(BY_NAME, sorted(dense))
+    assert report.failed
+
+
+def test_the_fixed_list_is_clean(tmp_path: Path) -> None:
+    assert lint(write(tmp_path, KIMI, (*KIMI_LIST, "model.embed_tokens", ROUTER), kimi_names())).findings == ()
+
+
+def test_glm_without_the_router_rule(tmp_path: Path) -> None:
+    report = lint(write(tmp_path, GLM, GLM_LIST))
+    draft = tuple(f"model.layers.4.mlp.experts.0.{name}_proj.weight" for name in ("down", "gate", "up"))
+    assert found(report)[:4] == [
+        ("error", "exposed", draft, ("SGLang 0.5.16", "SGLang 0.5.23", "slime")),
+        ("error", "exposed", ("model.embed_tokens.weight",), ("slime",)),
+        ("error", "exposed", ("model.layers.{1..3}.mlp.gate.weight",), ("slime",)),
+        ("error", "exposed", ("model.layers.4.eh_proj.weight", "model.layers.4.mlp.gate.weight"), ("slime",)),
+    ]
+    assert report.findings[0].hint == report.findings[3].hint == f"use '{DRAFT}'"
+    note = report.findings[4]
+    assert (note.severity, note.hint) == ("note", "start SGLang with --disable-shared-experts-fusion")
+    assert report.portable == (*GLM_LIST, "model.embed_tokens", ROUTER, DRAFT)
+
+
+def test_glm_with_the_router_rule_of_parameter_names(tmp_path: Path) -> None:
+    """It is slime's alone: no other reader finds a module named like that, and none would pack the router anyway."""
+    report = lint(write(tmp_path, GLM, (*GLM_LIST, *GLM_RULES, DRAFT)))
+    assert report.patterns[GLM_RULES[0]]["slime"] == ("model.layers.{1..4}.mlp.gate.weight",)
+    assert all(report.patterns[GLM_RULES[0]][reader] == () for reader in BY_NAME[:-1])
+    assert report.patterns[GLM_RULES[1]] == dict.fromkeys(BY_NAME, ()) | dict.fromkeys(
+        ("compressed-tensors", "transformers", "slime"), ("model.layers.4.eh_proj.weight",)
+    )
+    assert [(one.severity, one.kind, one.pattern) for one in report.findings] == [("note", "shared expert", None)]
+    assert report.portable == (*GLM_LIST, *GLM_RULES, DRAFT)
+
+
+def test_qwen3(tmp_path: Path) -> None:
+    """The dollar sign stands before `.weight` in slime, so the entry protects the router from everyone but slime, who alone needs it."""
+    report = lint(write(tmp_path, QWEN, QWEN_LIST))
+    assert report.packed == 4 * (4 + 12 * 3)
+    assert found(report) == [
+        ("error", "exposed", ("model.embed_tokens.weight",), ("slime",)),
+        ("error", "exposed", ("model.layers.{0..3}.mlp.gate.weight",), ("slime",)),
+    ]
+    assert [one.pattern for one in report.findings] == [None, "re:.*mlp.gate$"]
+    assert report.patterns["re:.*mlp.gate$"]["compressed-tensors"] == ("model.layers.{0..3}.mlp.gate.weight",)
+    assert report.patterns["re:.*mlp.gate$"]["slime"] == ()
+    assert report.portable == ("lm_head", "model.embed_tokens", ROUTER)
+
+
+def test_minimax(tmp_path: Path) -> None:
+    """Its experts are w1, w2, w3 in the release and gate_proj, up_proj, down_proj of expert 0 in engines."""
+    report = lint(write(tmp_path, MINIMAX, MINIMAX_LIST))
+    assert report.packed == 4 * 12 * 3
+    assert found(report) == [("error", "exposed", ("model.layers.{0..3}.block_sparse_moe.gate.weight",), ("slime",))]
+    assert report.portable == (
+        "lm_head",
+        "model.embed_tokens",
+        "re:.*self_attn.*",
+        r"re:.*\.block_sparse_moe\.gate(\.weight)?$",
+    )
+
+
+def test_minimax_by_targets(tmp_path: Path) -> None:
+    """The class target is missing: w1 is a target for compressed-tensors alone, since engines ask for gate_proj; with the alias all have one."""
+    ignore = (*MINIMAX_LIST[:3], r"re:.*\.block_sparse_moe\.gate(\.weight)?$")
+    by_names = lint(write(tmp_path / "names", MINIMAX, ignore, targets=[r"re:.*\.w(1|2|3)$"]))
+    assert by_names.packed == 144
+    assert ("SGLang 0.5.16", "SGLang 0.5.23") in {
+        one.readers[-2:] for one in by_names.findings if one.severity == "error"
+    }
+    alias = lint(
+        write(tmp_path / "alias", MINIMAX, ignore, targets=[r"re:.*\.w(1|2|3)$", r"re:.*(gate_up|gate|up|down)_proj$"])
+    )
+    assert alias.findings == ()
+
+
+@pytest.mark.parametrize(
+    ("entry", "reader", "swallowed"),
+    [
+        ("model.layers.1", "slime", "model.layers.{10..11}."),
+        ("model.layers.1", "SGLang 0.5.16", "model.layers.{10..11}."),
+        ("model.layers.0.mlp.experts.1", "slime", "model.layers.0.mlp.experts.{10..11}."),
+        ("re:model.layers.1.*", "compressed-tensors", "model.layers.{10..11}."),
+    ],
+)
+def test_a_number_that_begins_others(tmp_path: Path, entry: str, reader: str, swallowed: str) -> None:
+    report = lint(write(tmp_path, QWEN | {"num_hidden_layers": 12}, ["lm_head", "model.embed_tokens", ROUTER, entry]))
+    finding = next(one for one in report.findings if one.kind == "over-match")
+    assert finding.pattern == entry
+    assert reader in finding.readers
+    assert all(tensor.startswith(swallowed) for tensor in finding.tensors)
+
+
+def test_a_gate_without_an_end(tmp_path: Path) -> None:
+    """In the dense layer it covers gate_proj and not up_proj, of which engines make one layer."""
+    report = lint(
+        write(tmp_path, GLM | {"num_nextn_predict_layers": 0}, ["lm_head", "model.embed_tokens", "re:.*mlp.gate.*"])
+    )
+    over = next(one for one in report.findings if one.kind == "over-match")
+    assert (over.pattern, over.tensors) == ("re:.*mlp.gate.*", ("model.layers.0.mlp.gate_proj.weight",))
+    partly = next(one for one in report.findings if one.kind == "partly ignored")
+    assert partly.tensors == ("model.layers.0.mlp.gate_proj.weight",)
+    assert report.portable is None
+
+
+def test_entries_that_name_a_whole_block_do_not_reach_too_far(tmp_path: Path) -> None:
+    report = lint(
+        write(tmp_path, GLM | {"num_nextn_predict_layers": 0}, ["lm_head", "model.embed_tokens", "re:.*mlp.*"])
+    )
+    assert [one.kind for one in report.findings] == []
+
+
+def test_an_entry_that_covers_nothing(tmp_path: Path) -> None:
+    report = lint(write(tmp_path, QWEN, ["lm_head", "model.embed_tokens", ROUTER, "re:.*no_such.*"]))
+    assert [(one.kind, one.pattern) for one in report.findings] == [("unused", "re:.*no_such.*")]
+    assert report.portable == ("lm_head", "model.embed_tokens", ROUTER)
+
+
+def test_a_packed_router(tmp_path: Path) -> None:
+    names = [name for name in kimi_names() if name != "model.layers.2.mlp.gate.weight"]
+    path = write(tmp_path, KIMI, KIMI_LIST, [*names, *packed("model.layers.2.mlp.gate")])
+    report = lint(path)
+    forbidden = next(one for one in report.findings if one.kind == "packed")
+    assert (forbidden.severity, forbidden.tensors) == ("error", ("model.layers.2.mlp.gate.weight_packed",))
+    with pytest.raises(CkptkitError, match="no ignore list makes all readers agree"):
+        lint(path, fix=True)
+    assert not (path / "config.json.orig").exists()
+
+
+def test_experts_that_are_partly_packed(tmp_path: Path) -> None:
+    names = [name for name in kimi_names() if ".mlp.experts.5." not in name or ".layers.1." not in name]
+    left = [f"model.layers.1.mlp.experts.5.{name}_proj.weight" for name in ("gate", "up", "down")]
+    report = lint(write(tmp_path, KIMI, KIMI_LIST, [*names, *left]))
+    partly = next(one for one in report.findings if one.kind == "partly ignored")
+    assert sorted(partly.tensors) == sorted(left)
+    assert report.portable is None
+
+
+def test_layers_that_stay_whole(tmp_path: Path) -> None:
+    """One layer's experts are not packed: the list names the layer."""
+    names = [name for name in kimi_names() if not name.startswith("model.layers.3.mlp.experts.")]
+    left = [
+        f"model.layers.3.mlp.experts.{expert}.{name}_proj.weight"
+        for expert in range(12)
+        for name in ("gate", "up", "down")
+    ]
+    report = lint(write(tmp_path, KIMI, KIMI_LIST, [*names, *left]))
+    assert report.portable == (*KIMI_LIST, "model.embed_tokens", ROUTER, r"re:(.*\.)?layers\.(3)\.mlp\.experts\..*")
+
+
+def test_several_groups(tmp_path: Path) -> None:
+    report = lint(write(tmp_path, QWEN, ["lm_head", "model.embed_tokens", ROUTER], groups=2))
+    assert found(report) == [("warning", "groups", (), ("slime",))]
+    assert lint(tmp_path, readers=["sglang", "vllm"]).findings == ()
+
+
+def test_fix(tmp_path: Path) -> None:
+    path = write(tmp_path, QWEN, QWEN_LIST)
+    before = (path / "config.json").read_bytes()
+    assert lint(path / "config.json", fix=True).fixed
+    assert json.loads((path / "config.json").read_text())["quantization_config"]["ignore"] == [
+        "lm_head",
+        "model.embed_tokens",
+        ROUTER,
+    ]
+    assert (path / "config.json.orig").read_bytes() == before
+    assert sorted(entry.name for entry in path.iterdir()) == ["config.json", "config.json.orig"]
+    again = lint(path, fix=True)
+    assert (again.findings, again.fixed) == ((), False)
+
+
+def test_fix_where_the_list_lies_in_text_config(tmp_path: Path) -> None:
+    text = {**KIMI, "model_type": "kimi_k2"}
+    config = {
+        "model_type": "kimi_k25",
+        "text_config": {**text, "quantization_config": published.quantization(KIMI_LIST)},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    lint(tmp_path, fix=True)
+    fixed = json.loads((tmp_path / "config.json").read_text())
+    assert "quantization_config" not in fixed
+    rest = ["language_model.model.embed_tokens", ROUTER, "language_model.lm_head"]
+    assert fixed["text_config"]["quantization_config"]["ignore"] == [*KIMI_LIST, *rest]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quantization_config": None}, "has no quantization_config of compressed-tensors"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "has no quantization_config of compressed-tensors"),
+        ({"quantization_config": published.quantization(["re:("])}, "is no regular expression"),
+        ({"quantization_config": published.quantization([]) | {"ignore": "lm_head"}}, "`ignore` is 'lm_head'"),
+        (
+            {"quantization_config": published.quantization([]) | {"config_groups": []}},
+            "config_groups are not as compressed-tensors writes them",
+        ),
+        ({"model_type": "gpt_oss"}, "which of its tensors are Linear layers is not known"),
+    ],
+)
+def test_what_cannot_be_looked_at(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = write(tmp_path, QWEN, QWEN_LIST)
+    config = json.loads((path / "config.json").read_text()) | change
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CkptkitError, match=message):
+        lint(path)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    write(tmp_path, QWEN, QWEN_LIST)
+    shown = CliRunner().invoke(cli, ["lint", str(tmp_path)])
+    assert shown.exit_code == 1
+    assert "error: slime would pack it, because of how it reads 're:.*mlp.gate$'" in shown.output
+    assert "model.layers.{0..3}.mlp.gate.weight (4 tensors)" in shown.output
+    content = json.loads(CliRunner().invoke(cli, ["lint", str(tmp_path), "--json"]).output)
+    assert content["schema"] == "ckptkit-lint/1"
+    assert content["portable"] == ["lm_head", "model.embed_tokens", ROUTER]
+    assert content["findings"][0]["tensors"] == ["model.embed_tokens.weight"]
+    assert CliRunner().invoke(cli, ["lint", str(tmp_path), "--reader", "sglang", "--reader", "vllm"]).exit_code == 0
+    fixed = CliRunner().invoke(cli, ["lint", str(tmp_path), "--fix"])
+    assert (fixed.exit_code, "the original is config.json.orig" in fixed.output) == (0, True)
+    assert CliRunner().invoke(cli, ["lint", str(tmp_path)]).output.endswith("all readers agree\n")
+    assert isinstance(CliRunner().invoke(cli, ["lint", str(tmp_path / "none")]).exception, CkptkitError)
+    assert ckptkit.lint is lint
+
+
+def test_a_report_that_has_no_portable_list(tmp_path: Path) -> None:
+    report = lint(
+        write(tmp_path, GLM | {"num_nextn_predict_layers": 0}, ["lm_head", "model.embed_tokens", "re:.*mlp.gate.*"])
+    )
+    assert "no ignore list makes all readers agree on what is packed" in list(lines(report))

@@ -1,0 +1,89 @@
+"""Names of draft layers that `lint` works with where there is config.json alone: those that the releases have."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import published
+import pytest
+import torch
+from families import CASES, case
+
+from ckptkit.formats.hf.reader import read_json, read_shard
+from quant.lint.lint import lint
+from quant.lint.subject import open_subject
+from quant.selection.released import RELEASED, released
+
+# DeepSeek-R1 less its middle: layers 0 to 2 are dense, layer 61 is the draft.
+R1 = {
+    **published.KIMI,
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "num_nextn_predict_layers": 1,
+    "n_routed_experts": 4,
+}
+R1_DRAFT = {
+    *(f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
+    *(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")),
+    *(f"mlp.experts.0.{name}_proj" for name in ("gate", "up", "down")),
+    "mlp.gate",
+    "eh_proj",
+}
+
+
+def drafts(path: Path) -> set[str]:
+    """Modules of draft layers among the matrices that lint looks at."""
+    subject, _ = open_subject(path)
+    return {matrix.module for matrix in subject.matrices if subject.tree.draft_of(matrix.module)}
+
+
+def test_draft_layer_of_deepseek_r1_has_experts_and_no_dense_mlp(tmp_path: Path) -> None:
+    path = published.write(tmp_path, R1, ["lm_head", r"re:.*\.mlp\.shared_experts\..*", "re:.*self_attn.*"])
+    assert drafts(path) == {f"model.layers.61.{name}" for name in R1_DRAFT}
+    named = [tensor for finding in lint(path).findings for tensor in finding.tensors]
+    assert any(tensor.startswith("model.layers.61.mlp.experts.0.") for tensor in named)
+    assert not [
+        tensor
+        for tensor in named
+        if tensor.startswith("model.layers.61.mlp.") and tensor.split(".")[4] in ("gate_proj", "up_proj", "down_proj")
+    ]
+
+
+def with_unfused(tensor: str) -> Iterator[str]:
+    """A name, and those of the first expert where it is that of all experts in one."""
+    yield tensor
+    for fused, parts in ((".experts.gate_up_proj", ("gate", "up")), (".experts.down_proj", ("down",))):
+        if tensor.endswith(fused):
+            yield from (f"{tensor.removesuffix(fused)}.experts.0.{part}_proj.weight" for part in parts)
+
+
+WITH_DRAFTS = [name for name, one in CASES.items() if one.edit(one.config().to_dict())["model_type"] in RELEASED]
+
+
+@pytest.mark.parametrize("name", WITH_DRAFTS)
+def test_every_draft_module_by_config_alone_is_in_the_release(tmp_path: Path, name: str) -> None:
+    """The test models are saved as releases are, with draft layers by the published names; of experts the first stands for all."""
+    case.save(name, CASES[name], tmp_path / "release", torch.bfloat16)
+    config = read_json(tmp_path / "release" / "config.json")
+    promised = released(config).draft_layers(config)
+    stored = {
+        name
+        for file in (tmp_path / "release").glob("*.safetensors")
+        for tensor in read_shard(file).specs
+        for name in with_unfused(tensor)
+    }
+    if not any(name.startswith(draft.prefix) for draft in promised for name in stored):
+        pytest.skip("no draft layers")
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "config.json").write_text(
+        json.dumps({**config, "quantization_config": published.quantization(["lm_head"])})
+    )
+    shutil.rmtree(tmp_path / "release")
+    found = drafts(alone)
+    assert found
+    assert {f"{module}.weight" for module in found} <= stored

@@ -1,0 +1,229 @@
+"""What `lint --fix` writes into a lone config.json, applied by compressed-tensors to transformers' own model: the same modules are packed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import published
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from torch import nn
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma3TextConfig,
+    PretrainedConfig,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5MoeVisionConfig,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeTextConfig,
+    Qwen3VLMoeVisionConfig,
+    SiglipVisionConfig,
+)
+
+from quant.lint.lint import LintReport, lint
+
+# Vision towers as released, beside language models cut to a few layers.
+VL_VISION = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+    "out_hidden_size": 2048,
+}
+VL_TEXT: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+}
+HYBRID_TEXT: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "vocab_size": 248320,
+}
+GEMMA_TEXT: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "vocab_size": 262208,
+}
+SIGLIP = {
+    "num_hidden_layers": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_attention_heads": 16,
+    "image_size": 896,
+    "patch_size": 14,
+}
+
+
+def qwen3_vl() -> PretrainedConfig:
+    """Qwen3-VL-30B-A3B."""
+    vision = Qwen3VLMoeVisionConfig(**VL_VISION, deepstack_visual_indexes=[8, 16, 24])
+    return Qwen3VLMoeConfig(text_config=Qwen3VLMoeTextConfig(**VL_TEXT).to_dict(), vision_config=vision.to_dict())
+
+
+def qwen3_5() -> PretrainedConfig:
+    """Qwen3.5-35B-A3B."""
+    return Qwen3_5MoeConfig(
+        text_config=Qwen3_5MoeTextConfig(**HYBRID_TEXT).to_dict(),
+        vision_config=Qwen3_5MoeVisionConfig(**VL_VISION).to_dict(),
+    )
+
+
+def gemma3() -> PretrainedConfig:
+    """medgemma-27b-it, and Gemma 3 27B."""
+    return Gemma3Config(
+        text_config=Gemma3TextConfig(**GEMMA_TEXT),
+        vision_config=SiglipVisionConfig(**SIGLIP, vision_use_head=False),
+        mm_tokens_per_image=256,
+    )
+
+
+MODELS = {"Qwen3-VL-30B-A3B": (qwen3_vl, 116), "Qwen3.5-35B-A3B": (qwen3_5, 110), "medgemma-27b": (gemma3, 162)}
+
+
+def whole(config: PretrainedConfig) -> nn.Module:
+    """transformers' own model, without weights."""
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(config)
+
+
+def packed(config: PretrainedConfig, ignore: list[str]) -> set[str]:
+    """The modules to which compressed-tensors gives a quantization scheme by this list."""
+    model = whole(config)
+    apply_quantization_config(model, QuantizationConfig(**published.quantization(ignore)))
+    return {name for name, module in model.named_modules() if getattr(module, "quantization_scheme", None) is not None}
+
+
+def linears_of_vision(config: PretrainedConfig) -> list[str]:
+    """Every Linear outside the language model, as transformers names it."""
+    found = (name for name, module in whole(config).named_modules() if isinstance(module, nn.Linear))
+    return [name for name in found if not name.startswith("model.language_model.") and name != "lm_head"]
+
+
+def fixed(path: Path, config: PretrainedConfig, ignore: list[str]) -> tuple[LintReport, list[str]]:
+    """The report, and the list in config.json after it."""
+    published.write(path, json.loads(config.to_json_string(use_diff=False)), ignore)
+    report = lint(path, fix=True)
+    return report, json.loads((path / "config.json").read_text())["quantization_config"]["ignore"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fix_of_a_list_with_every_vision_module_written_out_packs_the_same(tmp_path: Path, name: str) -> None:
+    """As llm-compressor saves lists: one entry for every Linear that stays, and the head."""
+    config, count = MODELS[name][0](), MODELS[name][1]
+    vision = linears_of_vision(config)
+    assert len(vision) == count
+    gates = ["re:.*mlp.gate$", "re:.*mlp.shared_expert_gate$", "re:.*linear_attn.*"]
+    ignore = ["lm_head", *vision, *(gates if name != "medgemma-27b" else [])]
+    report, written = fixed(tmp_path, config, ignore)
+    before = packed(config, ignore)
+    assert before
+    assert not before & {*vision, "lm_head"}
+    assert packed(config, written) == before
+    assert {*vision, "lm_head"} <= set(written)
+    assert not [
+        finding for finding in report.findings if finding.kind == "unused" and finding.pattern in {*vision, "lm_head"}
+    ]
+
+
+PATTERNS = {
+    "Qwen3-VL-30B-A3B": ["re:.*lm_head", "re:visual.*", "re:model.visual.*", "re:.*mlp.gate$"],
+    "Qwen3.5-35B-A3B": [
+        "re:.*lm_head",
+        "re:model.visual.*",
+        "re:.*mlp.gate$",
+        "re:.*mlp.shared_expert_gate$",
+        "re:.*linear_attn.*",
+        "re:.*embed_tokens$",
+    ],
+    "medgemma-27b": ["lm_head", r"re:model\.vision_tower.*", r"re:model\.multi_modal_projector.*"],
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fix_of_a_recipe_packs_the_same(tmp_path: Path, name: str) -> None:
+    config, ignore = MODELS[name][0](), PATTERNS[name]
+    _, written = fixed(tmp_path, config, ignore)
+    before = packed(config, ignore)
+    assert before
+    assert not before & {*linears_of_vision(config), "lm_head"}
+    assert packed(config, written) == before
+
+
+def test_entry_read_differently_is_not_replaced_by_what_leaves_the_vision_tower_out(tmp_path: Path) -> None:
+    """slime reads it otherwise, so it goes; what it covers in the vision tower goes by name instead."""
+    config = qwen3_vl()
+    ignore = ["re:.*lm_head", "re:model.visual.*fc.$", "re:model.visual.*qkv$", r"re:.*(mlp\.gate|attn\.proj)$"]
+    _, written = fixed(tmp_path, config, ignore)
+    assert r"re:.*(mlp\.gate|attn\.proj)$" not in written
+    assert "model.visual.blocks.26.attn.proj" in written
+    assert packed(config, written) == packed(config, ignore)
+
+
+def test_names_of_older_versions_of_transformers_stay(tmp_path: Path) -> None:
+    """Up to 4.57 transformers named the layers of Gemma's tower `model.vision_tower.vision_model.encoder…`, and so do lists saved by it."""
+    names = [f"model.vision_tower.vision_model.encoder.layers.{layer}.mlp.fc1" for layer in range(27)]
+    report, written = fixed(
+        tmp_path, gemma3(), ["lm_head", *names, "vision_tower.vision_model.encoder.layers.0.mlp.fc2"]
+    )
+    assert set(names) <= set(written)
+    assert "vision_tower.vision_model.encoder.layers.0.mlp.fc2" in written
+    assert report.patterns[names[3]]["transformers"] == (f"{names[3]}.weight",)
+    assert report.patterns[names[3]]["slime"] == ()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_entry_is_removed_only_where_all_modules_are_known(tmp_path: Path, known: bool) -> None:
+    config = {**published.KIMI, **({"num_nextn_predict_layers": 1} if not known else {})}
+    report = lint(published.write(tmp_path, config, [*published.KIMI_LIST, "re:.*enorm_proj.*"]))
+    assert report.portable is not None
+    assert ("re:.*enorm_proj.*" in report.portable) is not known
+    (said,) = [finding for finding in report.findings if finding.pattern == "re:.*enorm_proj.*"]
+    assert (said.kind, said.severity) == (("unused", "warning") if known else ("not judged", "note"))
+
+
+def test_vision_entries_of_a_model_without_classes_stay(tmp_path: Path) -> None:
+    """Kimi K2.5's tower is known to nobody but its own code."""
+    text = {**published.KIMI, "model_type": "kimi_k2"}
+    lists = [*published.KIMI_LIST, "re:vision_tower.*", "re:mm_projector.*"]
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "kimi_k25",
+                "text_config": text,
+                "vision_config": {},
+                "quantization_config": published.quantization(lists),
+            }
+        )
+    )
+    report = lint(tmp_path)
+    assert report.portable is not None
+    assert set(lists) <= set(report.portable)
+    assert {finding.pattern for finding in report.findings if finding.kind == "not judged"} == {
+        "re:vision_tower.*",
+        "re:mm_projector.*",
+    }

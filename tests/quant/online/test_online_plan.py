@@ -1,0 +1,250 @@
+"""What the host does with a bucket for a GPU: decided once, in a few launches, with tensors made at the first look.
+
+The kernels are replaced by the formulas, so that no GPU is needed; tests/gpu/test_online_call_gpu.py has the kernels.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from online_model import GROUP, config, names_of, same
+from torch import Tensor
+
+from ckptkit.core.errors import CkptkitError
+from quant.formats.grids import quantize
+from quant.formats.packing import pack
+from quant.formats.scheme import QuantScheme
+from quant.online.quantizer import OnlineQuantizer
+from quant.online.same_tensors import looks_like
+from quant.online.served import Served
+
+pytest.importorskip("triton")
+
+Named = list[tuple[str, Tensor]]
+EXPERTS = 100
+SHAPES = {"gate_proj": (16, 64), "up_proj": (16, 64), "down_proj": (64, 32)}
+
+
+def layer(seed: int = 0, dtype: torch.dtype = torch.bfloat16, experts: int = EXPERTS) -> Named:
+    """Experts of two sizes, and a router after the first of them."""
+    draw = torch.Generator().manual_seed(seed)
+    named = [
+        (f"model.layers.0.mlp.experts.{expert}.{name}.weight", torch.randn(shape, generator=draw).to(dtype))
+        for expert in range(experts)
+        for name, shape in SHAPES.items()
+    ]
+    return [*named[:5], ("model.layers.0.mlp.gate.weight", torch.ones(experts, 64)), *named[5:]]
+
+
+def expected(named: Named) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in named:
+        if ".experts." not in name:
+            found[name] = tensor
+            continue
+        codes, scale, _ = quantize(tensor, QuantScheme(GROUP, "minmax"), name)
+        found |= {f"{name}_packed": pack(codes), f"{name}_scale": scale, f"{name}_shape": torch.tensor(tensor.shape)}
+    return found
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Stands for the launcher of matrices of one size."""
+
+    launches: list[int]
+
+    def start(self, weights: Sequence[Tensor], words: Tensor, scales: Tensor, zero: None, bad: Tensor) -> None:
+        self.launches.append(len(weights))
+        for place, weight in enumerate(weights):
+            try:
+                codes, scale, _ = quantize(weight, QuantScheme(GROUP, "minmax"))
+            except CkptkitError:
+                bad[place] = 1
+                continue
+            words.view(len(weights), -1)[place] = pack(codes).flatten()
+            scales.view(len(weights), -1)[place] = scale.flatten()
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many matrices each launch took; no launch needs a GPU."""
+    from quant.online import cuda as online_cuda
+
+    found: list[int] = []
+    monkeypatch.setattr(online_cuda, "_FIRST", 128 * 16 * 64)
+    monkeypatch.setattr(online_cuda, "launcher", lambda *_: Formula(found))
+    monkeypatch.setattr(online_cuda, "working_on", nullcontext)
+    monkeypatch.setattr(online_cuda, "idle", lambda device: True)
+    monkeypatch.setattr(online_cuda, "done", lambda device: lambda: None)
+    monkeypatch.setattr(
+        online_cuda, "_is_plain", lambda weight, device: weight.is_contiguous() and weight.device == device
+    )
+    monkeypatch.setattr(
+        OnlineQuantizer,
+        "_plan",
+        lambda self, pairs, known: online_cuda.plan_bucket(pairs, known, self.served.packed, self.scheme),
+    )
+    return found
+
+
+def quantizer(named: Iterable[tuple[str, Tensor]]) -> OnlineQuantizer:
+    return OnlineQuantizer(config(), names_of([name for name, _ in named]))
+
+
+@pytest.mark.usefixtures("launches")
+def test_every_call_gives_the_tensors_in_order_with_the_bytes_of_the_formulas() -> None:
+    online = quantizer(layer())
+    for seed in range(3):
+        wanted = expected(layer(seed))
+        bucket = online.quantize(iter(layer(seed)))
+        assert len(bucket) == len(wanted) == 901
+        assert [name for name, _ in bucket] == list(wanted)
+        assert all(tensor.is_contiguous() for _, tensor in bucket)
+        same(dict(bucket), wanted)
+
+
+def test_a_bucket_goes_in_parts_each_twice_as_large_as_the_one_before(launches: list[int]) -> None:
+    """450 matrices of two sizes: parts of 128, 256 and the rest, a launch for each size."""
+    online = quantizer(layer(experts=150))
+    online.quantize(layer(experts=150))
+    assert [one + other for one, other in zip(launches[::2], launches[1::2], strict=True)] == [128, 256, 66]
+
+
+def test_a_bucket_goes_at_once_while_the_gpu_has_work(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quant.online.cuda.idle", lambda device: False)
+    online = quantizer(layer())
+    for seed in range(2):
+        same(dict(online.quantize(layer(seed))), expected(layer(seed)))
+    assert [one + other for one, other in zip(launches[::2], launches[1::2], strict=True)] == [300, 300]
+
+
+def test_matrices_of_one_size_share_a_launch_whatever_their_shape(
+    launches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "down_proj", (32, 32))
+    online = quantizer(layer())
+    same(dict(online.quantize(layer())), expected(layer()))
+    assert launches == [128, 172]
+
+
+@pytest.mark.usefixtures("launches")
+def test_names_are_decided_once_and_not_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    name = Served.name
+    monkeypatch.setattr(Served, "name", lambda self, *what: asked.append(what[0]) or name(self, *what))
+    online = quantizer(layer())
+    for seed in range(3):
+        online.quantize(layer(seed))
+    assert len(asked) == len(layer())
+
+
+@pytest.mark.usefixtures("launches")
+def test_tensors_that_look_different_are_worked_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    online = quantizer(layer())
+    for named in (layer(), layer(dtype=torch.float32), layer(1)):
+        same(dict(online.quantize(named)), expected(named))
+    monkeypatch.setitem(SHAPES, "up_proj", (32, 32))
+    same(dict(online.quantize(layer())), expected(layer()))
+
+
+@pytest.mark.usefixtures("launches")
+def test_other_names_after_the_first_are_worked_out_anew() -> None:
+    online = quantizer(layer())
+    turned = [layer()[0], *layer()[:0:-1]]
+    for named in (layer(), turned, layer()):
+        bucket = online.quantize(named)
+        assert [name for name, _ in bucket] == list(expected(named))
+        same(dict(bucket), expected(named))
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("place", [0, 6, 150, 300])
+def test_a_broken_weight_is_named_at_every_look_at_its_bucket(place: int) -> None:
+    online = quantizer(layer())
+    broken = layer()
+    for at in {place, 300}:
+        broken[at][1][-1, -1] = torch.nan
+    for bucket in (online.quantize(broken), online.quantize(broken)):
+        for look in (list, pickle.dumps, lambda bucket: bucket[0]):
+            with pytest.raises(CkptkitError, match=f"^{broken[place][0]} holds NaN".replace(".", r"\.")):
+                look(bucket)
+        same(dict(online.quantize(layer())), expected(layer()))
+
+
+@pytest.mark.usefixtures("launches")
+def test_a_matrix_that_cannot_be_quantized_is_named() -> None:
+    named = layer()
+    named[50] = (named[50][0], torch.ones(16, 40))
+    with pytest.raises(
+        CkptkitError, match=r"experts\.16\.up_proj\.weight: 40 input features do not divide into groups of 32"
+    ):
+        quantizer(layer()).quantize(named)
+
+
+@pytest.mark.usefixtures("launches")
+def test_what_was_quantized_is_not_kept_after_a_look_and_what_passes_is_not_copied() -> None:
+    online, named = quantizer(layer()), layer()
+    online.quantize(layer())
+    kept = [weakref.ref(tensor.untyped_storage()) for _, tensor in named if tensor.dtype == torch.bfloat16]
+    router = named[5][1]
+    bucket = online.quantize(named)
+    named.clear()
+    assert len([*bucket]) == 901
+    assert [reference() for reference in kept] == [None] * 300
+    assert dict(bucket)["model.layers.0.mlp.gate.weight"].data_ptr() == router.data_ptr()
+
+
+@pytest.mark.usefixtures("launches")
+def test_a_result_is_read_like_a_list_and_pickled_as_one() -> None:
+    bucket = quantizer(layer()).quantize(layer())
+    pairs = [*bucket]
+    assert bucket[3] is pairs[3]
+    assert bucket[-2:] == pairs[-2:]
+    assert [pair[0] for pair in reversed(bucket)] == [name for name, _ in pairs[::-1]]
+    before = [("lm_head.weight", torch.zeros(1))]
+    assert before + bucket == [*before, *pairs]  # type: ignore[operator]
+    assert bucket + before == [*pairs, *before]  # type: ignore[operator]
+    again = pickle.loads(pickle.dumps(bucket))
+    assert type(again) is list
+    same(dict(again), dict(pairs))
+
+
+def test_few_matrices_come_as_a_list(launches: list[int]) -> None:
+    named = layer(experts=4)
+    bucket = quantizer(named).quantize(named)
+    assert isinstance(bucket, list)
+    same(dict(bucket), expected(named))
+    assert launches == []
+    assert quantizer(named).quantize([]) == []
+
+
+CHANGES: dict[str, Any] = {
+    "shape": lambda tensor: tensor.view(8, 128),
+    "strides": lambda tensor: tensor.T.contiguous().T,
+    "dtype": lambda tensor: tensor.half(),
+    "device": lambda tensor: tensor.to("meta"),
+    "class": torch.nn.Parameter,
+}
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_tensors_are_alike_unless_something_differs(
+    change: str, guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not guarded:
+        monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", None)
+    tensors = [tensor for _, tensor in layer()]
+    alike = looks_like(tensors)
+    assert alike(*tensors)
+    assert alike(*(tensor.clone() for tensor in tensors))
+    assert alike(torch.cat([tensors[0], tensors[0]])[16:], *tensors[1:])
+    assert not alike(*tensors[:7], CHANGES[change](tensors[7].clone()), *tensors[8:])

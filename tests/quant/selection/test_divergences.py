@@ -1,0 +1,280 @@
+"""The ways in which readers of one config differ, each on a concrete entry: every reader's verdict, and what ckptkit says or writes.
+
+The letters are those of `docs/lint.md`. Verdicts are written by hand: P packs, K keeps, R refuses the layer.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from published import GLM, KIMI, QWEN, quantization, write
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import TensorSpec
+from quant.formats.scheme import QuantScheme
+from quant.lint.lint import lint
+from quant.selection.class_tree import class_tree
+from quant.selection.decision import check_ignore, default_ignore, resolve
+from quant.selection.matrices import matrices_named
+from quant.selection.portable import read_all
+from quant.selection.readers import RULES
+
+QWEN2 = {key: value for key, value in QWEN.items() if key not in ("num_experts", "moe_intermediate_size")} | {
+    "model_type": "qwen2",
+    "num_hidden_layers": 12,
+}
+LETTERS = {"packs": "P", "keeps": "K", "refuses": "R"}
+L3 = "model.layers.3"
+
+
+def weights(config: dict[str, Any], *more: str) -> list[str]:
+    """Names of every matrix of a model, and more."""
+    tree = class_tree(config)
+    return [f"{module}.weight" for module in [*tree.others, *sorted(tree.linears), *more]]
+
+
+def verdicts(config: dict[str, Any], ignore: list[str], module: str, *more: str) -> str:
+    """What compressed-tensors, transformers, vLLM, SGLang 0.5.16, SGLang 0.5.23 and slime make of a module, in this order."""
+    matrices = matrices_named(weights(config, *more), class_tree(config), config)
+    index = [matrix.module for matrix in matrices].index(module)
+    return "".join(LETTERS[reading.answers[index]] for reading in read_all(RULES, matrices, ignore, config).values())
+
+
+def specs(config: dict[str, Any], *more: str) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(name, (128, 128), torch.bfloat16) for name in weights(config, *more)}
+
+
+def refused(config: dict[str, Any], ignore: list[str], message: str, hint: str, *more: str) -> None:
+    """ckptkit's error over a list, and its advice."""
+    with pytest.raises(CkptkitError, match=message) as caught:
+        check_ignore(specs(config, *more), config, ignore)
+    assert hint in (caught.value.hint or "")
+
+
+def accepted(config: dict[str, Any], ignore: list[str], *more: str) -> None:
+    check_ignore(specs(config, *more), config, ignore)
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ("re:.*mlp.gate$", "KKKKKP"),
+        (r"re:.*mlp\.gate\..*", "KKKKKK"),
+        (r"re:.*\.mlp\.gate(\.weight)?$", "KKKKKK"),
+    ],
+)
+def test_d1_module_names_and_parameter_names(entry: str, expected: str) -> None:
+    """The router is no Linear, so only slime needs an entry, and only slime sees `.weight` behind the name."""
+    assert verdicts(QWEN, ["lm_head", "model.embed_tokens", entry], f"{L3}.mlp.gate") == expected
+
+
+def test_d1_on_a_linear() -> None:
+    ignore = ["lm_head", "model.embed_tokens"]
+    assert verdicts(QWEN2, [*ignore, r"re:.*o_proj\..*"], f"{L3}.self_attn.o_proj") == "PPPPPK"
+    assert verdicts(QWEN2, [*ignore, r"re:.*o_proj$"], f"{L3}.self_attn.o_proj") == "KKKKKP"
+    refused(
+        QWEN2,
+        [*ignore, "re:.*o_proj$"],
+        r"slime would pack model\.layers\.\{0\.\.11\}\.self_attn\.o_proj",
+        r"'re:.*o_proj(\.weight)?$'",
+    )
+    accepted(QWEN2, [*ignore, r"re:.*o_proj(\.weight)?$"])
+
+
+@pytest.mark.parametrize(
+    ("entry", "module", "expected"),
+    [
+        ("model.layers.1", "model.layers.1.mlp.down_proj", "PPPKPK"),
+        ("model.layers.1", "model.layers.11.mlp.down_proj", "PPPKPK"),
+        ("self_attn.o_proj", f"{L3}.self_attn.o_proj", "PPPKKP"),
+        (f"{L3}.self_attn.o_proj", f"{L3}.self_attn.o_proj", "KKKKKK"),
+        ("Linear", f"{L3}.self_attn.o_proj", "KKPPPP"),
+    ],
+)
+def test_d2_plain_entries(entry: str, module: str, expected: str) -> None:
+    assert verdicts(QWEN2, ["lm_head", "model.embed_tokens", entry], module) == expected
+
+
+def test_d2_advice() -> None:
+    message = r"SGLang 0\.5\.16 and slime would leave unpacked .*model\.layers\.\{1,10\.\.11\}"
+    refused(QWEN2, ["lm_head", "model.embed_tokens", "model.layers.1"], message, r"'re:model\.layers\.1(\..*)?$'")
+    accepted(QWEN2, ["lm_head", "model.embed_tokens", r"re:model\.layers\.1(\..*)?$"])
+
+
+def test_d3_classes_are_lost_in_names(tmp_path: Path) -> None:
+    """The list of Kimi-K2-Thinking names neither router nor embedding."""
+    ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+    assert verdicts(KIMI, ignore, f"{L3}.mlp.gate") == "KKKKKP"
+    assert verdicts(KIMI, ignore, "model.embed_tokens") == "KKKKKP"
+    refused(
+        KIMI,
+        ignore,
+        r"slime would pack model\.embed_tokens\.weight, model\.layers\.\{1\.\.3\}\.mlp\.gate",
+        r"add 'model.embed_tokens', 're:.*\.mlp\.gate",
+    )
+    assert lint(write(tmp_path, KIMI, ignore)).portable == (
+        *ignore,
+        "model.embed_tokens",
+        r"re:.*\.mlp\.gate(\.weight)?$",
+    )
+
+
+SHARDS = [f"{L3}.self_attn.{name}_proj" for name in "qkv"]
+
+
+@pytest.mark.parametrize(
+    ("config", "ignore", "expected"),
+    [
+        (QWEN2, SHARDS, "KKKPPK"),
+        (QWEN, SHARDS, "KKKKKK"),
+        (QWEN, SHARDS[:1], "KKRRRK"),
+        (QWEN2, SHARDS[:1], "KKRPPK"),
+        (QWEN2, [r"re:.*\.self_attn\.(q|k|v|qkv)_proj(\.weight)?$"], "KKKKKK"),
+        (KIMI, [f"{L3}.self_attn.q_a_proj", f"{L3}.self_attn.kv_a_proj_with_mqa"], None),
+    ],
+    ids=["not declared", "declared", "declared, in part", "not declared, in part", "alias", "latent"],
+)
+def test_d4_fused_layers(config: dict[str, Any], ignore: list[str], expected: str | None) -> None:
+    """Only some of SGLang's classes say what a fused layer is made of; vLLM's all do."""
+    module = SHARDS[0] if expected else f"{L3}.self_attn.q_a_proj"
+    assert verdicts(config, ["lm_head", *ignore], module) == (expected or "KKKKKK")
+
+
+def test_d4_advice() -> None:
+    ignore = ["lm_head", "model.embed_tokens", r"re:.*\.self_attn\.q_proj(\.weight)?$"]
+    refused(
+        QWEN2,
+        ignore,
+        r"SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack .*q_proj",
+        r"'re:.*\.self_attn\.(q|k|v|qkv)_proj(\.weight)?$'",
+    )
+
+
+def test_d5_expert_0_answers_for_all() -> None:
+    ignore = [*default_ignore(QWEN), r"re:.*\.experts\.(5|6)\..*"]
+    assert verdicts(QWEN, ignore, f"{L3}.mlp.experts.5.up_proj") == "KKPPPK"
+    assert verdicts(QWEN, ignore, f"{L3}.mlp.experts.0.up_proj") == "PPPPPP"
+    refused(QWEN, ignore, r"would pack .*experts\.\{5\.\.6\}\.down_proj", r"'re:.*\.experts\..*'")
+    assert verdicts(QWEN, [*default_ignore(QWEN), r"re:.*\.experts\.0\..*"], f"{L3}.mlp.experts.5.up_proj") == "PPKKKP"
+
+
+def test_d6_a_shared_expert_beside_packed_experts(tmp_path: Path) -> None:
+    """Every reader agrees on the names; SGLang must be told not to join the shared expert to the others."""
+    config = GLM | {"num_nextn_predict_layers": 0}
+    ignore = [*default_ignore(config), r"re:.*shared_experts.*"]
+    assert verdicts(config, ignore, f"{L3}.mlp.shared_experts.up_proj") == "KKKKKK"
+    (note,) = lint(write(tmp_path, config, ignore)).findings
+    assert (note.severity, note.kind, note.hint) == (
+        "note",
+        "shared expert",
+        "start SGLang with --disable-shared-experts-fusion",
+    )
+
+
+def test_d7_several_groups(tmp_path: Path) -> None:
+    (finding,) = lint(write(tmp_path, QWEN, default_ignore(QWEN), groups=2)).findings
+    assert (finding.kind, finding.readers) == ("groups", ("slime",))
+
+
+def test_d8_draft_layers() -> None:
+    """compressed-tensors, transformers and vLLM do not build them; slime packs them, and SGLang calls them model.decoder."""
+    ignore, draft = list(default_ignore(GLM)), "model.layers.4"
+    more = (f"{draft}.eh_proj", f"{draft}.self_attn.o_proj")
+    assert verdicts(GLM, ignore[:-1], more[0], *more) == "KKKKKP"
+    assert verdicts(GLM, ignore[:-1], more[1], *more) == "KKKPPP"
+    assert verdicts(GLM, [*ignore[:-1], r"re:model\.layers\.4\..*"], more[1], *more) == "KKKPPK"
+    refused(
+        GLM,
+        ignore[:-1],
+        r"slime would pack model\.layers\.4\.eh_proj",
+        r"add 're:model\.(layers\.4|decoder)\..*'",
+        *more,
+    )
+    accepted(GLM, ignore, *more)
+
+
+NEXT = {
+    **QWEN,
+    "model_type": "qwen3_next",
+    "shared_expert_intermediate_size": 64,
+    "mtp_num_hidden_layers": 0,
+    "linear_num_key_heads": 2,
+}
+NEXT |= {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+
+
+def test_d9_three_axes() -> None:
+    """conv1d has three: slime would pack it, no reader else; A_log has no `.weight` and one axis."""
+    config = NEXT
+    module = "model.layers.0.linear_attn.conv1d"
+    assert verdicts(config, ["lm_head"], module) == "KKKKKP"
+    ignore = default_ignore(config)
+    assert r"re:.*\.linear_attn\..*" in ignore
+    more = {"model.layers.0.linear_attn.A_log": TensorSpec("model.layers.0.linear_attn.A_log", (4,), torch.float32)}
+    found = resolve(specs(config) | more, config, QuantScheme(32, "qmax7", ignore))
+    assert found[f"{module}.weight"].reason == "Conv1d is no Linear"
+    assert not any(found[f"{module}.weight"].readers.values())
+    assert found["model.layers.0.linear_attn.A_log"].reason == "no weight matrix"
+
+
+def test_d10_an_output_layer_that_is_tied() -> None:
+    """It is not stored, so nothing packs it; the embedding that it shares is named for slime's sake."""
+    config = QWEN2 | {"tie_word_embeddings": True}
+    stored = {name: spec for name, spec in specs(config).items() if name != "lm_head.weight"}
+    found = resolve(stored, config, QuantScheme(32, "qmax7", ("model.embed_tokens",)))
+    assert found["model.embed_tokens.weight"].quantize is False
+    with pytest.raises(CkptkitError, match=r"slime would pack model\.embed_tokens\.weight"):
+        resolve(stored, config, QuantScheme(32, "qmax7", ("lm_head",)))
+
+
+VISION = {"model_type": "qwen3_vl_moe", "text_config": {**QWEN, "model_type": "qwen3_vl_moe_text"}}
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ("model.language_model.layers.3.self_attn.o_proj", "KKKPPK"),
+        ("model.layers.3.self_attn.o_proj", "PPPPPP"),
+        (r"re:model\.layers\..*", "PPPPPP"),
+        (r"re:.*\.self_attn\.o_proj(\.weight)?$", "KKKKKK"),
+    ],
+)
+def test_d11_names_before_the_layers(entry: str, expected: str) -> None:
+    """SGLang turns the beginning of a plain entry into that of another class than the one that it builds."""
+    ignore = [*default_ignore(VISION), entry]
+    assert verdicts(VISION, ignore, "model.language_model.layers.3.self_attn.o_proj") == expected
+
+
+def test_d11_names_of_another_namespace() -> None:
+    """A trainer that streams `model.layers` into a checkpoint that says `model.language_model.layers`."""
+    names = ["model.layers.3.self_attn.o_proj"]
+    refused(
+        VISION,
+        list(default_ignore(VISION)),
+        r"slime would pack model\.layers\.3\.self_attn\.o_proj\.weight because no entry",
+        "add",
+        *names,
+    )
+
+
+def test_transformers_itself() -> None:
+    """What transformers' own model gets: Linear layers by the same rule; its fused experts are parameters, and get nothing at all."""
+    config = Qwen3MoeConfig(**{key: value for key, value in QWEN.items() if key != "model_type"})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    ignore = ["lm_head", r"re:.*\.self_attn\.(q|k|v|qkv)_proj(\.weight)?$"]
+    apply_quantization_config(
+        model, QuantizationConfig.model_validate(quantization(ignore)), run_compressed=True, show_progress=False
+    )
+    applied = {name for name, module in model.named_modules() if getattr(module, "quantization_scheme", None)}
+    matrices = matrices_named(weights(QWEN), class_tree(QWEN), QWEN)
+    reading = read_all(["transformers"], matrices, ignore, QWEN)["transformers"]
+    packs = {matrix.module for matrix, answer in zip(matrices, reading.answers, strict=True) if answer == "packs"}
+    assert applied == {name for name in packs if ".experts." not in name}
+    assert {name for name in packs if re.search(r"\.experts\.\d+\.", name)} == packs - applied

@@ -1,0 +1,239 @@
+"""The readers' rules, against the readers' own code where it can be installed, and against verdicts written by hand."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.utils.match import is_match
+from installed import release
+
+from ckptkit.core.errors import CkptkitError
+from quant.formats.scheme import QuantScheme, quantization_config
+from quant.selection.matrices import Matrix, names_in_sglang, names_in_vllm
+from quant.selection.portable import covered
+from quant.selection.readers import ALL_READERS, RULES, compressed_tensors, readers_of, sglang, sglang_suffix, slime
+
+L0 = "model.layers.0"
+
+# entry, module, is it ignored by: compressed-tensors, SGLang 0.5.16, SGLang 0.5.23, slime
+TABLE: list[tuple[str, str, bool, bool, bool, bool]] = [
+    ("model.embed_tokens.weight", "model.embed_tokens", False, False, False, True),
+    ("model.embed_tokens", "model.embed_tokens", True, True, True, True),
+    ("lm_head", "lm_head", True, True, True, True),
+    ("lm_head", "language_model.lm_head", False, True, True, False),
+    ("re:.*mlp.gate$", f"{L0}.mlp.gate", True, True, True, False),
+    ("re:.*gate$", f"{L0}.mlp.gate", True, True, True, False),
+    (r"re:.*mlp\.gate\..*", f"{L0}.mlp.gate", False, False, False, True),
+    (r"re:.*mlp\.gate\.*", f"{L0}.mlp.gate", True, True, True, True),
+    (r"re:.*mlp\.gate\.*", f"{L0}.mlp.gate_proj", True, True, True, True),
+    ("re:.*mlp.gate.*", f"{L0}.mlp.gate", True, True, True, True),
+    ("re:.*mlp.gate.*", f"{L0}.mlp.gate_proj", True, True, True, True),
+    ("re:.*mlp.gate.*", f"{L0}.mlp.up_proj", False, False, False, False),
+    (f"{L0}.mlp.gate", f"{L0}.mlp.gate", True, True, True, True),
+    (f"{L0}.mlp.gate", f"{L0}.mlp.gate_proj", False, True, False, True),
+    ("model.layers.1", "model.layers.1.mlp.up_proj", False, True, False, True),
+    ("model.layers.1", "model.layers.17.mlp.up_proj", False, True, False, True),
+    (f"{L0}.mlp.experts.1", f"{L0}.mlp.experts.1.up_proj", False, True, False, True),
+    (f"{L0}.mlp.experts.1", f"{L0}.mlp.experts.12.up_proj", False, True, False, True),
+    ("mlp.gate", f"{L0}.mlp.gate", False, True, True, False),
+    ("gate", f"{L0}.mlp.gate", False, True, True, False),
+    ("proj", f"{L0}.mlp.up_proj", False, True, False, False),
+    ("self_attn.kv_b_proj", f"{L0}.self_attn.kv_b_proj", False, True, True, False),
+    ("re:lm_head", "language_model.lm_head", False, False, False, False),
+    ("re:.*shared_experts.*", f"{L0}.mlp.shared_expert.up_proj", False, False, False, False),
+    ("re:.*shared_experts.*", f"{L0}.mlp.shared_expert_gate", False, False, False, False),
+    ("re:.*q_proj$", f"{L0}.self_attn.q_proj", True, True, True, False),
+    ("re:.*q_proj$", f"{L0}.self_attn.qkv_proj", False, False, False, False),
+    (f"{L0}.self_attn.q_proj", f"{L0}.self_attn.q_proj", True, True, True, True),
+    (f"{L0}.self_attn.q_proj", f"{L0}.self_attn.qkv_proj", False, False, False, False),
+    ("Linear", f"{L0}.self_attn.q_proj", True, False, False, False),
+    ("Module", f"{L0}.self_attn.q_proj", True, False, False, False),
+    ("linear", f"{L0}.linear_attn.out_proj", False, True, False, False),
+    ("LM_HEAD", "lm_head", False, True, False, False),
+    (r"re:.*\.mlp\.gate(\.weight)?$", f"{L0}.mlp.gate", True, True, True, True),
+    (r"re:.*\.mlp\.gate(\.weight)?$", f"{L0}.mlp.gate_proj", False, False, False, False),
+    (r"re:.*self_attn.*", f"{L0}.self_attn.qkv_proj", True, True, True, True),
+]
+
+
+@pytest.fixture(scope="module")
+def sglang_quantization() -> Any:
+    """SGLang's compressed-tensors package; importing it warns about what a machine without GPU lacks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors as config_module
+        from sglang.srt.layers.quantization.compressed_tensors import utils
+
+        return SimpleNamespace(
+            config=config_module.CompressedTensorsConfig, should_ignore_layer=utils.should_ignore_layer
+        )
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0]} {row[1]}")
+def test_verdicts_by_hand(row: tuple[str, str, bool, bool, bool, bool]) -> None:
+    entry, module, *expected = row
+    read = [
+        compressed_tensors(module, entry),
+        sglang(module, entry),
+        sglang_suffix(module, entry),
+        slime(f"{module}.weight", entry),
+    ]
+    assert read == expected
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0]} {row[1]}")
+def test_compressed_tensors_itself_agrees(row: tuple[str, str, bool, bool, bool, bool]) -> None:
+    linear = torch.nn.Linear(1, 1, device="meta")
+    assert compressed_tensors(row[1], row[0]) == is_match(row[1], linear, row[0])
+
+
+INSTALLED = sglang_suffix if release("sglang") >= (0, 5, 23) else sglang
+
+
+def test_sglang_itself_agrees(sglang_quantization: Any) -> None:
+    differ = [
+        row for row in TABLE if INSTALLED(row[1], row[0]) != sglang_quantization.should_ignore_layer(row[1], [row[0]])
+    ]
+    assert differ == []
+
+
+NAMES = sorted(
+    {row[1] for row in TABLE}
+    | {f"{L0}.mlp.experts.0.gate_proj", f"{L0}.mlp.experts.12.up_proj", "model.layers.10.mlp.down_proj"}
+)
+ENTRIES = sorted({row[0] for row in TABLE})
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_entry_on_every_name_as_the_readers_themselves(sglang_quantization: Any, entry: str) -> None:
+    linear = torch.nn.Linear(1, 1, device="meta")
+    assert [compressed_tensors(name, entry) for name in NAMES] == [is_match(name, linear, entry) for name in NAMES]
+    assert [INSTALLED(name, entry) for name in NAMES] == [
+        sglang_quantization.should_ignore_layer(name, [entry]) for name in NAMES
+    ]
+
+
+@pytest.mark.parametrize("reader", list(RULES))
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_many_names_at_once_as_one_by_one(reader: str, entry: str) -> None:
+    names = sorted([*NAMES, *(f"{name}.weight" for name in NAMES)])
+    assert covered(reader, entry, names) == {name for name in names if RULES[reader](name, entry)}
+
+
+def test_readers_by_the_name_of_the_option() -> None:
+    assert readers_of(["slime", "transformers"]) == ("compressed-tensors", "transformers", "slime")
+    assert readers_of(ALL_READERS) == tuple(RULES)
+    with pytest.raises(CkptkitError, match="unknown reader 'trtllm'"):
+        readers_of(["slime", "trtllm"])
+    with pytest.raises(CkptkitError, match="no reader is named"):
+        readers_of([])
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj"]
+QKV, LATENT = {"qkv_proj": tuple(ATTENTION)}, {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
+
+
+def matrix(layer: str, module: str = "other") -> Matrix:
+    return Matrix(f"{module}.weight", True, None, layer, layer, module)
+
+
+@pytest.mark.parametrize(
+    ("layer", "ignore", "mapping", "names"),
+    [
+        (f"{L0}.self_attn.o_proj", [], QKV, [f"{L0}.self_attn.o_proj"]),
+        (f"{L0}.self_attn.qkv_proj", [], {}, [f"{L0}.self_attn.qkv_proj"]),
+        (f"{L0}.self_attn.qkv_proj", [], QKV, [f"{L0}.self_attn.{name}" for name in ATTENTION]),
+        (f"{L0}.self_attn.qkv_proj", [f"{L0}.self_attn.qkv_proj"], QKV, [f"{L0}.self_attn.qkv_proj"]),
+        (
+            f"{L0}.self_attn.fused_qkv_a_proj_with_mqa",
+            [],
+            LATENT,
+            [f"{L0}.self_attn.q_a_proj", f"{L0}.self_attn.kv_a_proj_with_mqa"],
+        ),
+        (
+            f"{L0}.mlp.experts",
+            [],
+            QKV,
+            [f"{L0}.mlp.experts.0.{name}" for name in ("gate_proj", "up_proj", "down_proj")],
+        ),
+    ],
+)
+def test_names_that_sglang_looks_up(
+    layer: str, ignore: list[str], mapping: dict[str, tuple[str, ...]], names: list[str]
+) -> None:
+    assert list(names_in_sglang(matrix(layer), ignore, mapping)) == names
+
+
+def test_vllm_takes_every_fused_layer_apart_unless_the_release_has_it_so() -> None:
+    """GLM-4 stores gate_up_proj as one."""
+    layer = f"{L0}.mlp.gate_up_proj"
+    assert list(names_in_vllm(matrix(layer), [])) == [f"{L0}.mlp.gate_proj", f"{L0}.mlp.up_proj"]
+    assert list(names_in_vllm(matrix(layer, layer), [])) == [layer]
+
+
+@pytest.mark.parametrize("mapping", [{}, QKV], ids=["plain", "mapped"])
+@pytest.mark.parametrize(
+    "ignore",
+    [
+        [f"{L0}.self_attn.{name}" for name in ATTENTION],
+        [f"{L0}.self_attn.q_proj"],
+        [f"{L0}.self_attn.qkv_proj"],
+        ["re:.*self_attn.*"],
+        ["re:.*(q|k|v)_proj"],
+        ["re:.*k_proj"],
+        ["re:.*mlp.*"],
+    ],
+    ids=str,
+)
+def test_fused_layers_as_sglang_itself(
+    sglang_quantization: Any, ignore: list[str], mapping: dict[str, tuple[str, ...]]
+) -> None:
+    layer = f"{L0}.self_attn.qkv_proj"
+    verdicts = {
+        any(INSTALLED(name, entry) for entry in ignore) for name in names_in_sglang(matrix(layer), ignore, mapping)
+    }
+    if len(verdicts) == 2:
+        with pytest.raises(ValueError, match="requires all to use the same scheme"):
+            sglang_quantization.should_ignore_layer(layer, ignore, mapping)
+    else:
+        assert verdicts == {sglang_quantization.should_ignore_layer(layer, ignore, mapping)}
+
+
+def test_experts_as_sglang_itself(sglang_quantization: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = sglang_quantization.config.from_config(quantization_config(QuantScheme(32, "qmax7")))
+    asked: list[str] = []
+
+    def record(layer: Any, name: str) -> None:
+        asked.append(name)
+
+    monkeypatch.setattr(config, "get_scheme_dict", record)
+    config.get_moe_scheme(None, f"{L0}.mlp.experts")
+    assert asked == list(names_in_sglang(matrix(f"{L0}.mlp.experts"), [], {}))
+
+
+def test_the_output_layer_is_no_layer_that_sglang_quantizes_by_class(sglang_quantization: Any) -> None:
+    """Neither is an embedding: SGLang looks for a scheme for its Linear layers and experts alone."""
+    config = sglang_quantization.config.from_config(quantization_config(QuantScheme(32, "qmax7")))
+    assert config.get_quant_method(torch.nn.Embedding(1, 1, device="meta"), "lm_head") is None
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_sglang_accepts_the_quantization_config(sglang_quantization: Any, group_size: int) -> None:
+    content = quantization_config(QuantScheme(group_size, "qmax7", ("lm_head", r"re:.*\.mlp\.gate(\.weight)?$")))
+    config = sglang_quantization.config.from_config(content)
+    assert config.quant_format == "pack-quantized"
+    assert config.ignore == ["lm_head", r"re:.*\.mlp\.gate(\.weight)?$"]
+    scheme = config.target_scheme_map["Linear"]
+    assert scheme["input_activations"] is None
+    assert (scheme["weights"].num_bits, scheme["weights"].group_size, scheme["weights"].symmetric) == (
+        4,
+        group_size,
+        True,
+    )
+    # The predicates by which SGLang picks its W4A16 schemes for Linear and MoE layers.
+    assert config._is_wNa16_group_channel(scheme["weights"], None)
+    assert config._is_wint4abf16(scheme["weights"], None)

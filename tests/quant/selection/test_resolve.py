@@ -1,0 +1,244 @@
+"""Verdicts for every model that converts, from a reference, and for a tensor parallel size; and what is refused."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from families import CASES
+from families.table import config_of
+from published import GLM, KIMI, KIMI_LIST, QWEN, kimi_names
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import TensorSpec
+from converters.planner import expected_hf
+from quant.formats.scheme import QuantScheme
+from quant.selection.class_tree import class_tree
+from quant.selection.decision import Verdict, default_ignore, resolve
+from quant.selection.readers import ALL_READERS, RULES
+from quant.selection.tiles import check_tiles
+
+INT4_CASES = [name for name in CASES if not name.startswith("gpt_oss")]
+ATTENTION = r"self_attn\.[qkvo]_proj"
+MLP = r"mlp\.(gate|up|down)_proj"
+EXPERTS = r"mlp\.experts\.\d+\.(gate|up|down)_proj"
+SHARED = r"mlp\.shared_experts?\.(gate|up|down)_proj"
+SPARSE = r"block_sparse_moe\.experts\.\d+\.w[123]"
+# What is INT4 inside a decoder layer, by model type, written from the releases.
+PACKED = {
+    "deepseek_v3": (MLP, EXPERTS),
+    "deepseek_v32": (MLP, EXPERTS),
+    "gemma3": (ATTENTION, MLP),
+    "gemma3_text": (ATTENTION, MLP),
+    "glm4": (ATTENTION, r"mlp\.(gate_up|down)_proj"),
+    "glm4_moe": (ATTENTION, MLP, EXPERTS, SHARED),
+    "glm4_moe_lite": (MLP, EXPERTS),
+    "glm_moe_dsa": (MLP, EXPERTS),
+    "kimi_k2": (MLP, EXPERTS),
+    "kimi_k25": (MLP, EXPERTS),
+    "llama": (ATTENTION, MLP),
+    "mimo": (ATTENTION, MLP),
+    "minimax_m2": (ATTENTION, SPARSE),
+    "mistral": (ATTENTION, MLP),
+    "mixtral": (ATTENTION, SPARSE),
+    "qwen2": (ATTENTION, MLP),
+    "qwen2_moe": (ATTENTION, MLP, EXPERTS, SHARED),
+    "qwen3": (ATTENTION, MLP),
+    "qwen3_5": (ATTENTION, MLP),
+    "qwen3_5_moe": (ATTENTION, EXPERTS, SHARED),
+    "qwen3_5_moe_text": (ATTENTION, EXPERTS, SHARED),
+    "qwen3_5_text": (ATTENTION, MLP),
+    "qwen3_moe": (ATTENTION, MLP, EXPERTS),
+    "qwen3_next": (ATTENTION, EXPERTS, SHARED),
+    "qwen3_vl": (ATTENTION, MLP),
+    "qwen3_vl_moe": (ATTENTION, EXPERTS),
+}
+ROOT = {"gemma3": "language_model.model.", "kimi_k25": "language_model.model."} | dict.fromkeys(
+    ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), "model.language_model."
+)
+
+
+def scheme(*ignore: str, group_size: int | None = 32) -> QuantScheme:
+    return QuantScheme(group_size, "qmax7", ignore)
+
+
+@pytest.mark.parametrize("case", INT4_CASES)
+def test_what_is_packed_in_every_model(case: str) -> None:
+    """On the names and shapes that the converter expects of the release, which know nothing of classes."""
+    config = config_of(CASES[case])
+    specs = {name: TensorSpec(name, tuple(shape), torch.bfloat16) for name, shape in expected_hf(config).items()}
+    verdicts = resolve(specs, config, QuantScheme(None, "qmax7", default_ignore(config)))
+    model_type = config["model_type"]
+    layers = (config.get("text_config") or config)["num_hidden_layers"]
+    wanted = re.compile(
+        rf"{re.escape(ROOT.get(model_type, 'model.'))}layers\.(\d+)\.({'|'.join(PACKED[model_type])})\.weight"
+    )
+    expected = {name for name in specs if (match := wanted.fullmatch(name)) and int(match[1]) < layers}
+    assert expected
+    assert {name for name, verdict in verdicts.items() if verdict.quantize} == expected
+    for name, verdict in verdicts.items():
+        assert verdict.readers == dict.fromkeys(RULES, name in expected)
+
+
+def specs_of(config: dict[str, Any], **shapes: tuple[int, int]) -> dict[str, TensorSpec]:
+    """Every matrix, [128, 128] unless `shapes` has the ending of its name."""
+    tree = class_tree(config)
+    modules = [*tree.others, *sorted(tree.linears)]
+    return {
+        f"{name}.weight": TensorSpec(f"{name}.weight", shapes.get(name.split(".")[-1], (128, 128)), torch.bfloat16)
+        for name in modules
+    }
+
+
+def test_a_reference_says_what_is_packed() -> None:
+    """Kimi-K2-Thinking has its routed experts alone in INT4."""
+    like = set(kimi_names())
+    ignore = default_ignore(KIMI, like)
+    verdicts = resolve(specs_of(KIMI), KIMI, scheme(*ignore), like=like)
+    packed = {name for name, verdict in verdicts.items() if verdict.quantize}
+    assert packed == {
+        name
+        for name in verdicts
+        if re.fullmatch(r"model\.layers\.[123]\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight", name)
+    }
+    assert verdicts["model.layers.1.mlp.experts.0.up_proj.weight"].reason == "packed in the reference"
+    assert verdicts["model.layers.0.mlp.down_proj.weight"] == Verdict(
+        False, "not packed in the reference", dict.fromkeys(RULES, False)
+    )
+    assert verdicts["model.layers.1.mlp.gate.weight"].reason == "DeepseekV3TopkRouter is no Linear"
+    # The release's own list does as well, with what slime needs.
+    assert resolve(specs_of(KIMI), KIMI, scheme(*KIMI_LIST, *default_ignore(KIMI)), like=like) == verdicts
+
+
+def test_a_list_that_contradicts_the_reference() -> None:
+    with pytest.raises(
+        CkptkitError,
+        match=r"compressed-tensors and transformers and vLLM and SGLang .* and slime would pack model\.layers\.0\.mlp\.",
+    ):
+        resolve(specs_of(KIMI), KIMI, scheme(*default_ignore(KIMI)), like=set(kimi_names()))
+
+
+def test_a_reference_of_another_model() -> None:
+    with pytest.raises(
+        CkptkitError,
+        match=r"--like has neither model\.layers\.1\.mlp\.experts\.3\.down_proj\.weight nor its packed form",
+    ):
+        resolve(
+            specs_of(KIMI),
+            KIMI,
+            scheme(),
+            like={name for name in kimi_names() if "layers.1.mlp.experts.3.down" not in name},
+        )
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("model.layers.2.mlp.gate", "DeepseekV3TopkRouter is no Linear"),
+        ("model.layers.2.self_attn.kv_b_proj", "SGLang's latent attention reads the dense weight"),
+    ],
+)
+def test_a_reference_that_packs_what_can_not_be(module: str, reason: str) -> None:
+    with pytest.raises(CkptkitError, match=rf"--like has {module}\.weight_packed, which can not be INT4: {reason}"):
+        resolve(specs_of(KIMI), KIMI, scheme(), like={*kimi_names(), f"{module}.weight_packed"})
+
+
+def test_only_some_readers_must_agree() -> None:
+    ignore = ("lm_head", "re:.*mlp.gate$")
+    verdicts = resolve(specs_of(QWEN), QWEN, scheme(*ignore), readers=["sglang", "vllm", "transformers"])
+    router = verdicts["model.layers.0.mlp.gate.weight"]
+    assert router == Verdict(False, "Qwen3MoeTopKRouter is no Linear", dict.fromkeys(RULES, False) | {"slime": True})
+    with pytest.raises(CkptkitError, match="slime would pack"):
+        resolve(specs_of(QWEN), QWEN, scheme(*ignore), readers=["slime"])
+    with pytest.raises(CkptkitError, match="unknown reader 'trtllm'"):
+        resolve(specs_of(QWEN), QWEN, scheme(*ignore), readers=["trtllm"])
+    assert set(ALL_READERS) == {"sglang", "vllm", "transformers", "slime", "miles"}
+
+
+# Rows and columns on a rank that fit a tile or do not: of a plain layer [64, 128] and, by group, of an expert.
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("group_size", [32, 64, 128, None])
+@pytest.mark.parametrize(("rows", "columns"), [(512, 1024), (256, 512), (96, 1024), (512, 96), (1024, 384), (512, 320)])
+def test_a_layer_fits_as_sglang_says(rows: int, columns: int, group_size: int | None, tp: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.layers.quantization.marlin_utils import check_marlin_supports_shape
+    spec = TensorSpec("model.layers.0.self_attn.o_proj.weight", (rows, columns), torch.bfloat16)
+    fits, _ = check_marlin_supports_shape(rows, columns // tp, columns, group_size or -1)
+    assert passes(QWEN, [spec], group_size, tp) == (fits and columns % tp == 0)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize(("hidden", "inner"), [(2048, 768), (2048, 1408), (1024, 512), (192, 512), (4096, 1536)])
+def test_experts_fit_as_sglang_says(hidden: int, inner: int, group_size: int, tp: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.layers.quantization.marlin_utils import check_moe_marlin_supports_layer
+    runner = SimpleNamespace(apply_router_weight_on_input=False, is_gated=True, activation="silu")
+    layer = SimpleNamespace(hidden_size=hidden, intermediate_size_per_partition=inner // tp, moe_runner_config=runner)
+    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    specs = [
+        TensorSpec(f"model.layers.0.mlp.experts.0.{name}.weight", shape, torch.bfloat16)
+        for name, shape in shapes.items()
+    ]
+    assert passes(QWEN, specs, group_size, tp) == check_moe_marlin_supports_layer(layer, group_size)
+
+
+def passes(config: dict[str, Any], specs: list[TensorSpec], group_size: int | None, tp: int, ep: int = 1) -> bool:
+    try:
+        check_tiles(specs, class_tree(config), config, group_size, tp, ep)
+    except CkptkitError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("tp", "ep", "fits"), [(8, 1, False), (8, 2, True), (8, 8, True), (2, 8, True)])
+def test_expert_parallel_ranks_do_not_cut_experts(tp: int, ep: int, fits: bool) -> None:
+    """Qwen3-235B-A22B has experts of 1536 features: 192 on each of eight ranks, which no group of 128 divides."""
+    shapes = {"gate_proj": (1536, 4096), "up_proj": (1536, 4096), "down_proj": (4096, 1536)}
+    specs = [
+        TensorSpec(f"model.layers.0.mlp.experts.0.{name}.weight", shape, torch.bfloat16)
+        for name, shape in shapes.items()
+    ]
+    assert passes(QWEN, specs, 128, tp, ep) == fits
+
+
+@pytest.mark.parametrize(("tp", "fits"), [(1, True), (2, True), (4, True), (8, True), (16, False)])
+def test_shards_of_a_fused_layer_are_looked_at_together(tp: int, fits: bool) -> None:
+    """512 rows of q, and of k and of v 2 heads of 32 rows, repeated on four ranks and more: 96 rows on sixteen ranks."""
+    shapes = {"q_proj": (512, 128), "k_proj": (64, 128), "v_proj": (64, 128)}
+    specs = [
+        TensorSpec(f"model.layers.0.self_attn.{name}.weight", shape, torch.bfloat16) for name, shape in shapes.items()
+    ]
+    assert passes(QWEN, specs, 32, tp) == fits
+
+
+def test_advice_for_a_tensor_parallel_size() -> None:
+    """Qwen3-30B-A3B has experts of 768 features: 384 on two ranks, 192 on four."""
+    specs = specs_of(QWEN, gate_proj=(768, 2048), up_proj=(768, 2048), down_proj=(2048, 768))
+    ignore = (*default_ignore(QWEN), "re:.*self_attn.*")
+    resolve(specs, QWEN, scheme(*ignore, group_size=128), tp=2)
+    with pytest.raises(
+        CkptkitError,
+        match=r"at tensor parallel size 4:\n  .*experts.* experts of 768 features on 4 ranks: 192 on a rank",
+    ) as caught:
+        resolve(specs, QWEN, scheme(*ignore, group_size=128), tp=4)
+    assert (
+        caught.value.hint == r"serve with tensor parallel size 2, or leave them out: --ignore 're:.*\.mlp\.experts\..*'"
+    )
+    resolve(specs, QWEN, scheme(*ignore, group_size=32), tp=4)
+
+
+def test_columns_that_fill_no_word() -> None:
+    """A scale for each row asks for no groups, but eight codes share a word."""
+    specs = specs_of(GLM, o_proj=(128, 100))
+    with pytest.raises(
+        CkptkitError,
+        match=r"groups of 8 do not divide the 100 input features of model\.layers\.\{0\.\.3\}\.self_attn\.o_proj",
+    ):
+        resolve(specs, GLM, scheme(*default_ignore(GLM), group_size=None))

@@ -1,0 +1,149 @@
+"""The names under which SGLang's own classes look up their layers, and what they declare as fused, for every model that INT4 is for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import pytest
+import sglang_layers
+from families import CASES
+from families.table import config_of
+from installed import release
+
+from converters.registry import FAMILIES
+from quant.selection.class_tree import class_tree
+from quant.selection.matrices import matrices_named, names_in_sglang
+from quant.selection.released import RELEASED
+from quant.selection.sglang_classes import CLASSES
+
+# Test models whose classes SGLang builds without a GPU, with the class that it must be told where transformers does not name it.
+BUILT = {
+    "qwen2-untied": "Qwen2ForCausalLM",
+    "qwen3-untied": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "mimo": "MiMoForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "qwen3_vl-tied": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+}
+# Of these SGLang without remote code knows the class but not the config.
+KNOWN_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
+# The others, whose classes want a GPU: only what they declare is compared.
+DECLARED = {
+    "deepseek_v32": ("deepseek_v2", "DeepseekV32ForCausalLM"),
+    "glm_moe_dsa": ("glm4_moe", "GlmMoeDsaForCausalLM"),
+    "kimi_k25": ("kimi_k25", "KimiK25ForConditionalGeneration"),
+    "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
+    "qwen3_5": ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe": ("qwen3_5", "Qwen3_5MoeForConditionalGeneration"),
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe_text": ("qwen3_5", "Qwen3_5MoeForCausalLM"),
+}
+
+
+def config(case: str) -> dict[str, Any]:
+    return config_of(CASES[case])
+
+
+# SGLang 0.5.23 also asks about the output layer, which it quantizes where a target names it; ours are a class.
+OUTPUT_LAYER = {"lm_head"} if release("sglang") >= (0, 5, 23) else set()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, Any]]:
+    configs = {}
+    for case, architecture in BUILT.items():
+        content = config(case) | {"architectures": [architecture]}
+        content["model_type"] = KNOWN_AS.get(content["model_type"], content["model_type"])
+        # A key that only the releases have.
+        configs[case] = content | ({"first_k_dense_replace": 1} if case == "glm4_moe_lite" else {})
+    return sglang_layers.looked_up(configs, tmp_path_factory.mktemp("sglang"))
+
+
+@pytest.mark.parametrize("case", list(BUILT))
+def test_names_that_the_class_looks_up(built: Mapping[str, dict[str, Any]], case: str) -> None:
+    """With nothing in the list that names a fused layer, the mapped ones are taken apart after the look-up that is recorded here."""
+    content = config(case)
+    tree = class_tree(content)
+    expected = set()
+    for matrix in matrices_named((f"{name}.weight" for name in tree.linears), tree, content):
+        expected.update(names_in_sglang(matrix, [], {}))
+    found = {name for name in built[case]["names"] if not name.startswith("vision_tower.")} - OUTPUT_LAYER
+    assert found == expected
+
+
+@pytest.mark.parametrize("case", list(BUILT))
+def test_what_a_built_class_declares(built: Mapping[str, dict[str, Any]], case: str) -> None:
+    declared = {fused: tuple(shards) for fused, shards in built[case]["packed_modules_mapping"].items()}
+    assert declared == CLASSES[config(case)["model_type"]].packed_modules
+    assert built[case]["class"] == BUILT[case]
+
+
+def test_the_vision_tower_of_gemma_alone_is_looked_up(built: Mapping[str, dict[str, Any]]) -> None:
+    outside = [case for case, found in built.items() if any("vision_tower." in name for name in found["names"])]
+    assert outside == ["gemma3"]
+    assert [name for name, known in CLASSES.items() if known.outside] == ["gemma3"]
+    names = {
+        "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight",
+        "vision_tower.vision_model.encoder.layers.0.self_attn.out_proj.weight",
+    }
+    layers = {matrix.sglang for matrix in matrices_named(names, class_tree(config("gemma3")), config("gemma3"))}
+    assert layers <= set(built["gemma3"]["names"])
+
+
+@pytest.mark.parametrize("model_type", list(DECLARED))
+def test_what_the_other_classes_declare(model_type: str) -> None:
+    module, name = DECLARED[model_type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cls = getattr(import_module(f"sglang.srt.models.{module}"), name)
+    known = CLASSES[model_type]
+    declared = {fused: tuple(shards) for fused, shards in getattr(cls, "packed_modules_mapping", {}).items()}
+    if "fused_qkv_a_proj_with_mqa" in known.packed_modules:
+        # Each instance adds it, as test_what_a_built_class_declares shows on DeepSeek V3.
+        declared |= {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
+    assert declared == known.packed_modules
+
+
+@pytest.mark.parametrize("model_type", list(CLASSES))
+def test_entries_as_the_class_rewrites_them(model_type: str) -> None:
+    classes = {config(case)["model_type"]: name for case, name in BUILT.items()} | {
+        key: name for key, (_, name) in DECLARED.items()
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.models.registry import ModelRegistry
+
+        known = ModelRegistry.models.get(classes[model_type])
+    mapper = getattr(known, "hf_to_sglang_mapper", None)
+    entries = [
+        "lm_head",
+        "lm_head.x",
+        "model.embed_tokens",
+        "model.language_model.layers.0.mlp",
+        "model.visual.merger",
+        "re:model.x",
+        "language_model.layers.1",
+    ]
+    assert [CLASSES[model_type].entry(entry) for entry in entries] == (
+        mapper.apply_list(entries) if mapper else entries
+    )
+
+
+def test_every_model_that_is_converted_is_known() -> None:
+    assert RELEASED.keys() == CLASSES.keys() == FAMILIES.keys() - {"gpt_oss"}
+    assert {config(case)["model_type"] for case in BUILT} | DECLARED.keys() == CLASSES.keys()

@@ -1,0 +1,111 @@
+"""MLX, bitsandbytes, GPTQ and AWQ: the format is named once, and nothing is judged by rules that are not its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ckptkit.app.api import convert, quantize
+from ckptkit.core.errors import UnsupportedError
+from quant.formats.scheme import QuantScheme
+from verify.launch.preflight import preflight
+from verify.run import verify
+
+Parts = Callable[[str, Tensor], Mapping[str, Tensor]]
+
+
+def mlx(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    """4 bits, groups of 32. Source: mlx `quantize`, as mlx-lm's `save_model` stores it."""
+    rows, columns = weight.shape
+    packed = torch.randint(0, 2**31, (rows, columns // 8)).to(torch.uint32)
+    side = {f"{module}.{part}": torch.randn(rows, columns // 32).bfloat16() for part in ("scales", "biases")}
+    return {f"{module}.weight": packed} | side
+
+
+def bitsandbytes(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    """NF4 with nested scales, as transformers saves it."""
+    state = torch.tensor(list(b'{"quant_type": "nf4"}'), dtype=torch.uint8)
+    return {
+        f"{module}.weight": torch.randint(0, 255, (weight.numel() // 2, 1), dtype=torch.uint8),
+        f"{module}.weight.absmax": torch.randint(0, 255, (weight.numel() // 64,), dtype=torch.uint8),
+        f"{module}.weight.nested_absmax": torch.rand(weight.numel() // 64 // 256 + 1),
+        f"{module}.weight.nested_quant_map": torch.linspace(-1, 1, 256),
+        f"{module}.weight.quant_map": torch.linspace(-1, 1, 16),
+        f"{module}.weight.quant_state.bitsandbytes__nf4": state,
+    }
+
+
+def gptq(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    """4 bits, groups of 32, symmetric: every zero point the same."""
+    rows, columns = weight.shape
+    return {
+        f"{module}.qweight": torch.randint(0, 2**31 - 1, (columns // 8, rows), dtype=torch.int32),
+        f"{module}.qzeros": torch.full((columns // 32, rows // 8), 0x77777777, dtype=torch.int32),
+        f"{module}.scales": torch.rand(columns // 32, rows).half(),
+        f"{module}.g_idx": torch.arange(columns, dtype=torch.int32) // 32,
+    }
+
+
+def awq(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    """The same without an order of the input features."""
+    return {name: tensor for name, tensor in gptq(module, weight).items() if not name.endswith(".g_idx")}
+
+
+# What config.json says: mlx-lm writes both keys.
+FORMATS: dict[str, tuple[Parts, dict[str, Any]]] = {
+    "MLX": (mlx, {"quantization": {"group_size": 32, "bits": 4}, "quantization_config": {"group_size": 32, "bits": 4}}),
+    "MLX of before": (mlx, {"quantization": {"group_size": 32, "bits": 4}}),
+    "bitsandbytes": (
+        bitsandbytes,
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}},
+    ),
+    "GPTQ": (gptq, {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}}),
+    "AWQ": (awq, {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}}),
+}
+
+
+@pytest.fixture(params=sorted(FORMATS))
+def foreign(request: pytest.FixtureRequest, releases: Callable[[str], Path], tmp_path: Path) -> tuple[str, Path]:
+    """A release whose Linear layers are in the format: one file, as such releases of small models are."""
+    parts, stated = FORMATS[request.param]
+    path = tmp_path / "release"
+    release = releases("qwen2-untied")
+    shutil.copytree(release, path, ignore=shutil.ignore_patterns("*.safetensors*"))
+    content: dict[str, Tensor] = {}
+    for name, tensor in models.tensors(release).items():
+        module = name.removesuffix(".weight")
+        content |= parts(module, tensor) if module.endswith("_proj") else {name: tensor}
+    save_file(content, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((release / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | stated))
+    return str(request.param).partition(" ")[0], path
+
+
+def test_verify_names_the_format_once_and_judges_nothing(foreign: tuple[str, Path]) -> None:
+    name, path = foreign
+    for report in (verify(path), preflight(hf_checkpoint=path)):
+        assert [str(finding) for finding in report.findings] == []
+        assert report.status == "inconclusive"
+        assert [
+            f"the quantized format of {name}, which ckptkit does not read" in reason for reason in report.reasons
+        ] == [True]
+
+
+def test_convert_and_quantize_name_the_format(foreign: tuple[str, Path], tmp_path: Path) -> None:
+    name, path = foreign
+    with pytest.raises(UnsupportedError, match=f"quantized format of {name}") as refused:
+        convert(path, tmp_path / "megatron")
+    assert "unquantized release" in str(refused.value.hint)
+    with pytest.raises(UnsupportedError, match=f"quantized format of {name}"):
+        quantize(path, tmp_path / "int4", QuantScheme(32, "qmax7"))
+    assert not (tmp_path / "megatron").exists()
+    assert not (tmp_path / "int4").exists()

@@ -1,0 +1,46 @@
+"""What is new in these families over tensor and expert parallel ranks of real Megatron: q/k norms over all heads, biases, a shared expert's gate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import CASES
+from families.case import save
+
+from ckptkit.app.api import convert
+from verify.check import Tally
+from verify.checks.witnesses.megatron import right_slices, strict_load
+from verify.evidence.subject import Subject
+from verify.witnesses.megatron import run as megatron_run
+
+needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
+
+# Elements that rank 1 of 2 holds, of tensors of layer 11.
+HELD = {
+    "minimax_m2": {"self_attention.q_layernorm.weight": 10 * 32 // 2, "self_attention.k_layernorm.weight": 2 * 32 // 2},
+    "llama-biases": {
+        "self_attention.linear_qkv.bias": (8 + 2 * 2) * 40 // 2,
+        "self_attention.linear_proj.bias": 128,
+        "mlp.linear_fc1.bias": 288,
+        "mlp.linear_fc2.bias": 128,
+    },
+    "qwen2_moe-dense-between": {
+        "mlp.shared_experts.gate_weight": 128,
+        "mlp.shared_experts.linear_fc1.weight": 72 * 128,
+    },
+}
+
+
+@needs_megatron
+@pytest.mark.parametrize("name", list(HELD))
+def test_every_rank_holds_its_slice(tmp_path: Path, name: str) -> None:
+    save(name, CASES[name], tmp_path / "release", torch.bfloat16)
+    convert(tmp_path / "release", tmp_path / "megatron")
+    subject = Subject(tmp_path / "megatron", tmp_path / "release", tp=2)
+    for check in (strict_load, right_slices):
+        assert list(check(subject, Tally())) == []
+    (report,) = (report for report in subject.megatron_run.reports if report.rank == 1)
+    elements = {seen.name.removeprefix("decoder.layers.11."): seen.elements for seen in report.tensors}
+    assert elements.items() >= HELD[name].items()

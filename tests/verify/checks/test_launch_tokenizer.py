@@ -1,0 +1,183 @@
+"""CK716: the tokenizer of --hf-checkpoint against the one stored beside the trainer's weights, by hand-written files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixture_types import PathOf
+
+from verify.launch.preflight import preflight
+from verify.report import Finding, Report
+
+WORDS = {f"w{number}": number for number in range(300)}
+ADDED = [{"id": 300, "content": "<end>", "special": True}, {"id": 301, "content": "<turn>", "special": True}]
+CONFIG = {"eos_token": "w3", "chat_template": "{{ messages }}"}
+MERGES = ["w 1", "w 2"]
+
+
+def write(root: Path, file: str, content: Any) -> None:
+    (root / file).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def tokenizer(**changes: Any) -> dict[str, Any]:
+    return {"model": {"type": "BPE", "vocab": WORDS, "merges": MERGES}, "added_tokens": ADDED} | changes
+
+
+@pytest.fixture
+def sides(releases: PathOf, converted: PathOf, tmp_path: Path) -> tuple[Path, Path]:
+    """--hf-checkpoint of qwen2-tied, and the `hf/` beside what it was converted to, both with the same tokenizer."""
+    engine, root = (
+        shutil.copytree(releases("qwen2-tied"), tmp_path / "engine"),
+        shutil.copytree(converted("qwen2-tied"), tmp_path / "megatron"),
+    )
+    for side in (engine, root / "hf"):
+        write(side, "tokenizer.json", tokenizer())
+        write(side, "tokenizer_config.json", CONFIG)
+    return engine, root / "hf"
+
+
+def report_of(sides: tuple[Path, Path]) -> Report:
+    return preflight(hf_checkpoint=sides[0], ref_load=sides[1].parent)
+
+
+def found(sides: tuple[Path, Path]) -> list[Finding]:
+    return [finding for finding in report_of(sides).findings if finding.code == "CK716"]
+
+
+def test_one_tokenizer_on_both_sides_is_silent(sides: tuple[Path, Path]) -> None:
+    report = report_of(sides)
+    assert (report.status, report.findings) == ("passed", [])
+    assert next(check.status for check in report.checks if check.code == "CK716") == "passed"
+
+
+def test_the_same_tokenizer_in_other_files_is_silent(sides: tuple[Path, Path]) -> None:
+    engine, _ = sides
+    (engine / "tokenizer.json").unlink()
+    write(engine, "vocab.json", WORDS)
+    write(engine, "merges.txt", "#version: 0.2\nw 1\nw 2\n")
+    write(engine, "tokenizer_config.json", CONFIG | {"added_tokens_decoder": {str(one["id"]): one for one in ADDED}})
+    assert found(sides) == []
+
+
+SHIFTED = {f"w{number}": number + 1 for number in range(299)} | {"w299": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "actual"),
+    [
+        (
+            {"model": {"vocab": SHIFTED, "merges": MERGES}},
+            "the 302 tokens of --hf-checkpoint, with their ids",
+            "300 have another id beside the trainer's weights: 'w0' is 1 and not 0",
+        ),
+        (
+            {"added_tokens": ADDED[:1]},
+            "the 302 tokens of --hf-checkpoint, with their ids",
+            "1 are missing there, such as '<turn>'",
+        ),
+        (
+            {"added_tokens": [*ADDED, {"id": 302, "content": "<new>"}]},
+            "the 302 tokens of --hf-checkpoint, with their ids",
+            "1 are only there, such as '<new>'",
+        ),
+        (
+            {"model": {"vocab": WORDS, "merges": ["w 2", "w 1"]}},
+            "the 2 merges of --hf-checkpoint",
+            "other merges from number 0 on",
+        ),
+        ({"model": {"vocab": WORDS, "merges": ["w 1", "w 2", "w 3"]}}, "the 2 merges of --hf-checkpoint", "3 merges"),
+    ],
+)
+def test_another_vocabulary_beside_the_weights_is_an_error(
+    changes: dict[str, Any], expected: str, actual: str, sides: tuple[Path, Path]
+) -> None:
+    write(sides[1], "tokenizer.json", tokenizer(**changes))
+    (finding,) = found(sides)
+    assert (finding.severity, finding.expected, finding.actual) == ("error", expected, actual)
+    assert finding.file == str(sides[1])
+    assert report_of(sides).status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "expected", "actual"),
+    [
+        (
+            "tokenizer_config.json",
+            {"eos_token": "w3"},
+            "the chat template 'default' of --hf-checkpoint: 14 characters in tokenizer_config.json",
+            "beside the trainer's weights: none",
+        ),
+        (
+            "chat_template.jinja",
+            "{{ other }}",
+            "the chat template 'default' of --hf-checkpoint: 14 characters in tokenizer_config.json",
+            "beside the trainer's weights: 11 characters in chat_template.jinja",
+        ),
+        (
+            "tokenizer_config.json",
+            CONFIG | {"eos_token": "<turn>"},
+            "eos_token of --hf-checkpoint: w3",
+            "beside the trainer's weights: <turn>",
+        ),
+        (
+            "tokenizer.json",
+            tokenizer(added_tokens=[ADDED[0], ADDED[1] | {"special": False}]),
+            "special of 1 added tokens, such as '<turn>' of --hf-checkpoint: True",
+            "beside the trainer's weights: False",
+        ),
+    ],
+)
+def test_another_template_or_special_token_is_a_warning(
+    file: str, content: Any, expected: str, actual: str, sides: tuple[Path, Path]
+) -> None:
+    """As a base model beside its instruct sibling has it."""
+    write(sides[1], file, content)
+    (finding,) = found(sides)
+    assert (finding.severity, finding.expected, finding.actual) == ("warning", expected, actual)
+
+
+def test_sentencepiece_models_are_compared_by_their_bytes(sides: tuple[Path, Path]) -> None:
+    for side in sides:
+        (side / "tokenizer.json").unlink()
+        (side / "tokenizer.model").write_bytes(b"one")
+    assert found(sides) == []
+    (sides[1] / "tokenizer.model").write_bytes(b"two")
+    (finding,) = found(sides)
+    assert (finding.severity, finding.expected) == ("error", "the bytes of tokenizer.model of --hf-checkpoint")
+
+
+def test_two_formats_cannot_be_compared(sides: tuple[Path, Path]) -> None:
+    (sides[0] / "tokenizer.json").unlink()
+    (sides[0] / "tokenizer.model").write_bytes(b"one")
+    report = report_of(sides)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert "stored in two formats" in report.reasons[0]
+
+
+def test_an_engine_without_a_vocabulary_is_an_error(sides: tuple[Path, Path]) -> None:
+    (sides[0] / "tokenizer.json").unlink()
+    (finding,) = found(sides)
+    assert (finding.severity, finding.actual) == ("error", f"{sides[0]} has none that can be read")
+
+
+def test_an_engine_without_a_tokenizer_is_an_error(releases: PathOf, tmp_path: Path) -> None:
+    engine = shutil.copytree(releases("qwen2-tied"), tmp_path / "engine")
+    (engine / "tokenizer_config.json").unlink()
+    (finding,) = preflight(hf_checkpoint=engine).findings
+    assert (finding.code, finding.severity, finding.actual) == ("CK716", "error", "none")
+
+
+def test_a_tokenizer_that_cannot_be_read_is_an_error(sides: tuple[Path, Path]) -> None:
+    write(sides[1], "tokenizer.json", "{")
+    (finding,) = found(sides)
+    assert "tokenizer.json" in finding.actual
+
+
+def test_weights_without_a_tokenizer_beside_them_are_not_compared(sides: tuple[Path, Path]) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (sides[1] / file).unlink()
+    assert found(sides) == []

@@ -1,0 +1,119 @@
+"""Words of a launch that matter and are not read: preflight never passes over them in silence."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from click.testing import CliRunner
+from fixture_types import PathOf
+
+from ckptkit.app.cli import cli
+from verify.launch.preflight import preflight
+from verify.launch.unread import overrides, unread
+
+# As verl's examples launch it.
+VERL = shlex.split(
+    "python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' algorithm.adv_estimator=grpo "
+    "data.train_files=/data/gsm8k/train.parquet actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct "
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 "
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=4 ++actor_rollout_ref.actor.megatron.override_transformer_config.num_layers=24 "
+    "trainer.n_gpus_per_node=8"
+)
+# As slime's scripts launch it, with the environment that ray gets.
+SLIME = shlex.split(
+    "no_proxy=127.0.0.1 PYTHONPATH=/data/Megatron-LM/ python3 train.py --actor-num-nodes 8 --tensor-model-parallel-size 2 --sequence-parallel "
+    "--pipeline-model-parallel-size 1 --context-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 "
+    "--recompute-granularity full --rollout-num-gpus-per-engine 8 --sglang-ep-size 8 --sglang-dp-size 4 --sglang-mem-fraction-static 0.7 "
+    "--eval-prompt-data aime /data/aime.jsonl --no-load-optim --load-debug-rollout-data /data/a.pt --lr 1e-6 --save /data/out --save-interval 20 "
+    "--custom-rm-path rm.module.function --wandb-group a.b --seq-length 4096"
+)
+
+
+@pytest.mark.parametrize(
+    ("word", "is_one"),
+    [
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4", True),
+        ("+actor_rollout_ref.model.override_config.x=1", True),
+        ("++a.b.c=1", True),
+        ("~a.b", True),
+        ("OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1", False),
+        ("no_proxy=127.0.0.1", False),
+        ("--pipeline-model-parallel-size=2", False),
+        ("~/models/GLM-4.5", False),
+        ("/data/step.5=x", False),
+        ("./run.sh", False),
+        ('{"a.b": "c=d"}', False),
+    ],
+)
+def test_words_of_the_form_of_an_override(word: str, is_one: bool) -> None:
+    assert bool(overrides([word])) is is_one
+
+
+def test_a_launch_that_is_read_leaves_nothing_out() -> None:
+    assert unread(SLIME, frozenset()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--load", "/runs/a"], "--load /runs/a: give it to preflight itself, before --"),
+        (["--ckpt-step=10"], "--ckpt-step 10: give it to preflight itself, before --"),
+        (["--ref-ckpt-step", "10"], "--ref-ckpt-step 10: what it names is not looked at; verify it by itself"),
+        (["--opd-teacher-load", "/t"], "--opd-teacher-load /t: what it names is not looked at; verify it by itself"),
+        (["--megatron-config-path", "a.yaml"], "--megatron-config-path a.yaml: the settings of this file are not read"),
+        (["--tensor-parallel-size", "4"], "--tensor-parallel-size 4: no parallel size that is read"),
+        (["--tensor_model_parallel_size", "4"], "--tensor_model_parallel_size 4: no parallel size that is read"),
+        (["--tp", "4"], "--tp 4: no parallel size that is read"),
+        (["a.tensor_model_parallel_size=4"], "a.tensor_model_parallel_size=4: an override of a configuration file"),
+        (["data.seed=4", "data.n=1"], "2 overrides of a configuration file, such as data.seed=4"),
+    ],
+)
+def test_what_matters_and_is_not_read_is_listed(words: list[str], line: str) -> None:
+    assert unread(words, frozenset()) == [line]
+
+
+def test_paths_that_preflight_was_given_are_read() -> None:
+    assert unread(["--hf-checkpoint", "/hf", "--load", "/a"], frozenset({"--load", "--hf-checkpoint"})) == []
+
+
+def test_overrides_make_a_launch_inconclusive(releases: PathOf) -> None:
+    """10 heads at TP4: no size that is read says so, so nothing is known."""
+    report = preflight(hf_checkpoint=releases("qwen2-tied"), arguments=VERL)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert report.reasons == [
+        "CK717: not read among the launch arguments: --config-path config: the settings of this file are not read, and 7 more"
+    ]
+    assert report.facts["not read"] == [
+        "--config-path config: the settings of this file are not read",
+        "--config-name ppo_megatron_trainer.yaml: the settings of this file are not read",
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct: an override of a configuration file",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4: an override of a configuration file",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2: an override of a configuration file",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=4: an override of a configuration file",
+        "++actor_rollout_ref.actor.megatron.override_transformer_config.num_layers=24: an override of a configuration file",
+        "3 other overrides of a configuration file, such as algorithm.adv_estimator=grpo",
+    ]
+
+
+def test_a_launch_that_is_read_passes(releases: PathOf) -> None:
+    report = preflight(hf_checkpoint=releases("qwen3_moe"), arguments=SLIME)
+    assert (report.status, report.findings, list(report.reasons)) == ("passed", [], [])
+    assert next(one.status for one in report.checks if one.code == "CK717") == "passed"
+
+
+def test_without_a_launch_there_is_nothing_to_read(releases: PathOf) -> None:
+    assert "CK717" not in [one.code for one in preflight(hf_checkpoint=releases("qwen3_moe")).checks]
+
+
+def test_a_finding_stands_above_what_was_not_read(releases: PathOf) -> None:
+    report = preflight(hf_checkpoint=releases("qwen3_moe"), arguments=["--expert-model-parallel-size", "5", "a.b=1"])
+    assert (report.status, [finding.code for finding in report.findings]) == ("failed", ["CK703"])
+
+
+@pytest.mark.parametrize("word", ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4", "+a.b=1", "--tp=4"])
+def test_on_the_command_line(word: str, releases: PathOf) -> None:
+    done = CliRunner().invoke(cli, ["preflight", "--hf-checkpoint", str(releases("qwen2-tied")), "--", word])
+    assert done.exit_code == 2
+    assert done.output.startswith("INCONCLUSIVE")
+    assert "CK717: not read among the launch arguments" in done.output

@@ -1,0 +1,132 @@
+"""Multi-token prediction layers in `verify`: counted, compared and held by real Megatron like the others."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from families import CASES
+from families.case import save
+from families.mtp import mimo, promising, small, with_tensors
+from fixture_types import OnlyFinding
+
+from ckptkit.app.api import convert
+from converters.planner import rules_of
+from verify.check import Tally, Unable
+from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from verify.evidence.subject import Subject
+from verify.report import Finding
+from verify.run import verify
+from verify.witnesses.megatron import run as megatron_run
+
+GLM = small(CASES["glm4_moe-mtp"], 3)
+needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A release in `hf` and what it converts to in `megatron`."""
+    root = tmp_path_factory.mktemp("glm")
+    save("mtp", GLM, root / "hf", torch.bfloat16)
+    convert(root / "hf", root / "megatron")
+    return root
+
+
+def test_they_stand_in_the_table_of_layers(glm: Path) -> None:
+    """58: the 52 of an MoE layer, 4 around it and the two copies. 39: the 35 that Megatron has of an MoE layer, and 4."""
+    hf, megatron = verify(glm / "hf"), verify(glm / "megatron", source=glm / "hf")
+    assert hf.findings == megatron.findings == []
+    assert hf.facts["tensors per layer"] == [
+        "dense layers {0..1}: 14 tensors each",
+        "MoE layers 2: 52 tensors each",
+        "MTP layers 3: 58 tensors each",
+    ]
+    assert megatron.facts["tensors per layer"] == [
+        "dense layers {0..1}: 9 tensors each",
+        "MoE layers 2: 35 tensors each",
+        "MTP layers 0: 39 tensors each",
+    ]
+
+
+def test_a_release_that_lost_all_but_one_tensor_of_its_layer(tmp_path: Path) -> None:
+    """Of 56, the copies not counted. With none of them it is a release without the layer (test_without_mtp.py)."""
+    save("mtp", with_tensors(GLM, lambda name: name.endswith("enorm.weight")), tmp_path / "hf", torch.bfloat16)
+    findings = verify(tmp_path / "hf").findings
+    assert {finding.code for finding in findings} == {"CK104"}
+    assert sum(finding.count for finding in findings) == 55
+    assert "model.layers.3.eh_proj.weight" in {finding.tensor for finding in findings}
+
+
+def test_a_config_that_is_silent_about_the_layer(glm: Path, tmp_path: Path) -> None:
+    shutil.copytree(glm / "hf", tmp_path / "hf")
+    report = verify(promising(tmp_path / "hf", 0))
+    assert {finding.code for finding in report.findings} == {"CK104"}
+    assert all("num_nextn_predict_layers" in finding.hint for finding in report.findings)
+    assert report.facts["tensors per layer"][-1] == "layers beyond the config 3: 58 tensors each"
+
+
+def test_two_equal_experts_of_the_layer_are_found(glm: Path, tmp_path: Path, only: OnlyFinding) -> None:
+    shutil.copytree(glm / "hf", tmp_path / "hf")
+    experts = "model.layers.3.mlp.experts"
+    models.edit(
+        tmp_path / "hf",
+        f"{experts}.4.down_proj.weight",
+        models.tensors(tmp_path / "hf")[f"{experts}.3.down_proj.weight"],
+    )
+    convert(tmp_path / "hf", tmp_path / "megatron")
+    finding = only(verify(tmp_path / "megatron"))
+    assert (finding.code, finding.tensor) == (
+        "CK206",
+        "mtp.layers.0.transformer_layer.mlp.experts.experts.{3..4}.linear_fc2.weight",
+    )
+
+
+def judge(subject: Subject) -> list[Finding]:
+    return [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, Tally())]
+
+
+def held(subject: Subject) -> list[set[str]]:
+    """The names of MTP tensors that each rank holds a part of."""
+    return [
+        {seen.name for seen in report.tensors if seen.name.startswith("mtp.")}
+        for report in subject.megatron_run.reports
+    ]
+
+
+@needs_megatron
+def test_real_megatron_with_tensor_and_expert_parallel_ranks(glm: Path) -> None:
+    subject = Subject(glm / "megatron", glm / "hf", tp=2, ep=2)
+    assert judge(subject) == []
+    first, second = held(subject)
+    experts = [f"mtp.layers.0.transformer_layer.mlp.experts.experts.{number}.linear_fc1.weight" for number in (5, 6)]
+    assert [name in first for name in experts] == [True, False]
+    assert [name in second for name in experts] == [False, True]
+
+
+@needs_megatron
+def test_real_megatron_has_all_of_them_on_the_last_pipeline_stage(tmp_path: Path) -> None:
+    """That stage also has embeddings of its own."""
+    save("mimo", small(mimo(2, tied=False), 4), tmp_path / "hf", torch.bfloat16)
+    convert(tmp_path / "hf", tmp_path / "megatron")
+    subject = Subject(tmp_path / "megatron", tmp_path / "hf", pp=2, vpp=2)
+    assert judge(subject) == []
+    names = {
+        rule.megatron for rule in rules_of(subject.megatron_files.opened.config) if rule.megatron.startswith("mtp.")
+    }
+    assert len(names) == 2 * 11
+    reports = subject.megatron_run.reports
+    assert [report.pp for report in reports] == [0, 1]
+    assert held(subject) == [set(), names]
+    assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= {seen.name for seen in reports[1].tensors}
+
+
+@needs_megatron
+def test_what_megatron_itself_cannot_do_is_said(tmp_path: Path) -> None:
+    save("mimo", small(mimo(1, tied=True), 4), tmp_path / "hf", torch.bfloat16)
+    convert(tmp_path / "hf", tmp_path / "megatron")
+    said = "rank 1 failed while building the model, .*tied embeddings with multi-token prediction over several pipeline stages: use one stage"
+    with pytest.raises(Unable, match=said):
+        list(strict_load(Subject(tmp_path / "megatron", tmp_path / "hf", pp=2), Tally()))

@@ -1,0 +1,256 @@
+"""CK306 to CK308, and the scales of CK305: an INT4 checkpoint whose parts do not belong together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from fixture_types import CopyOf, PathOf, RunAlone
+from safetensors.torch import load_file, save_file
+
+from ckptkit.app.api import quantize
+from quant.formats.scheme import QuantScheme
+
+EXPERT = "model.layers.5.mlp.experts.11"
+ATTENTION = "model.layers.3.self_attn"
+
+
+@pytest.fixture(scope="module")
+def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """glm4_moe in INT4, group size 32. Read only."""
+    path = tmp_path_factory.mktemp("int4") / "glm4_moe"
+    quantize(releases("glm4_moe"), path, QuantScheme(32, "qmax7"))
+    return path
+
+
+def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Changes the tensors of every shard in place; the index stays as it is, since the checks here read headers."""
+    for file in sorted(path.glob("*.safetensors")):
+        content = load_file(file)
+        change(content)
+        save_file(content, file, metadata={"format": "pt"})
+
+
+def unpack(*modules: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    """Puts a plain weight in the place of packed ones."""
+
+    def change(content: dict[str, torch.Tensor]) -> None:
+        for module in modules:
+            if f"{module}.weight_packed" in content:
+                rows, words = content.pop(f"{module}.weight_packed").shape
+                content[f"{module}.weight"] = torch.randn(rows, words * 8).bfloat16()
+                content.pop(f"{module}.weight_scale", None)
+
+    return change
+
+
+@pytest.mark.parametrize("code", ["CK306", "CK308"])
+def test_a_good_one_is_silent(code: str, int4: Path, alone: RunAlone) -> None:
+    result, found = alone(code, int4)
+    assert found == []
+    assert result is not None
+    # CK306: q, k, v of 12 layers, gate and up of 2 dense layers and 10 shared experts, 10 x 12 x 3 of experts twice. CK308: all that are packed.
+    assert (result.status, result.tensors_compared) == (
+        "passed",
+        {"CK306": 12 * 3 + 12 * 2 + 2 * 360, "CK308": 444}[code],
+    )
+
+
+@pytest.mark.parametrize("code", ["CK306", "CK307", "CK308"])
+def test_a_plain_one_is_not_looked_at(code: str, releases: PathOf, alone: RunAlone) -> None:
+    assert alone(code, releases("glm4_moe"), tp=2) == (None, [])
+
+
+# CK306
+
+
+@pytest.mark.parametrize(
+    ("modules", "tensor", "count"),
+    [
+        ([f"{ATTENTION}.k_proj"], f"{ATTENTION}.k_proj.weight", 1),
+        (["model.layers.0.mlp.up_proj"], "model.layers.0.mlp.up_proj.weight", 1),
+        ([f"{EXPERT}.down_proj"], f"{EXPERT}.down_proj.weight", 1),
+        (
+            [f"model.layers.5.mlp.experts.{expert}.down_proj" for expert in range(12)],
+            "model.layers.5.mlp.experts.{0..11}.down_proj.weight",
+            12,
+        ),
+        (
+            [f"model.layers.{layer}.mlp.shared_experts.gate_proj" for layer in range(2, 12)],
+            "model.layers.{2..11}.mlp.shared_experts.gate_proj.weight",
+            10,
+        ),
+    ],
+)
+def test_a_part_that_is_not_packed(
+    modules: list[str], tensor: str, count: int, int4: Path, copy_of: CopyOf, alone: RunAlone
+) -> None:
+    path = copy_of(int4)
+    edit(path, unpack(*modules))
+    found = alone("CK306", path)[1]
+    # Of gate and up either may be the odd one.
+    assert [(finding.tensor or "").replace("gate_proj", "up_proj") for finding in found] == [
+        tensor.replace("gate_proj", "up_proj")
+    ]
+    assert found[0].count == count
+    packed = "INT4" if ".experts." in tensor else "INT4, groups of 32, scales in bfloat16"
+    assert {found[0].actual, found[0].expected.split(", as ")[0]} == {"unquantized", packed}
+
+
+def test_a_layer_that_is_left_out_as_a_whole_is_no_finding(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
+    path = copy_of(int4)
+    edit(
+        path,
+        unpack(
+            *(f"{ATTENTION}.{part}_proj" for part in "qkv"),
+            *(
+                f"model.layers.5.mlp.experts.{expert}.{part}_proj"
+                for expert in range(12)
+                for part in ("gate", "up", "down")
+            ),
+        ),
+    )
+    assert alone("CK306", path)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"), [(torch.ones(64, 2).bfloat16(), "groups of 64"), (torch.ones(64, 4), "scales in float32")]
+)
+def test_parts_of_other_groups_or_dtypes(
+    scale: torch.Tensor, said: str, int4: Path, copy_of: CopyOf, alone: RunAlone
+) -> None:
+    path = copy_of(int4)
+    name = f"{ATTENTION}.v_proj.weight_scale"
+    edit(path, lambda content: content.update({name: scale}) if name in content else None)
+    _, (finding,) = alone("CK306", path)
+    assert finding.tensor == f"{ATTENTION}.v_proj.weight"
+    assert said in finding.actual
+
+
+def test_a_part_with_zero_points(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
+    path = copy_of(int4)
+    name = f"{EXPERT}.gate_proj.weight_zero_point"
+    edit(
+        path,
+        lambda content: (
+            content.update({name: torch.zeros(12, 4).int()}) if f"{EXPERT}.gate_proj.weight_scale" in content else None
+        ),
+    )
+    _, (finding,) = alone("CK306", path)
+    assert (finding.tensor, finding.actual) == (
+        f"{EXPERT}.gate_proj.weight",
+        "INT4, groups of 32, scales in bfloat16, zero points",
+    )
+
+
+# CK307
+
+
+def test_a_tensor_parallel_size_that_does_not_divide(int4: Path, alone: RunAlone) -> None:
+    """Experts of 96 features: 48 on each of two ranks, and a Marlin tile is 64 wide."""
+    _, (finding,) = alone("CK307", int4, tp=2)
+    assert "experts of 96 features on 2 ranks: 48 on a rank, which must divide by 64" in finding.actual
+    assert "--ignore" in finding.hint
+    assert alone("CK307", int4) == (None, [])
+
+
+# CK308
+
+
+def scale_by(factor: float, ending: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(content: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in content if name.endswith(ending)]:
+            content[name] = content[name] * factor
+
+    return change
+
+
+@pytest.mark.parametrize(("factor", "severity", "word"), [(100.0, "error", "larger"), (0.01, "warning", "smaller")])
+def test_scales_that_lost_a_factor(
+    factor: float, severity: str, word: str, int4: Path, copy_of: CopyOf, alone: RunAlone
+) -> None:
+    path = copy_of(int4)
+    edit(path, scale_by(factor, f"{EXPERT}.down_proj.weight_scale"))
+    _, (finding,) = alone("CK308", path)
+    assert (finding.tensor, finding.severity) == (f"{EXPERT}.down_proj.weight_scale", severity)
+    assert finding.actual.endswith(f"far {word}")
+
+
+def test_scales_that_differ_by_a_little_are_normal(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
+    path = copy_of(int4)
+    edit(path, scale_by(16.0, f"{EXPERT}.down_proj.weight_scale"))
+    assert alone("CK308", path)[1] == []
+
+
+# CK305
+
+
+def too_coarse(path: Path, module: str, original: torch.Tensor, factor: float) -> None:
+    """Quantizes one weight again with scales that are too large: every weight is still within half a step."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    scale = (original.float().unflatten(1, (-1, 32)).abs().amax(-1) / 7 * factor).bfloat16()
+    codes = (original.float() / scale.float().repeat_interleave(32, 1)).round().clamp(-8, 7).to(torch.int8)
+    models.edit(path, f"{module}.weight_scale", scale)
+    models.edit(path, f"{module}.weight_packed", pack_to_int32(codes, 4))
+
+
+@pytest.mark.parametrize(("factor", "named"), [(2.0, True), (2.0, False), (1.0, True)])
+def test_steps_that_are_too_large(
+    factor: float, named: bool, int4: Path, copy_of: CopyOf, releases: PathOf, alone: RunAlone
+) -> None:
+    path = copy_of(int4)
+    too_coarse(path, f"{EXPERT}.up_proj", models.tensors(releases("glm4_moe"))[f"{EXPERT}.up_proj.weight"], factor)
+    if not named:
+        config = json.loads((path / "config.json").read_text())
+        config["quantization_config"]["config_groups"]["group_0"]["weights"]["observer_kwargs"] = {}
+        (path / "config.json").write_text(json.dumps(config))
+    found = alone("CK305", path, source_path=releases("glm4_moe"))[1]
+    if factor == 1.0 or not named:
+        assert found == []
+        return
+    assert [(finding.tensor, finding.expected) for finding in found] == [
+        (f"{EXPERT}.up_proj.weight_scale", "scales of the qmax7 grid, as config.json says")
+    ]
+    assert found[0].actual == "up to 101% off"
+
+
+@pytest.fixture(scope="module")
+def asymmetric(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """glm4_moe with zero points, those of routed experts as SGLang reads them. Read only."""
+    path = tmp_path_factory.mktemp("int4") / "glm4_moe"
+    quantize(releases("glm4_moe"), path, QuantScheme(32, "minmax", symmetric=False), readers=("sglang",))
+    return path
+
+
+def test_zero_points_as_sglang_reads_them(asymmetric: Path, releases: PathOf, alone: RunAlone) -> None:
+    for code in ("CK303", "CK305", "CK306"):
+        result, found = alone(code, asymmetric, source_path=releases("glm4_moe"))
+        assert found == []
+        assert result is not None
+        assert result.status == "passed"
+    # every packed weight: 4 of attention in 12 layers, 3 of 2 dense layers, 3 of 12 experts and the shared one in 10
+    assert (
+        alone("CK305", asymmetric, source_path=releases("glm4_moe"))[0].tensors_compared == 12 * 4 + 2 * 3 + 10 * 13 * 3
+    )  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("change", [lambda zero: zero.flip(0), lambda zero: zero.bitwise_not()])
+def test_zero_points_of_other_groups(
+    change: Callable[[torch.Tensor], torch.Tensor], asymmetric: Path, copy_of: CopyOf, releases: PathOf, alone: RunAlone
+) -> None:
+    path, name = copy_of(asymmetric), f"{EXPERT}.up_proj.weight_zero_point"
+    models.edit(path, name, change(models.tensors(path)[name]).contiguous())
+    _, (finding,) = alone("CK305", path, source_path=releases("glm4_moe"))
+    assert finding.tensor == f"{EXPERT}.up_proj.weight"
+
+
+def test_zero_points_in_the_layout_of_other_readers(asymmetric: Path, copy_of: CopyOf, alone: RunAlone) -> None:
+    path, name = copy_of(asymmetric), f"{EXPERT}.up_proj.weight_zero_point"
+    models.edit(path, name, models.tensors(path)[name].T.contiguous())
+    _, (finding,) = alone("CK303", path)
+    assert (finding.expected, finding.actual) == ("[4, 12] int32", "[12, 4] int32")

@@ -1,0 +1,352 @@
+"""CK3xx: an INT4 checkpoint is broken in exactly one way; and the error bound holds for compressed-tensors' own output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
+from fixture_types import CodesOf, CopyOf, OnlyFinding, PathOf
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from ckptkit.app.api import convert, quantize
+from quant.formats.scheme import QuantScheme
+from verify.evidence.packed import Format, bound_in_steps, worst_steps
+from verify.run import verify
+
+INDEX = "model.safetensors.index.json"
+EXPERT = "model.layers.5.mlp.experts.11.down_proj"
+
+
+@pytest.fixture(scope="session")
+def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """glm4_moe in INT4, group size 32. Read only."""
+    path = tmp_path_factory.mktemp("int4") / "glm4_moe"
+    quantize(releases("glm4_moe"), path, QuantScheme(32, "qmax7"))
+    return path
+
+
+def replace(path: Path, old: list[str], new: dict[str, torch.Tensor]) -> None:
+    """Puts the tensors `new` in the place of `old`, in the shard of the first, and makes the index say so."""
+    index = json.loads((path / INDEX).read_text())
+    shard = path / index["weight_map"][old[0]]
+    content = {name: tensor for name, tensor in load_file(shard).items() if name not in old} | new
+    save_file(content, shard, metadata={"format": "pt"})
+    for name in old:
+        models_shard = path / index["weight_map"].pop(name)
+        assert models_shard == shard
+    index["weight_map"] |= dict.fromkeys(new, shard.name)
+    index["metadata"]["total_size"] = sum(tensor.nbytes for tensor in models.tensors(path).values())
+    (path / INDEX).write_text(json.dumps(index))
+
+
+def pack_weight(path: Path, module: str) -> None:
+    """Packs one weight as a name-only quantizer would, group size 32, scale absmax/7."""
+    weight = models.tensors(path)[f"{module}.weight"].float()
+    scale = (weight.reshape(len(weight), -1, 32).abs().amax(-1) / 7).bfloat16()
+    codes = (weight / scale.float().repeat_interleave(32, 1)).round().clamp(-8, 7).to(torch.int8)
+    parts = {
+        "weight_packed": pack_to_int32(codes, 4),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    replace(path, [f"{module}.weight"], {f"{module}.{part}": tensor for part, tensor in parts.items()})
+
+
+def unpack_weight(path: Path, module: str) -> None:
+    found = models.tensors(path)
+    parts = [f"{module}.{part}" for part in ("weight_packed", "weight_scale", "weight_shape")]
+    codes = unpack_from_int32(found[parts[0]], 4, torch.Size(found[parts[2]].tolist()))
+    weight = codes.bfloat16() * found[parts[1]].repeat_interleave(32, 1)
+    replace(path, parts, {f"{module}.weight": weight})
+
+
+@pytest.mark.parametrize("grid", ["qmax7", "minmax"])
+@pytest.mark.parametrize("name", ["qwen2-untied", "qwen3_moe", "glm4_moe"])
+def test_a_good_one_has_no_finding(name: str, grid: str, releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+    quantize(releases(name), tmp_path / "int4", QuantScheme(32, grid))  # type: ignore[arg-type]
+    for source in (releases(name), converted(name)):
+        report = verify(tmp_path / "int4", source=source)
+        assert report.findings == []
+        assert {check.status for check in report.checks} == {"passed"}
+        assert {f"CK30{digit}" for digit in range(1, 6)} <= {check.code for check in report.checks}
+
+
+def test_it_is_compared_with_fused_experts_too(int4: Path, releases: PathOf) -> None:
+    report = verify(int4, source=releases("glm4_moe", fused=True))
+    assert report.findings == []
+    assert (
+        next(check for check in report.checks if check.code == "CK305").tensors_compared == 12 * 4 + 2 * 3 + 10 * 13 * 3
+    )
+
+
+def test_a_plain_checkpoint_is_not_checked_for_packing(releases: PathOf) -> None:
+    report = verify(releases("qwen2-tied"))
+    assert not [check for check in report.checks if check.code.startswith("CK3")]
+    assert any("CK301" in line and "no quantization_config" in line for line in report.facts["not applicable"])
+
+
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [
+        ("model.layers.2.mlp.gate", "the router"),
+        ("model.embed_tokens", "the token embedding"),
+        ("lm_head", "the output layer"),
+    ],
+)
+def test_a_module_that_must_never_be_packed(
+    module: str, what: str, int4: Path, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    path = copy_of(int4)
+    pack_weight(path, module)
+    finding = only(verify(path))
+    assert (finding.code, finding.tensor) == ("CK301", f"{module}.weight_packed")
+    assert what in finding.expected
+
+
+def test_all_routers_packed_are_one_finding_and_it_comes_first_of_its_kind(
+    int4: Path, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    path = copy_of(int4)
+    for layer in range(2, 12):
+        pack_weight(path, f"model.layers.{layer}.mlp.gate")
+    finding = only(verify(path))
+    assert (finding.code, finding.tensor, finding.count) == ("CK301", "model.layers.{2..11}.mlp.gate.weight_packed", 10)
+
+
+def test_a_linear_that_is_not_packed(int4: Path, copy_of: CopyOf) -> None:
+    path = copy_of(int4)
+    unpack_weight(path, EXPERT)
+    found = verify(path).findings
+    assert [(finding.code, finding.tensor, finding.actual) for finding in found] == [
+        (code, f"{EXPERT}.weight", "unquantized") for code in ("CK302", "CK306")
+    ]
+
+
+def test_a_module_that_ignore_covers_is_packed(int4: Path, copy_of: CopyOf, only: OnlyFinding) -> None:
+    path = copy_of(int4)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["ignore"].append("re:.*layers\\.7\\.self_attn\\.o_proj(\\.weight)?$")
+    (path / "config.json").write_text(json.dumps(config))
+    finding = only(verify(path))
+    assert (finding.code, finding.tensor) == ("CK302", "model.layers.7.self_attn.o_proj.weight_packed")
+
+
+def test_a_plain_checkpoint_whose_config_claims_int4(
+    int4: Path, releases: PathOf, copy_of: CopyOf, codes: CodesOf
+) -> None:
+    path = copy_of(releases("glm4_moe"))
+    (path / "config.json").write_text((int4 / "config.json").read_text())
+    report = verify(path)
+    assert codes(report) == ["CK302"]
+    assert sum(finding.count for finding in report.findings) == 444
+
+
+def test_an_int4_checkpoint_whose_config_lost_it(int4: Path, releases: PathOf, copy_of: CopyOf, codes: CodesOf) -> None:
+    path = copy_of(int4)
+    (path / "config.json").write_text((releases("glm4_moe") / "config.json").read_text())
+    report = verify(path)
+    assert codes(report) == ["CK104"]
+    assert any("quantization_config" in finding.hint for finding in report.findings)
+
+
+@pytest.mark.parametrize("part", ["weight_scale", "weight_shape"])
+def test_a_part_that_is_missing(part: str, int4: Path, copy_of: CopyOf, only: OnlyFinding) -> None:
+    path = copy_of(int4)
+    replace(path, [f"{EXPERT}.{part}"], {})
+    finding = only(verify(path))
+    assert (finding.code, finding.tensor) == ("CK104", f"{EXPERT}.{part}")
+
+
+def test_a_scale_without_its_weight(int4: Path, copy_of: CopyOf, only: OnlyFinding) -> None:
+    path = copy_of(int4)
+    gate = "model.layers.5.mlp.gate.weight"
+    weight = models.tensors(path)[gate]
+    replace(
+        path, [gate], {gate: weight, "model.layers.5.mlp.gate.weight_scale": torch.ones(12, 4, dtype=torch.bfloat16)}
+    )
+    finding = only(verify(path))
+    assert (finding.code, finding.tensor) == ("CK104", "model.layers.5.mlp.gate.weight_scale")
+
+
+@pytest.mark.parametrize(
+    ("part", "tensor", "expected", "actual"),
+    [
+        ("weight_scale", torch.ones(128, 1, dtype=torch.bfloat16), "[128, 3]", "[128, 1] bfloat16"),
+        ("weight_packed", torch.ones(128, 9, dtype=torch.int32), "[128, 12]", "[128, 9] int32"),
+        ("weight_shape", torch.tensor([128]), "[2]", "[1] int64"),
+        ("weight_shape", torch.tensor([128, 96, 1]), "[2]", "[3] int64"),
+    ],
+)
+def test_parts_of_the_wrong_shape(
+    part: str, tensor: torch.Tensor, expected: str, actual: str, int4: Path, copy_of: CopyOf
+) -> None:
+    path = copy_of(int4)
+    replace(path, [f"{EXPERT}.{part}"], {f"{EXPERT}.{part}": tensor})
+    found = [finding for finding in verify(path).findings if finding.code == "CK303"]
+    assert [finding.tensor for finding in found] == [f"{EXPERT}.{part}"]
+    assert expected in found[0].expected
+    assert actual in found[0].actual
+
+
+def test_packed_words_of_another_dtype_everywhere(int4: Path, copy_of: CopyOf, codes: CodesOf) -> None:
+    path = copy_of(int4)
+    for file in path.glob("*.safetensors"):
+        wide = {
+            name: tensor.long() if name.endswith(".weight_packed") else tensor
+            for name, tensor in load_file(file).items()
+        }
+        save_file(wide, file, metadata={"format": "pt"})
+    index = json.loads((path / INDEX).read_text())
+    index["metadata"]["total_size"] = sum(tensor.nbytes for tensor in models.tensors(path).values())
+    (path / INDEX).write_text(json.dumps(index))
+    report = verify(path)
+    assert codes(report) == ["CK303"]
+    assert all("int64" in finding.actual and "int32" in finding.expected for finding in report.findings)
+
+
+def test_a_group_size_that_is_not_the_one_used(int4: Path, copy_of: CopyOf, codes: CodesOf) -> None:
+    path = copy_of(int4)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 64
+    (path / "config.json").write_text(json.dumps(config))
+    report = verify(path)
+    assert codes(report) == ["CK303"]
+    assert {finding.tensor for finding in report.findings} >= {
+        "model.layers.{2..11}.mlp.experts.{0..11}.down_proj.weight_scale"
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(float("nan"), "NaN"), (float("inf"), "NaN or infinity"), (0.0, "1 of 384"), (-1.0, "1 of 384")]
+)
+def test_a_scale_that_cannot_be(value: float, said: str, int4: Path, copy_of: CopyOf, releases: PathOf) -> None:
+    path = copy_of(int4)
+    scale = models.tensors(path)[f"{EXPERT}.weight_scale"]
+    scale[127, 1] = value
+    models.edit(path, f"{EXPERT}.weight_scale", scale)
+    found = [finding for finding in verify(path, source=releases("glm4_moe")).findings if finding.code != "CK204"]
+    assert [(finding.code, finding.tensor) for finding in found] == [("CK304", f"{EXPERT}.weight_scale")]
+    assert said in found[0].actual
+
+
+def test_a_weight_shape_that_lies(int4: Path, copy_of: CopyOf, only: OnlyFinding) -> None:
+    path = copy_of(int4)
+    models.edit(path, f"{EXPERT}.weight_shape", torch.tensor([128, 95]))
+    finding = only(verify(path))
+    assert (finding.code, finding.expected, finding.actual) == ("CK304", "[128, 96]", "[128, 95]")
+
+
+def change_scale(path: Path) -> None:
+    models.edit(path, f"{EXPERT}.weight_scale", models.tensors(path)[f"{EXPERT}.weight_scale"] * 1.25)
+
+
+def change_nibble(path: Path) -> None:
+    packed = models.tensors(path)[f"{EXPERT}.weight_packed"]
+    packed[0, 0] ^= 0x0000F000
+    models.edit(path, f"{EXPERT}.weight_packed", packed)
+
+
+def reverse_nibbles(path: Path) -> None:
+    found = models.tensors(path)
+    codes = unpack_from_int32(found[f"{EXPERT}.weight_packed"], 4, torch.Size((128, 96)))
+    awq = codes.reshape(128, 12, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].reshape(128, 96)
+    models.edit(path, f"{EXPERT}.weight_packed", pack_to_int32(awq.contiguous(), 4))
+
+
+@pytest.mark.parametrize("change", [change_scale, change_nibble, reverse_nibbles])
+@pytest.mark.parametrize("source", ["hf", "megatron"])
+def test_a_weight_that_is_not_the_sources(
+    change: Callable[[Path], None],
+    source: str,
+    int4: Path,
+    copy_of: CopyOf,
+    releases: PathOf,
+    converted: PathOf,
+    only: OnlyFinding,
+) -> None:
+    path = copy_of(int4)
+    change(path)
+    finding = only(verify(path, source=releases("glm4_moe") if source == "hf" else converted("glm4_moe")))
+    assert (finding.code, finding.tensor) == ("CK305", f"{EXPERT}.weight")
+    assert "steps" in finding.actual
+
+
+def test_a_source_of_another_size_is_said_and_no_crash(int4: Path, releases: PathOf, tmp_path: Path) -> None:
+    config = models.configs()["glm4_moe"]
+    config.intermediate_size, config.num_hidden_layers = 224, 10
+    torch.manual_seed(0)
+    other = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    other.save_pretrained(tmp_path / "other", save_original_format=True)
+    found = {finding.code for finding in verify(int4, source=tmp_path / "other").findings}
+    assert {"CK202", "CK702"} <= found
+    assert "CK305" in found
+
+
+def test_a_broken_header_and_a_packed_router_are_both_said(int4: Path, copy_of: CopyOf) -> None:
+    path = copy_of(int4)
+    pack_weight(path, "model.layers.2.mlp.gate")
+    index = json.loads((path / INDEX).read_text())
+    index["metadata"]["total_size"] = 5
+    (path / INDEX).write_text(json.dumps(index))
+    assert [finding.code for finding in verify(path).findings] == ["CK106", "CK301"]
+
+
+def test_two_int4_checkpoints_are_compared_bit_for_bit(int4: Path, copy_of: CopyOf) -> None:
+    assert verify(int4, source=int4).findings == []
+    path = copy_of(int4)
+    change_nibble(path)
+    found = verify(path, source=int4).findings
+    assert [(finding.code, finding.tensor) for finding in found] == [("CK202", f"{EXPERT}.weight_packed")]
+
+
+def test_int4_made_on_the_way_out_of_megatron(converted: PathOf, releases: PathOf, tmp_path: Path) -> None:
+    convert(converted("qwen3_moe"), tmp_path / "int4", quantize=QuantScheme(32, "minmax"))
+    assert verify(tmp_path / "int4", source=releases("qwen3_moe")).findings == []
+
+
+def compressed(weight: torch.Tensor, *, symmetric: bool, group: int) -> dict[str, torch.Tensor]:
+    """The weight as compressed-tensors itself quantizes and packs it."""
+    args = QuantizationArgs(num_bits=4, type="int", symmetric=symmetric, strategy="group", group_size=group)
+    grouped = weight.reshape(len(weight), -1, group)
+    scale, zero = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)
+    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+    parts = PackedQuantizationCompressor.compress(state, QuantizationScheme(targets=["Linear"], weights=args))
+    return {f"m.{part}": tensor for part, tensor in parts.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_bound_holds_for_what_compressed_tensors_writes_and_is_tight(dtype: torch.dtype, symmetric: bool) -> None:
+    torch.manual_seed(3)
+    form = Format(4, 32, symmetric)
+    steps = []
+    for spread in (1e-3, 0.02, 1.0):
+        weight = (torch.randn(512, 256) * spread).to(dtype)
+        weight[::2] = weight[::2].abs()
+        steps.append(worst_steps(compressed(weight, symmetric=symmetric, group=32), "m", form, weight))
+    limit = bound_in_steps(dtype, symmetric)
+    assert max(steps) <= limit
+    assert max(steps) > 0.45
+    assert limit < (0.6 if symmetric else 0.7)
+
+
+def test_dequantization_agrees_with_compressed_tensors() -> None:
+    torch.manual_seed(4)
+    weight = torch.randn(64, 96)
+    for symmetric in (True, False):
+        parts = compressed(weight, symmetric=symmetric, group=32)
+        args = QuantizationArgs(num_bits=4, type="int", symmetric=symmetric, strategy="group", group_size=32)
+        state = {name.removeprefix("m."): tensor for name, tensor in parts.items()}
+        back = PackedQuantizationCompressor.decompress(state, QuantizationScheme(targets=["Linear"], weights=args))[
+            "weight"
+        ]
+        assert worst_steps(parts, "m", Format(4, 32, symmetric), back.float()) < 1e-4

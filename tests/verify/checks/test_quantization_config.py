@@ -1,0 +1,178 @@
+"""CK302 and CK202: a `quantization_config` that does not describe packed weights, or that readers take differently, is an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixture_types import OnlyFinding, PathOf
+
+from ckptkit.app.api import quantize
+from quant.formats.scheme import QuantScheme
+from verify.run import verify
+
+
+@pytest.fixture(scope="module")
+def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """qwen2-untied in INT4, group size 32. Each test sets the config that it needs."""
+    path = tmp_path_factory.mktemp("int4") / "qwen2"
+    quantize(releases("qwen2-untied"), path, QuantScheme(32, "qmax7"))
+    return path
+
+
+@pytest.fixture
+def with_config(int4: Path) -> Any:
+    """`with_config(change)`: the checkpoint with a quantization_config that was changed in place, or replaced by what `change` returns."""
+    before = (int4 / "config.json").read_text()
+
+    def changed(change: Callable[[dict[str, Any]], Any]) -> Path:
+        config = json.loads(before)
+        returned = change(config["quantization_config"])
+        if not isinstance(returned, Unchanged):
+            config["quantization_config"] = returned
+        (int4 / "config.json").write_text(json.dumps(config))
+        return int4
+
+    yield changed
+    (int4 / "config.json").write_text(before)
+
+
+class Unchanged:
+    """What a change returns that worked in place."""
+
+
+def set_in(*keys: str, value: Any) -> Callable[[dict[str, Any]], Any]:
+    def change(content: dict[str, Any]) -> Any:
+        for key in keys[:-1]:
+            content = content[key]
+        content[keys[-1]] = value
+        return Unchanged()
+
+    return change
+
+
+WEIGHTS = ("config_groups", "group_0", "weights")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        [],
+        "int4",
+        False,
+        {"quant_method": "fp8"},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"W4A16": ["Linear"]}},
+    ],
+)
+def test_a_config_that_describes_no_packed_weights(value: Any, with_config: Any, only: OnlyFinding) -> None:
+    finding = only(verify(with_config(lambda _: value)))
+    assert (finding.code, finding.severity) == ("CK302", "error")
+    assert finding.expected == "a quantization_config that describes the packed weights"
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("config_groups",), {}),
+        (("config_groups",), []),
+        (WEIGHTS, None),
+        ((*WEIGHTS, "type"), "float"),
+        ((*WEIGHTS, "num_bits"), "four"),
+        ((*WEIGHTS, "strategy"), "channel"),
+        (("quant_method",), "gptq"),
+        (("quant_method",), None),
+        (("format",), None),
+        (("format",), "float-quantized"),
+        (("config_groups", "group_0", "targets"), []),
+        (
+            ("config_groups", "group_0", "input_activations"),
+            {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+        ),
+        (("kv_cache_scheme",), {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}),
+        (("ignore",), 7),
+        (("ignore",), ["lm_head", "re:(["]),
+    ],
+)
+def test_a_scheme_that_readers_refuse(keys: tuple[str, ...], value: Any, with_config: Any) -> None:
+    report = verify(with_config(set_in(*keys, value=value)))
+    said = [(finding.code, finding.expected) for finding in report.findings if finding.severity == "error"]
+    assert ("CK302", "a quantization_config that describes the packed weights") in said
+    assert {code for code, _ in said} <= {"CK302", "CK303"}
+
+
+def test_null_is_no_quantization(with_config: Any, releases: PathOf, copy_of: Callable[[Path], Path]) -> None:
+    assert {finding.code for finding in verify(with_config(lambda _: None)).findings} == {"CK104"}
+    plain = copy_of(releases("qwen2-tied"))
+    config = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    assert verify(plain).findings == []
+
+
+def test_an_asymmetric_scheme_on_a_symmetric_grid_is_not_judged(with_config: Any) -> None:
+    report = verify(with_config(set_in(*WEIGHTS, "symmetric", value=False)))
+    # Its zero points are missing, which CK104 says.
+    assert {(finding.code, (finding.tensor or "").rpartition(".")[2]) for finding in report.findings} == {
+        ("CK104", "weight_zero_point")
+    }
+    result = next(check for check in report.checks if check.code == "CK302")
+    assert (result.status, "the qmax7 grid is symmetric" in (result.reason or "")) == ("skipped", True)
+
+
+def test_packed_weights_that_cannot_be_dequantized_are_not_the_sources(with_config: Any, releases: PathOf) -> None:
+    path = with_config(set_in(*WEIGHTS, "type", value="float"))
+    found = [finding for finding in verify(path, source=releases("qwen2-untied")).findings if finding.code == "CK202"]
+    assert {finding.tensor for finding in found} >= {
+        "model.layers.{0..11}.self_attn.o_proj.weight",
+        "model.layers.{0..11}.self_attn.o_proj.weight_packed",
+    }
+
+
+@pytest.mark.parametrize(
+    ("entry", "readers"),
+    [
+        # SGLang takes a plain entry for a part of the name (later a dotted ending), compressed-tensors for the whole name.
+        ("o_proj", ["SGLang 0.5.16", "SGLang 0.5.23"]),
+        # slime takes any prefix of a parameter's name, the others none.
+        ("model.layers.3.self_attn.o_pr", ["SGLang 0.5.16", "slime"]),
+    ],
+)
+def test_an_ignore_list_that_readers_take_differently(entry: str, readers: list[str], with_config: Any) -> None:
+    """One finding a reader: an error for an engine, a warning for slime's quantizer."""
+
+    def change(content: dict[str, Any]) -> Any:
+        content["ignore"].append(entry)
+        return Unchanged()
+
+    found = verify(with_config(change)).findings
+    assert {(finding.code, finding.expected) for finding in found} == {
+        ("CK302", "an ignore list that every reader takes alike")
+    }
+    assert [finding.actual.split(" would ")[0] for finding in found] == readers
+    assert [finding.severity for finding in found] == [
+        "warning" if reader == "slime" else "error" for reader in readers
+    ]
+    assert all(entry in finding.hint for finding in found)
+
+
+def test_a_list_that_only_slime_reads_differently_is_a_warning(with_config: Any, only: OnlyFinding) -> None:
+    # As llm-compressor writes it: embeddings are no Linear, so engines need no entry; slime packs what no entry names.
+    report = verify(with_config(set_in("ignore", value=["lm_head"])))
+    finding = only(report)
+    assert (finding.code, finding.severity, report.status) == ("CK302", "warning", "passed")
+    assert "slime would pack model.embed_tokens.weight" in finding.actual
+
+
+def test_method_that_is_not_known_beside_plain_weights_is_inconclusive(
+    releases: PathOf, copy_of: Callable[[Path], Path]
+) -> None:
+    """No name and no dtype tells what an engine would make of it, so nothing of the checkpoint has been proved."""
+    path = copy_of(releases("qwen2-untied"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "exl9"}}))
+    report = verify(path)
+    assert report.status == "inconclusive"
+    assert any("quantization method 'exl9' is not supported" in reason for reason in report.reasons)

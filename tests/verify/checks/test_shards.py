@@ -1,0 +1,156 @@
+"""CK108 and CK110: files that were mixed, lost or renamed, and adapters that were never merged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from fixture_types import CopyOf, PathOf, RunAlone
+from safetensors.torch import save_file
+
+from verify.run import verify
+
+INDEX = "model.safetensors.index.json"
+
+
+def write(path: Path, files: list[str]) -> Path:
+    """A checkpoint with one small tensor a file, and an index of all of them."""
+    path.mkdir()
+    for number, file in enumerate(files):
+        save_file({f"model.layers.{number}.weight": torch.ones(2)}, path / file)
+    weight_map = {f"model.layers.{number}.weight": file for number, file in enumerate(files)}
+    (path / INDEX).write_text(json.dumps({"metadata": {"total_size": 8 * len(files)}, "weight_map": weight_map}))
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def names(numbers: Any, total: str, stem: str = "model-") -> list[str]:
+    return [f"{stem}{number:05d}-of-{total}.safetensors" for number in numbers]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        names(range(1, 4), "00003"),
+        names(range(1, 4), "000003"),  # DeepSeek-V3
+        names(range(3), "00003"),  # slime
+        names(range(4), "00003"),  # gpt-oss: 0 to 3 of 3
+        names(range(1, 4), "00003", "model.safetensors-"),  # Qwen3.5
+        [f"model-{number}-of-12.safetensors" for number in range(1, 13)],  # Kimi K2
+        ["model.safetensors"],
+        [*names(range(1, 3), "00002"), "mtp.safetensors"],
+        ["part-a.safetensors", "part-b.safetensors"],
+    ],
+)
+def test_the_ways_that_releases_number_shards(files: list[str], tmp_path: Path, alone: RunAlone) -> None:
+    result, found = alone("CK108", write(tmp_path / "hf", files))
+    assert found == []
+    assert result is not None
+    assert (result.status, result.tensors_compared) == ("passed", len(files))
+
+
+def test_a_number_that_is_missing_from_files_and_index(tmp_path: Path, alone: RunAlone) -> None:
+    """Megatron-Bridge #4188: 45 of 48 shards, and an index that agrees with the loss."""
+    path = write(tmp_path / "hf", names([1, 2, 4, 7, 8], "00008"))
+    _, (finding,) = alone("CK108", path)
+    assert (finding.expected, finding.actual) == ("8 shards model-*-of-8", "number {3,5..6} is not among them")
+    assert (finding.severity, finding.file) == ("error", str(path))
+
+
+def test_the_last_number_is_missing(tmp_path: Path, alone: RunAlone) -> None:
+    _, (finding,) = alone("CK108", write(tmp_path / "hf", names([1, 2], "00003")))
+    assert finding.actual == "number 3 is not among them"
+
+
+def test_an_index_that_names_shards_of_two_saves(tmp_path: Path, alone: RunAlone) -> None:
+    _, (finding,) = alone("CK108", write(tmp_path / "hf", [*names([1, 2], "00003"), *names([3, 4], "00004")]))
+    assert finding.actual == "2 of 3 and 2 of 4"
+
+
+@pytest.mark.parametrize(("files", "actual"), [([1, 2, 3, 5], "number 5 of 3"), ([1, 2, 3], "number 2 more than once")])
+def test_numbers_beyond_the_last_and_numbers_twice(
+    files: list[int], actual: str, tmp_path: Path, alone: RunAlone
+) -> None:
+    more = ["model-2-of-00003.safetensors"] if "once" in actual else []
+    _, (finding,) = alone("CK108", write(tmp_path / "hf", [*names(files, "00003"), *more]))
+    assert finding.actual == actual
+
+
+def test_a_shard_that_was_renamed(releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    shard = sorted(path.glob("*.safetensors"))[2]
+    shard.rename(path / "model-3.safetensors")
+    _, (finding,) = alone("CK108", path)
+    assert (finding.file, finding.hint) == (str(shard), f"rename model-3.safetensors to {shard.name}")
+    assert {"CK102", "CK104", "CK108"} == {finding.code for finding in verify(path).findings}
+
+
+def test_a_leftover_of_an_earlier_save_is_not_taken_for_a_renamed_shard(
+    releases: PathOf, copy_of: CopyOf, alone: RunAlone
+) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    first, second, *_ = sorted(path.glob("*.safetensors"))
+    second.rename(path / "old.safetensors")
+    first.unlink()
+    found = alone("CK108", path)[1]
+    assert [finding.file for finding in found] == [str(second)]
+
+
+def test_without_shards_there_is_nothing_to_number(tmp_path: Path, alone: RunAlone) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    result, found = alone("CK108", tmp_path)
+    assert found == []
+    assert result is not None
+    assert (result.status, result.reason) == ("skipped", "there are no shards (CK103)")
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
+def test_the_files_of_an_adapter(file: str, releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    if file.endswith(".safetensors"):
+        save_file({"base_model.model.x.lora_A.weight": torch.ones(2)}, path / file)
+    else:
+        (path / file).write_text("{}")
+    _, (finding,) = alone("CK110", path)
+    assert (finding.file, finding.actual) == (str(path / file), f"{file} lies beside them")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    ["model.layers.{}.self_attn.q_proj.lora_A.default.weight", "base_model.model.model.layers.{}.mlp.up_proj.weight"],
+)
+def test_tensors_of_an_adapter(tensor: str, releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    shard = sorted(path.glob("*.safetensors"))[0]
+    added = {tensor.format(layer): torch.ones(2).bfloat16() for layer in range(12)}
+    kept = {
+        name: value
+        for name, value in models.tensors(path).items()
+        if json.loads((path / INDEX).read_text())["weight_map"][name] == shard.name
+    }
+    save_file(kept | added, shard, metadata={"format": "pt"})
+    _, (finding,) = alone("CK110", path)
+    assert (finding.tensor, finding.count) == (tensor.format("{0..11}"), 12)
+
+
+def test_adapters_of_megatron(converted: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+    path = copy_of(converted("qwen2-tied"))
+
+    def change(metadata: Any) -> None:
+        key = "decoder.layers.3.self_attention.linear_proj.weight"
+        entry = metadata.state_dict_metadata[key]
+        index = next(index for index in metadata.storage_data if index.fqn == key)
+        name = "decoder.layers.3.self_attention.linear_proj.adapter.linear_in.weight"
+        metadata.state_dict_metadata[name] = entry
+        metadata.storage_data[type(index)(name, index.offset, 0)] = metadata.storage_data[index]
+
+    models.edit_metadata(path / "release", change)
+    _, (finding,) = alone("CK110", path)
+    assert (finding.tensor, finding.file) == (
+        "decoder.layers.3.self_attention.linear_proj.adapter.linear_in.weight",
+        str(path / "release"),
+    )

@@ -1,0 +1,364 @@
+"""CK706 to CK708: tokenizers, special tokens and templates that do not belong to the weights, by hand-written files."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixture_types import CopyOf, PathOf, RunAlone
+
+# Of 352 rows: 350 words, and two special tokens behind them.
+WORDS = {f"w{number}": number for number in range(350)}
+ADDED = [{"id": 350, "content": "<end>", "special": True}, {"id": 351, "content": "<pad>", "special": True}]
+
+
+def write(path: Path, file: str, content: Any) -> None:
+    (path / file).write_text(json.dumps(content))
+
+
+def tokenizer(**changes: Any) -> dict[str, Any]:
+    return {"model": {"type": "BPE", "vocab": WORDS}, "added_tokens": ADDED} | changes
+
+
+@pytest.fixture
+def hf(releases: PathOf, copy_of: CopyOf) -> Path:
+    """qwen2-tied (352 rows) with a whole tokenizer."""
+    path = copy_of(releases("qwen2-tied"))
+    write(path, "tokenizer.json", tokenizer())
+    write(
+        path,
+        "tokenizer_config.json",
+        {"eos_token": "<end>", "pad_token": {"content": "<pad>"}, "bos_token": None, "chat_template": "{{ messages }}"},
+    )
+    write(path, "generation_config.json", {"eos_token_id": [350, 3], "pad_token_id": 351})
+    config = json.loads((path / "config.json").read_text())
+    write(path, "config.json", config | {"eos_token_id": 350, "pad_token_id": 351, "bos_token_id": None})
+    return path
+
+
+@pytest.mark.parametrize("code", ["CK706", "CK707"])
+def test_a_whole_one_is_silent(code: str, hf: Path, alone: RunAlone) -> None:
+    result, found = alone(code, hf)
+    assert found == []
+    assert result is not None
+    assert (result.status, result.tensors_compared) == ("passed", {"CK706": 1, "CK707": 6}[code])
+
+
+def test_without_a_tokenizer_ids_are_not_looked_at(releases: PathOf, alone: RunAlone) -> None:
+    assert alone("CK706", releases("qwen2-tied")) == (None, [])
+
+
+def test_without_other_files_only_config_speaks(releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    (path / "generation_config.json").unlink()
+    assert alone("CK707", path) == (None, [])
+
+
+# CK706
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", tokenizer(added_tokens=[{"id": 352, "content": "<new>"}])),
+        (
+            "tokenizer.json",
+            tokenizer(
+                model={"type": "Unigram", "vocab": [[f"w{number}", -1.0] for number in range(353)]}, added_tokens=[]
+            ),
+        ),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"352": {"content": "<new>"}}}),
+        ("vocab.json", {"a": 0, "b": 352}),
+        ("added_tokens.json", {"<new>": 352}),
+    ],
+)
+def test_an_id_without_a_row(file: str, content: Any, hf: Path, alone: RunAlone) -> None:
+    write(hf, file, content)
+    _, (finding,) = alone("CK706", hf)
+    assert finding.expected == "ids below 352, the rows of the embedding"
+    assert "has id 352, of 1 without a row" in finding.actual
+    assert finding.file == str(hf / file)
+
+
+def test_ranks_of_tiktoken(releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    lines = [f"{base64.b64encode(str(rank).encode()).decode()} {rank}" for rank in range(353)]
+    (path / "tiktoken.model").write_text("\n".join(lines[:352]))
+    assert alone("CK706", path)[1] == []
+    (path / "tiktoken.model").write_text("\n".join(lines))
+    _, (finding,) = alone("CK706", path)
+    assert finding.file == str(path / "tiktoken.model")
+    (path / "tiktoken.model").write_text("not a rank")
+    _, (finding,) = alone("CK706", path)
+    assert "is no tiktoken file" in finding.actual
+
+
+def test_a_token_with_two_ids(hf: Path, alone: RunAlone) -> None:
+    write(hf, "added_tokens.json", {"<end>": 349})
+    _, (finding,) = alone("CK706", hf)
+    assert finding.actual == "'<end>' has id 349, and 350 in another file"
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_tokenizer_that_cannot_be_read(content: str, hf: Path, alone: RunAlone) -> None:
+    (hf / "tokenizer.json").write_text(content)
+    _, (finding,) = alone("CK706", hf)
+    assert "tokenizer.json" in finding.actual
+
+
+def test_an_id_that_is_no_number(hf: Path, alone: RunAlone) -> None:
+    write(hf, "tokenizer.json", tokenizer(added_tokens=[{"id": "350", "content": "<end>"}]))
+    _, (finding,) = alone("CK706", hf)
+    assert finding.actual.endswith("the id of '<end>' is '350', no whole number")
+
+
+def test_the_tokenizer_beside_megatron(converted: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+    path = copy_of(converted("qwen2-tied"))
+    write(path / "hf", "tokenizer.json", tokenizer(added_tokens=[{"id": 400, "content": "<new>"}]))
+    _, (finding,) = alone("CK706", path)
+    assert finding.file == str(path / "hf" / "tokenizer.json")
+
+
+# CK707
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "severity", "expected", "actual"),
+    [
+        (
+            "generation_config.json",
+            {"eos_token_id": [3, 5]},
+            "error",
+            "eos_token_id 350, as in config.json and tokenizer_config.json",
+            "3 or 5",
+        ),
+        (
+            "tokenizer_config.json",
+            {"eos_token": "w7"},
+            "warning",
+            "eos_token_id 3 or 350, as in config.json and generation_config.json",
+            "7",
+        ),
+        (
+            "generation_config.json",
+            {"pad_token_id": 9},
+            "warning",
+            "pad_token_id 351, as in config.json and tokenizer_config.json",
+            "9",
+        ),
+        (
+            "tokenizer_config.json",
+            {"pad_token": "w7"},
+            "warning",
+            "pad_token_id 351, as in config.json and generation_config.json",
+            "7",
+        ),
+        # The one that is outvoted is the one at fault, whichever file it is.
+        (
+            "config.json",
+            {"eos_token_id": 9},
+            "error",
+            "eos_token_id 3 or 350, as in generation_config.json and tokenizer_config.json",
+            "9",
+        ),
+        (
+            "config.json",
+            {"pad_token_id": 9},
+            "warning",
+            "pad_token_id 351, as in generation_config.json and tokenizer_config.json",
+            "9",
+        ),
+    ],
+)
+def test_files_that_disagree(
+    file: str, changes: dict[str, Any], severity: str, expected: str, actual: str, hf: Path, alone: RunAlone
+) -> None:
+    write(hf, file, json.loads((hf / file).read_text()) | changes)
+    _, (finding,) = alone("CK707", hf)
+    assert (finding.severity, finding.expected, finding.actual) == (severity, expected, actual)
+    assert finding.file == str(hf / file)
+
+
+@pytest.mark.parametrize(
+    ("ends", "severity", "actual"),
+    [
+        ((9, 3, "w7"), "error", "9 in config.json, 3 in generation_config.json, 7 in tokenizer_config.json"),
+        ((9, 3, None), "error", "9 in config.json, 3 in generation_config.json"),
+        ((9, None, "w7"), "warning", "9 in config.json, 7 in tokenizer_config.json"),
+    ],
+)
+def test_files_of_which_none_is_outvoted_are_all_named(
+    ends: tuple[int, int | None, str | None], severity: str, actual: str, hf: Path, alone: RunAlone
+) -> None:
+    changes = {
+        "config.json": {"eos_token_id": ends[0]},
+        "generation_config.json": {"eos_token_id": ends[1]},
+        "tokenizer_config.json": {"eos_token": ends[2]},
+    }
+    for file, change in changes.items():
+        write(hf, file, json.loads((hf / file).read_text()) | change)
+    _, (finding,) = alone("CK707", hf)
+    assert (finding.severity, finding.expected, finding.actual) == (severity, "one eos_token_id in all files", actual)
+
+
+@pytest.mark.parametrize("number", [352, -7])
+def test_an_end_without_a_row(number: int, hf: Path, alone: RunAlone) -> None:
+    write(hf, "generation_config.json", {"eos_token_id": [350, number]})
+    _, (finding,) = alone("CK707", hf)
+    assert (finding.expected, finding.actual) == ("eos_token_id below 352, the rows of the embedding", str(number))
+
+
+def test_padding_of_minus_one_is_none(hf: Path, alone: RunAlone) -> None:
+    write(hf, "tokenizer_config.json", {"eos_token": "<end>"})
+    for file in ("config.json", "generation_config.json"):
+        write(hf, file, json.loads((hf / file).read_text()) | {"pad_token_id": -1})
+    assert alone("CK707", hf)[1] == []
+
+
+def test_a_special_token_that_is_no_token(hf: Path, alone: RunAlone) -> None:
+    write(hf, "tokenizer_config.json", {"eos_token": "<|im_end|>"})
+    _, (finding,) = alone("CK707", hf)
+    assert (finding.expected, finding.actual) == ("eos_token in the vocabulary", "'<|im_end|>' is no token of it")
+
+
+def test_special_tokens_map_counts_where_the_config_is_silent(hf: Path, alone: RunAlone) -> None:
+    write(hf, "tokenizer_config.json", {})
+    write(hf, "special_tokens_map.json", {"eos_token": {"content": "w7"}})
+    _, (finding,) = alone("CK707", hf)
+    assert (finding.severity, finding.actual) == ("warning", "7")
+
+
+def test_generation_config_that_is_no_json(hf: Path, alone: RunAlone) -> None:
+    (hf / "generation_config.json").write_text("{")
+    _, (finding,) = alone("CK707", hf)
+    assert "generation_config.json" in finding.actual
+
+
+# CK708
+
+
+@pytest.fixture
+def pair(hf: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint and its source, alike."""
+    source = tmp_path / "source"
+    hf.rename(tmp_path / "here")
+    shutil.copytree(tmp_path / "here", source)
+    return tmp_path / "here", source
+
+
+def test_what_was_carried_over(pair: tuple[Path, Path], alone: RunAlone) -> None:
+    result, found = alone("CK708", pair[0], source_path=pair[1])
+    assert found == []
+    assert result is not None
+    assert (result.status, result.tensors_compared) == ("passed", 353)
+
+
+def test_a_template_in_a_file_of_its_own_is_the_same(pair: tuple[Path, Path], alone: RunAlone) -> None:
+    """transformers v5 takes it out of tokenizer_config.json."""
+    here, source = pair
+    write(here, "tokenizer_config.json", {"eos_token": "<end>"})
+    (here / "chat_template.jinja").write_text("{{ messages }}")
+    assert alone("CK708", here, source_path=source)[1] == []
+
+
+@pytest.mark.parametrize(("template", "actual"), [(None, "missing"), ("{{ other }}", "another one")])
+def test_a_template_that_was_lost_or_replaced(
+    template: str | None, actual: str, pair: tuple[Path, Path], alone: RunAlone
+) -> None:
+    here, source = pair
+    write(here, "tokenizer_config.json", {"eos_token": "<end>"} | ({"chat_template": template} if template else {}))
+    _, (finding,) = alone("CK708", here, source_path=source)
+    assert (finding.expected, finding.actual) == ("the chat template 'default' of the source", actual)
+    assert (finding.file, finding.hint) == (
+        str(here / "tokenizer_config.json"),
+        f"copy tokenizer_config.json from {source}",
+    )
+
+
+@pytest.mark.parametrize(
+    "file", ["chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja"]
+)
+def test_the_file_of_a_template_is_named(file: str, pair: tuple[Path, Path], alone: RunAlone) -> None:
+    """chat_template.json is what processors of multimodal models write."""
+    here, source = pair
+    (source / file).parent.mkdir(exist_ok=True)
+    (source / file).write_text('{"chat_template": "{{ own }}"}')
+    found = alone("CK708", here, source_path=source)[1]
+    assert [finding.actual for finding in found] == ["missing" if "tool_use" in file else "another one"]
+    # What is there in another place is another one in that place.
+    assert found[0].file == str(here / (file if "tool_use" in file else "tokenizer_config.json"))
+
+
+def test_one_of_several_templates(pair: tuple[Path, Path], alone: RunAlone) -> None:
+    here, source = pair
+    both = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    write(source, "tokenizer_config.json", {"chat_template": both})
+    write(here, "tokenizer_config.json", {"chat_template": both[:1]})
+    _, (finding,) = alone("CK708", here, source_path=source)
+    assert (finding.expected, finding.actual) == ("the chat template 'tool_use' of the source", "missing")
+
+
+def test_another_tokenizer(pair: tuple[Path, Path], alone: RunAlone) -> None:
+    here, source = pair
+    write(here, "tokenizer.json", tokenizer(model={"vocab": WORDS | {"w4": 5, "w5": 4}}))
+    _, (finding,) = alone("CK708", here, source_path=source)
+    assert (finding.expected, finding.actual, finding.count) == (
+        "2 tokens of the source, such as 'w4'",
+        "another one",
+        2,
+    )
+    assert finding.file == str(here / "tokenizer.json")
+
+
+def test_a_tokenizer_that_was_lost(pair: tuple[Path, Path], alone: RunAlone) -> None:
+    here, source = pair
+    (here / "tokenizer.json").unlink()
+    found = alone("CK708", here, source_path=source)[1]
+    assert {(finding.actual, finding.file) for finding in found} == {("missing", str(here / "tokenizer.json"))}
+    assert [finding.count for finding in found] == [352]
+
+
+def test_a_source_without_a_tokenizer_gives_nothing_to_carry(releases: PathOf, hf: Path, alone: RunAlone) -> None:
+    assert alone("CK708", hf, source_path=releases("qwen2-tied")) == (None, [])
+    assert alone("CK708", hf) == (None, [])
+
+
+def test_a_source_tokenizer_that_cannot_be_read(pair: tuple[Path, Path], alone: RunAlone) -> None:
+    here, source = pair
+    (source / "tokenizer.json").write_text("{")
+    _, (finding,) = alone("CK708", here, source_path=source)
+    assert finding.expected == "files that can be read"
+
+
+# CK720
+
+
+@pytest.mark.parametrize(
+    "file", ["tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.txt", "tokenization_kimi.py", "tekken.json"]
+)
+def test_any_file_of_a_tokenizer_is_enough(file: str, releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    (path / "tokenizer_config.json").rename(path / file)
+    assert alone("CK720", path)[1] == []
+
+
+def test_no_tokenizer_at_all_is_a_warning_and_an_error_beside_a_source_that_has_one(
+    releases: PathOf, copy_of: CopyOf, alone: RunAlone, tmp_path: Path
+) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    (path / "tokenizer_config.json").unlink()
+    _, (finding,) = alone("CK720", path)
+    assert (finding.severity, finding.actual) == ("warning", "none")
+    _, (finding,) = alone("CK720", path, source_path=releases("qwen2-tied"))
+    assert (finding.severity, finding.hint) == ("error", f"copy the tokenizer files from {releases('qwen2-tied')}")
+    bare = tmp_path / "bare"
+    shutil.copytree(path, bare)
+    assert alone("CK720", path, source_path=bare)[1][0].severity == "warning"
+
+
+def test_megatron_needs_no_tokenizer(converted: PathOf, alone: RunAlone) -> None:
+    assert alone("CK720", converted("qwen2-tied")) == (None, [])

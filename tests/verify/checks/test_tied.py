@@ -1,0 +1,206 @@
+"""Tied models that ship `lm_head.weight`: sound where it repeats the embedding, wrong where it does not, open from headers alone."""
+
+from __future__ import annotations
+
+import filecmp
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from families import CASES
+from families.case import save
+from fixture_types import OnlyFinding, PathOf
+from tied import NAMES, add, one_bit_off, with_head
+
+from ckptkit.app.api import convert, quantize
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import INDEX
+from converters.planner import expected_hf, tied_head
+from quant.formats.scheme import QuantScheme
+from verify.launch.preflight import preflight
+from verify.report import Report
+from verify.run import verify
+
+HEAD, EMBEDDING = NAMES["qwen2-tied"]
+
+
+@pytest.fixture(scope="module", params=sorted(NAMES))
+def shipped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    root = tmp_path_factory.mktemp("tied")
+    save(request.param, CASES[request.param], root / "plain", torch.bfloat16)
+    return request.param, with_head(root / "plain", root / "shipped", request.param)
+
+
+def notes(report: Report) -> list[str]:
+    return list(report.facts.get("notes", []))
+
+
+def passes(report: Report) -> None:
+    assert [str(finding) for finding in report.findings] == []
+    assert report.status == "passed"
+
+
+def test_a_head_that_repeats_the_embedding_passes_with_a_note(shipped: tuple[str, Path]) -> None:
+    name, path = shipped
+    report = verify(path)
+    passes(report)
+    head, embedding = NAMES[name]
+    assert [
+        note
+        for note in notes(report)
+        if note.startswith(f"{head} is stored although tie_word_embeddings is true") and embedding in note
+    ]
+    assert [check.status for check in report.checks if check.code == "CK211"] == ["passed"]
+
+
+def test_a_head_that_repeats_the_embedding_comes_back_from_megatron(shipped: tuple[str, Path], tmp_path: Path) -> None:
+    """The same files, byte for byte, also where the release is no longer there."""
+    name, path = shipped
+    convert(path, tmp_path / "megatron")
+    passes(verify(tmp_path / "megatron", source=path))
+    convert(tmp_path / "megatron", tmp_path / "back")
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    assert filecmp.cmpfiles(path, tmp_path / "back", files, shallow=False) == (files, [], [])
+    assert NAMES[name][0] in models.tensors(tmp_path / "back")
+    passes(verify(tmp_path / "back", source=path))
+
+
+def test_either_side_may_lack_a_head_that_repeats_the_embedding(shipped: tuple[str, Path]) -> None:
+    _, path = shipped
+    passes(verify(path, source=path.parent / "plain"))
+    passes(verify(path.parent / "plain", source=path))
+
+
+def test_a_model_without_the_head_has_neither_note_nor_check(releases: PathOf) -> None:
+    report = verify(releases("qwen2-tied"))
+    assert notes(report) == []
+    assert "CK211" not in [check.code for check in report.checks]
+
+
+@pytest.fixture
+def stale(releases: PathOf, tmp_path: Path) -> Path:
+    """A release whose output layer is one bit off."""
+    release = releases("qwen2-tied")
+    return with_head(release, tmp_path / "stale", "qwen2-tied", one_bit_off(models.tensors(release)[EMBEDDING]))
+
+
+def test_a_head_that_differs_is_an_error(stale: Path, only: OnlyFinding) -> None:
+    finding = only(verify(stale))
+    assert (finding.code, finding.severity, finding.tensor) == ("CK211", "error", HEAD)
+    assert EMBEDDING in finding.expected
+    assert "tie_word_embeddings" in finding.hint
+
+
+def test_a_head_of_another_dtype_is_an_error(releases: PathOf, tmp_path: Path) -> None:
+    release = releases("qwen2-tied")
+    path = with_head(release, tmp_path / "wide", "qwen2-tied", models.tensors(release)[EMBEDDING].float())
+    assert "CK211" in [finding.code for finding in verify(path).findings]
+
+
+def test_a_head_of_another_shape_is_an_error_from_headers(releases: PathOf, tmp_path: Path) -> None:
+    path = with_head(releases("qwen2-tied"), tmp_path / "shorter", "qwen2-tied", torch.randn(340, 128).bfloat16())
+    for report in (verify(path), preflight(hf_checkpoint=path)):
+        assert ("CK105", HEAD) in [(finding.code, finding.tensor) for finding in report.findings]
+
+
+def test_a_head_that_differs_is_refused_by_convert(stale: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        CkptkitError, match=f"{HEAD} is not the same as {EMBEDDING}, but Megatron holds one tensor for both"
+    ) as refused:
+        convert(stale, tmp_path / "megatron")
+    assert "tie_word_embeddings" in str(refused.value.hint)
+    assert not (tmp_path / "megatron").exists()
+
+
+def test_headers_alone_make_it_a_note(stale: Path) -> None:
+    report = preflight(hf_checkpoint=stale)
+    assert [finding for finding in report.findings if finding.tensor == HEAD] == []
+    assert [note for note in notes(report) if note.startswith(f"{HEAD} is stored although tie_word_embeddings is true")]
+
+
+def test_a_head_of_the_source_that_differs_from_its_embedding_is_lost(stale: Path, releases: PathOf) -> None:
+    found = [(finding.code, finding.tensor) for finding in verify(releases("qwen2-tied"), source=stale).findings]
+    assert found == [("CK202", HEAD)]
+
+
+def test_quantize_leaves_the_head_as_it_is(releases: PathOf, tmp_path: Path) -> None:
+    path = with_head(releases("qwen2-tied"), tmp_path / "shipped", "qwen2-tied")
+    quantize(path, tmp_path / "int4", QuantScheme(32, "qmax7"))
+    assert torch.equal(models.tensors(tmp_path / "int4")[HEAD], models.tensors(path)[HEAD])
+    passes(verify(tmp_path / "int4", source=path))
+
+
+@pytest.mark.parametrize("shipping", ["source", "reference"])
+def test_quantize_like_a_reference_that_ships_it_otherwise(releases: PathOf, tmp_path: Path, shipping: str) -> None:
+    """The packed set is the reference's; a head that only one of the two ships is none of it."""
+    plain = releases("qwen2-tied")
+    path = with_head(plain, tmp_path / "shipped", "qwen2-tied")
+    source, reference = (path, plain) if shipping == "source" else (plain, path)
+    quantize(reference, tmp_path / "like", QuantScheme(32, "qmax7"))
+    quantize(source, tmp_path / "int4", QuantScheme(32, "qmax7"), like=tmp_path / "like")
+    assert (HEAD in models.tensors(tmp_path / "int4")) == (shipping == "source")
+    passes(verify(tmp_path / "int4", source=source))
+
+
+@pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_moe", "glm4_moe"])
+def test_sglang_loads_a_tied_model_with_its_head(
+    releases: PathOf, tmp_path: Path, edit_json: Callable[..., None], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang 0.5.16 drops the head of qwen2, whose class ties, and loads that of qwen3_moe and glm4_moe, whose classes never do."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    path = Path(shutil.copytree(releases(name), tmp_path / "tied"))
+    embedding = models.tensors(path)[EMBEDDING]
+    if HEAD in models.tensors(path):
+        models.edit(path, HEAD, embedding.clone())
+        edit_json(path / "config.json", tie_word_embeddings=True)
+    else:
+        add(path, HEAD, embedding.clone())
+    report = verify(path, against=frozenset({"sglang"}))
+    passes(report)
+    assert {
+        check.code: check.status for check in report.checks if check.code in ("CK501", "CK502", "CK503", "CK504")
+    } == dict.fromkeys(("CK501", "CK502", "CK503", "CK504"), "passed")
+
+
+def test_a_single_file_may_hold_the_head(releases: PathOf, tmp_path: Path) -> None:
+    """As Qwen3-0.6B: one model.safetensors and no index."""
+    models.save("qwen2-tied", tmp_path / "single", shard_size="1GB")
+    add(tmp_path / "single", HEAD, models.tensors(tmp_path / "single")[EMBEDDING].clone())
+    assert not (tmp_path / "single" / INDEX).exists()
+    passes(verify(tmp_path / "single"))
+
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+QWEN3 |= {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+    "architectures": ["Qwen3ForCausalLM"],
+}
+
+
+@pytest.mark.parametrize(
+    ("hidden", "ffn", "size"), [(1024, 3072, 1503264768), (2048, 6144, 4063479808)], ids=["Qwen3-0.6B", "Qwen3-1.7B"]
+)
+def test_published_sizes_count_the_head_that_is_shipped(hidden: int, ffn: int, size: int) -> None:
+    """What the published files hold: 311 tensors, of as many bytes as the header or the index says."""
+    config = QWEN3 | {"hidden_size": hidden, "intermediate_size": ffn}
+    tied = tied_head(config)
+    assert tied == (HEAD, EMBEDDING)
+    shapes = expected_hf(config)
+    shapes[HEAD] = shapes[EMBEDDING]
+    assert (len(shapes), sum(2 * prod(shape) for shape in shapes.values())) == (311, size)

@@ -1,0 +1,302 @@
+"""CK2xx: values are compared with a source in any combination of formats, and judged without one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from fixture_types import CodesOf, CopyOf, OnlyFinding, PathOf
+
+from ckptkit.app.api import convert
+from verify.report import Report
+from verify.run import verify
+
+BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
+
+
+def compared(report: Report, code: str) -> int:
+    return next(check.tensors_compared for check in report.checks if check.code == code)
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("direction", ["hf-hf", "hf-megatron", "megatron-hf", "megatron-megatron"])
+def test_the_same_model_in_any_two_formats(name: str, direction: str, releases: PathOf, converted: PathOf) -> None:
+    sides = {"hf": releases(name), "megatron": converted(name)}
+    checkpoint, source = (sides[side] for side in direction.split("-"))
+    report = verify(checkpoint, source=source)
+    assert report.findings == []
+    assert compared(report, "CK202") == len(models.tensors(releases(name)))
+
+
+@pytest.mark.parametrize("against", ["unfused", "megatron"])
+def test_fused_experts_are_compared_one_by_one(against: str, releases: PathOf, converted: PathOf) -> None:
+    source = releases("glm4_moe") if against == "unfused" else converted("glm4_moe")
+    report = verify(releases("glm4_moe", fused=True), source=source)
+    assert report.findings == []
+    assert compared(report, "CK202") == len(models.tensors(releases("glm4_moe")))
+
+
+@pytest.mark.parametrize(
+    ("name", "element"), [("model.layers.3.mlp.up_proj.weight", (5, 7)), ("model.norm.weight", (0,))]
+)
+def test_one_changed_element(
+    name: str, element: tuple[int, ...], releases: PathOf, converted: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    tensor = models.tensors(path)[name]
+    tensor[element] += 0.25
+    models.edit(path, name, tensor)
+    for source in (releases("qwen2-tied"), converted("qwen2-tied")):
+        finding = only(verify(path, source=source))
+        assert (finding.code, finding.tensor) == ("CK202", name)
+        assert f"1 of {tensor.numel()} elements" in finding.actual
+        assert "0.25" in finding.actual
+
+
+def test_a_changed_sign_of_zero_is_a_difference(releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
+    path, name = copy_of(releases("qwen2-tied")), "model.layers.0.mlp.up_proj.weight"
+    tensor = models.tensors(path)[name]
+    tensor[0, 0] = 0.0
+    models.edit(path, name, tensor)
+    source = shutil.copytree(path, path.with_name("source"))
+    tensor[0, 0] = -0.0
+    models.edit(path, name, tensor)
+    assert only(verify(path, source=source)).code == "CK202"
+
+
+def swap(path: Path, first: str, second: str) -> None:
+    found = models.tensors(path)
+    models.edit(path, first, found[second])
+    models.edit(path, second, found[first])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("model.layers.5.mlp.experts.3.gate_proj.weight", "model.layers.5.mlp.experts.3.up_proj.weight"),
+        ("model.layers.5.mlp.experts.3.up_proj.weight", "model.layers.5.mlp.experts.11.up_proj.weight"),
+        ("model.layers.10.self_attn.k_proj.weight", "model.layers.10.self_attn.v_proj.weight"),
+        ("model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight"),
+    ],
+)
+def test_a_swap_is_named(
+    first: str, second: str, releases: PathOf, converted: PathOf, copy_of: CopyOf, codes: CodesOf
+) -> None:
+    path = copy_of(releases("glm4_moe"))
+    swap(path, first, second)
+    report = verify(path, source=converted("glm4_moe"))
+    assert codes(report) == ["CK202"]
+    said = " ".join(finding.actual for finding in report.findings)
+    assert f"{first} holds the values of {second}" in said or f"{second} holds the values of {first}" in said
+    assert sum(finding.count for finding in report.findings) == 2
+
+
+def test_experts_shifted_by_one(releases: PathOf, copy_of: CopyOf, codes: CodesOf) -> None:
+    path = copy_of(releases("glm4_moe"))
+    found = models.tensors(path)
+    for expert in range(12):
+        models.edit(
+            path,
+            f"model.layers.2.mlp.experts.{expert}.down_proj.weight",
+            found[f"model.layers.2.mlp.experts.{(expert + 1) % 12}.down_proj.weight"],
+        )
+    report = verify(path, source=releases("glm4_moe"))
+    assert codes(report) == ["CK202"]
+    assert [(finding.tensor, finding.count) for finding in report.findings] == [
+        ("model.layers.2.mlp.experts.{0..11}.down_proj.weight", 12)
+    ]
+
+
+def test_two_exchanged_layers_are_one_finding_that_blames_no_pipeline_stage(
+    releases: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    for name in [name for name in models.tensors(path) if name.startswith("model.layers.3.")]:
+        swap(path, name, name.replace(".3.", ".8.", 1))
+    finding = only(verify(path, source=releases("qwen2-tied")))
+    assert (finding.code, finding.actual) == ("CK202", "layers 3 and 8 are exchanged")
+    assert "pipeline" not in finding.hint
+
+
+def test_the_hf_side_gives_the_config_where_megatron_has_none(
+    releases: PathOf, converted: PathOf, copy_of: CopyOf
+) -> None:
+    path = copy_of(converted("qwen2-tied"))
+    shutil.rmtree(path / "hf")
+    for checkpoint, source in (
+        (path, releases("qwen2-tied")),
+        (releases("qwen2-tied"), path),
+        (path / "release", releases("qwen2-tied")),
+    ):
+        report = verify(checkpoint, source=source)
+        assert report.findings == []
+        assert compared(report, "CK202") == 146
+        assert {check.status for check in report.checks} == {"passed"}
+
+
+def test_a_source_with_other_tensors(releases: PathOf) -> None:
+    report = verify(releases("qwen2-untied"), source=releases("qwen2-tied"))
+    assert ("CK202", "lm_head.weight") in [(finding.code, finding.tensor) for finding in report.findings]
+    report = verify(releases("qwen2-tied"), source=releases("qwen2-untied"))
+    assert ("CK202", "lm_head.weight") in [(finding.code, finding.tensor) for finding in report.findings]
+
+
+def test_another_dtype_is_a_warning_and_rounding_is_no_difference(
+    releases: PathOf, tmp_path: Path, codes: CodesOf
+) -> None:
+    convert(releases("qwen2-tied"), tmp_path / "half", dtype="float16")
+    report = verify(tmp_path / "half", source=releases("qwen2-tied"))
+    assert codes(report) == ["CK203"]
+    assert {(finding.severity, finding.expected, finding.actual) for finding in report.findings} == {
+        ("warning", "bfloat16", "float16")
+    }
+    assert sum(finding.count for finding in report.findings) == 146
+    assert report.status == "passed"
+
+
+def test_rounding_what_is_not_fp32_state_is_a_warning(tmp_path: Path, codes: CodesOf) -> None:
+    models.save("qwen2-tied", tmp_path / "wide", torch.float32)
+    convert(tmp_path / "wide", tmp_path / "narrow", dtype="bfloat16")
+    report = verify(tmp_path / "narrow", source=tmp_path / "wide")
+    assert codes(report) == ["CK203"]
+    assert {(finding.severity, finding.expected, finding.actual) for finding in report.findings} == {
+        ("warning", "float32", "bfloat16")
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_cast_that_is_never_legal(
+    dtype: torch.dtype, releases: PathOf, copy_of: CopyOf, alone: Callable[..., Any]
+) -> None:
+    path, name = copy_of(releases("qwen2-tied")), "model.layers.3.mlp.up_proj.weight"
+    models.edit(path, name, models.tensors(path)[name].to(dtype))
+    _, (finding,) = alone("CK203", path, source_path=releases("qwen2-tied"))
+    assert (finding.tensor, finding.severity) == (name, "error")
+    assert (finding.expected, finding.actual) == ("bfloat16", str(dtype).removeprefix("torch."))
+
+
+def test_fp32_state_rounded_to_bf16_is_an_error_with_the_values_lost(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("glm4_moe"))
+    first = models.tensors(path)[BIAS.format(2)]
+    for layer in range(2, 12):
+        models.edit(path, BIAS.format(layer), models.tensors(path)[BIAS.format(layer)].bfloat16())
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["metadata"]["total_size"] -= 10 * 12 * 2
+    index.write_text(json.dumps(content))
+    found = [finding for finding in verify(path, source=releases("glm4_moe")).findings if finding.code == "CK203"]
+    assert [(finding.severity, finding.tensor, finding.count) for finding in found] == [
+        ("error", BIAS.format("{2..11}"), 10)
+    ]
+    # Around 6.9 neighbouring bfloat16 values are 1/32 apart.
+    kept = {round(value * 32) for value in first.tolist()}
+    assert found[0].actual == f"bfloat16, 12 distinct values became {len(kept)} in {BIAS.format(2)}"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite(value: float, releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
+    path, name = copy_of(releases("qwen2-tied")), "model.layers.6.self_attn.v_proj.weight"
+    tensor = models.tensors(path)[name]
+    tensor[63, 127] = value
+    models.edit(path, name, tensor)
+    finding = only(verify(path))
+    assert (finding.code, finding.tensor) == ("CK204", name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "severity"),
+    [
+        ("model.layers.4.mlp.gate.weight", 0.0, "error"),
+        ("model.layers.4.mlp.experts.11.up_proj.weight", 0.5, "error"),
+        ("lm_head.weight", 0.0, "error"),
+        ("model.embed_tokens.weight", 0.0, "error"),
+        ("model.layers.4.post_attention_layernorm.weight", 0.0, "error"),
+        ("model.layers.4.post_attention_layernorm.weight", 2.0, "warning"),
+        ("model.layers.4.self_attn.q_proj.bias", 0.0, "warning"),
+        (BIAS.format(4), 0.0, "warning"),
+    ],
+)
+def test_a_constant_tensor(
+    name: str, value: float, severity: str, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    path = copy_of(releases("glm4_moe"))
+    models.edit(path, name, torch.full_like(models.tensors(path)[name], value))
+    report = verify(path)
+    finding = only(report)
+    assert (finding.code, finding.tensor, finding.severity) == ("CK205", name, severity)
+    assert report.status == ("failed" if severity == "error" else "passed")
+
+
+def test_norms_of_ones_are_how_training_starts(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("glm4_moe"))
+    for layer in range(12):
+        models.edit(path, f"model.layers.{layer}.input_layernorm.weight", torch.ones(128, dtype=torch.bfloat16))
+    assert verify(path).findings == []
+
+
+def test_rows_of_zeros_are_a_warning_except_in_the_vocabulary(
+    releases: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    path = copy_of(releases("glm4_moe"))
+    for name in ("model.layers.8.self_attn.o_proj.weight", "model.embed_tokens.weight"):
+        tensor = models.tensors(path)[name]
+        tensor[64:] = 0
+        models.edit(path, name, tensor)
+    finding = only(verify(path))
+    assert (finding.code, finding.tensor, finding.severity) == (
+        "CK205",
+        "model.layers.8.self_attn.o_proj.weight",
+        "warning",
+    )
+    assert finding.actual == "64 of 128 rows are all zero"
+
+
+def test_zeros_among_other_values_are_normal(releases: PathOf, copy_of: CopyOf) -> None:
+    path, name = copy_of(releases("qwen2-tied")), "model.layers.8.self_attn.o_proj.weight"
+    models.edit(path, name, models.tensors(path)[name].relu())
+    assert verify(path).findings == []
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ("model.layers.4.mlp.experts.2.up_proj.weight", "model.layers.4.mlp.experts.10.up_proj.weight"),
+        ("model.layers.4.self_attn.o_proj.weight", "model.layers.5.self_attn.o_proj.weight"),
+        ("model.layers.2.mlp.experts.2.up_proj.weight", "model.layers.11.mlp.experts.5.up_proj.weight"),
+    ],
+)
+def test_experts_and_layers_that_are_equal(
+    here: str, there: str, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    path = copy_of(releases("glm4_moe"))
+    models.edit(path, here, models.tensors(path)[there])
+    finding = only(verify(path))
+    assert (finding.code, finding.count) == ("CK206", 2)
+    assert (finding.tensor or "").startswith("model.layers.")
+
+
+def test_bytes_that_cannot_be_read_are_a_finding(converted: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(converted("qwen2-tied"))
+    file = path / "release" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    # The end of every zip names its entries; one that is damaged cannot be opened.
+    at = content.index(b"PK\x05\x06")
+    content[at : at + 4] = b"XXXX"
+    file.write_bytes(content)
+    report = verify(path)
+    assert [(finding.code, finding.count) for finding in report.findings] == [("CK201", 1)]
+    assert "__0_0.distcp" in report.findings[0].actual
+
+
+def test_megatron_alone_is_judged_too(releases: PathOf, copy_of: CopyOf, tmp_path: Path, only: OnlyFinding) -> None:
+    path = copy_of(releases("glm4_moe"))
+    models.edit(path, "model.layers.9.mlp.gate.weight", torch.zeros(12, 128, dtype=torch.bfloat16))
+    convert(path, tmp_path / "megatron")
+    finding = only(verify(tmp_path / "megatron"))
+    assert (finding.code, finding.tensor) == ("CK205", "decoder.layers.9.mlp.router.weight")

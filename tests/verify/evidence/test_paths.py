@@ -1,0 +1,93 @@
+"""How paths are understood: relative ones, `--hf`, files with Megatron's names in an HF directory, and what a launch makes of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from fixture_types import CopyOf, PathOf
+
+from ckptkit.core.errors import CkptkitError
+from verify.checks.witnesses.megatron import _never_asked_for
+from verify.evidence.subject import Subject
+from verify.launch.preflight import preflight
+from verify.run import verify
+from verify.witnesses.megatron.job import RankReport
+
+
+@pytest.mark.parametrize(
+    ("inside", "path"), [("release", "."), ("hf", "../release"), ("hf", "../hf/../release"), (".", "release")]
+)
+def test_the_config_beside_an_iteration_is_found_from_anywhere(
+    inside: str, path: str, converted: PathOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(converted("qwen2-tied") / inside)
+    report = verify(path)
+    assert report.findings == []
+    assert {check.status for check in report.checks} == {"passed"}
+
+
+def test_the_directory_above_the_working_one(converted: PathOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(converted("qwen2-tied") / "hf")
+    subject = Subject(Path(".."), source_path=Path("."), hf_path=Path("../hf"))
+    assert [subject.path, subject.source_path, subject.hf_path] == [
+        converted("qwen2-tied"),
+        *[converted("qwen2-tied") / "hf"] * 2,
+    ]
+
+
+@pytest.mark.parametrize("kind", ["megatron", "hf"])
+def test_hf_without_a_config_is_bad_input(kind: str, releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match=r"config\.json"):
+        verify(converted("qwen2-tied") if kind == "megatron" else releases("qwen2-tied"), hf=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "common.pt"])
+def test_an_hf_directory_with_a_file_that_megatron_has_too(name: str, releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    (path / name).write_text("{}")
+    assert Subject(path).kind == "hf"
+    assert verify(path).findings == []
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "common.pt"])
+def test_such_a_file_alone_is_what_is_left_of_a_megatron_directory(
+    name: str, converted: PathOf, copy_of: CopyOf
+) -> None:
+    path = copy_of(converted("qwen2-tied") / "release")
+    for file in path.iterdir():
+        if file.name != name:
+            os.remove(file)
+    assert Subject(path).kind == "megatron"
+
+
+@pytest.mark.parametrize(("inside", "said"), [(".", "a Megatron checkpoint"), ("release", "a Megatron checkpoint")])
+def test_an_engine_without_an_hf_directory_cannot_start(inside: str, said: str, converted: PathOf) -> None:
+    path = converted("qwen2-tied") / inside
+    lines = preflight(hf_checkpoint=path).facts["what would be loaded"]
+    assert lines == [f"rollout engine cannot start: --hf-checkpoint {path} is no HF directory: {said}"]
+
+
+def test_what_training_saves_beside_weights_is_not_missed(converted: PathOf) -> None:
+    beside = [
+        "chained_0.optimizer.state.exp_avg.decoder.x",
+        "optimizer.state.fp32_param.x",
+        "rng_state/shard_0_2",
+        "decoder.layers.0.x._extra_state/shard_0_1",
+    ]
+    report = RankReport(0, "0", 1, 1, 1, ((0,),), 1, (*beside, "decoder.layers.12.mlp.linear_fc2.weight"), (), (), ())
+    assert [finding.tensor for finding in _never_asked_for([report], set())] == [
+        "decoder.layers.12.mlp.linear_fc2.weight"
+    ]
+
+
+def test_verify_of_megatron_without_an_hf_config_is_inconclusive(converted: PathOf, copy_of: CopyOf) -> None:
+    """Nothing says what the model should be, so no name and no shape was held against anything."""
+    path = copy_of(converted("qwen2-tied"))
+    shutil.rmtree(path / "hf")
+    report = verify(path)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert all(reason.endswith("name the HF directory with --hf") for reason in report.reasons)
+    assert verify(path, hf=converted("qwen2-tied") / "hf").status == "passed"

@@ -1,0 +1,75 @@
+"""What could not be looked at: a skip says why, is counted, and is enough for `--strict` to exit 1; nothing compared is a failure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from fixture_types import CopyOf, PathOf
+
+from ckptkit.app.cli import cli
+from verify import check as checks
+from verify.check import Check, Tally
+from verify.evidence.subject import Subject
+from verify.report import Finding
+from verify.run import verify
+
+REASON = "common.pt holds no training arguments, which Megatron accepts"
+
+
+@pytest.fixture
+def without_arguments(converted: PathOf, copy_of: CopyOf) -> Path:
+    """A sound Megatron checkpoint of which CK114 and CK701 cannot say anything."""
+    path = copy_of(converted("qwen2-tied"))
+    common = torch.load(path / "release" / "common.pt", weights_only=False)
+    del common["args"]
+    torch.save(common, path / "release" / "common.pt")
+    return path
+
+
+@pytest.mark.parametrize("command", [["verify"], ["preflight", "--load"]])
+def test_a_skip_passes_unless_strict_is_asked_for(command: list[str], without_arguments: Path) -> None:
+    words = [*command, str(without_arguments)]
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    strict = CliRunner().invoke(cli, [*words, "--strict"])
+    assert strict.exit_code == 1
+    assert strict.stderr == "--strict: skipped CK114, CK701\n"
+    assert strict.stdout.startswith("PASSED")
+
+
+def test_a_skip_is_counted_with_its_reason(without_arguments: Path) -> None:
+    content = json.loads(CliRunner().invoke(cli, ["verify", str(without_arguments), "--json"]).stdout)
+    assert [(check["code"], check["reason"]) for check in content["checks"] if check["status"] == "skipped"] == [
+        ("CK114", REASON),
+        ("CK701", REASON),
+    ]
+    assert content["counts"]["skipped"] == 2
+    assert content["counts"]["passed"] == content["counts"]["checks"] - 2
+    assert (content["status"], content["findings"]) == ("passed", [])
+
+
+def test_strict_says_nothing_where_nothing_is_skipped(converted: PathOf) -> None:
+    strict = CliRunner().invoke(cli, ["verify", str(converted("qwen2-tied")), "--strict"])
+    assert (strict.exit_code, strict.stderr) == (0, "")
+
+
+def test_a_check_that_compared_nothing_fails_the_report(converted: PathOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a check among the others that has come to look at nothing; a warning alone is something found."""
+
+    def nothing(subject: Subject, tally: Tally) -> Iterator[Finding]:
+        yield from ()
+
+    def warning(subject: Subject, tally: Tally) -> Iterator[Finding]:
+        yield Finding("CK199", "a", "b", "c", severity="warning")
+
+    for run, status in ((nothing, "failed"), (warning, "passed")):
+        monkeypatch.setitem(checks._CHECKS, "CK199", Check("CK199", "looks at nothing", "why", "how", run))
+        report = verify(converted("qwen2-tied"))
+        assert report.status == status
+        assert next(check for check in report.checks if check.code == "CK199").status == status
+        assert [finding.code for finding in report.findings] == ["CK199"]
+    assert report.findings[0].severity == "warning"

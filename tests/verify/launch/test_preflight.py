@@ -1,0 +1,274 @@
+"""`preflight`: which weights each side of a launch would really load, by Megatron's and slime's rules."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from fixture_types import CopyOf, OnlyFinding, PathOf
+
+from ckptkit.core.errors import CkptkitError
+from verify.launch.preflight import preflight
+from verify.report import Report
+
+TRACKER = "latest_checkpointed_iteration.txt"
+NAME = "glm4_moe"
+
+
+@pytest.fixture
+def run_of(converted: PathOf, tmp_path: Path) -> Path:
+    """A training run's directory: iterations 10 and 20 of the model, the tracker at 20."""
+    root = tmp_path / "run"
+    for step in (10, 20):
+        shutil.copytree(converted(NAME) / "release", root / f"iter_{step:07d}")
+    shutil.copytree(converted(NAME) / "hf", root / "hf")
+    (root / TRACKER).write_text("20")
+    return root
+
+
+def loads(report: Report) -> list[str]:
+    return list(report.facts["what would be loaded"])
+
+
+def test_a_first_start(releases: PathOf, converted: PathOf) -> None:
+    reference = converted(NAME)
+    report = preflight(hf_checkpoint=releases(NAME), ref_load=reference, tp=2, pp=4, ep=4)
+    assert report.findings == []
+    assert report.status == "passed"
+    assert loads(report) == [
+        f"actor loads {reference / 'release'} (Megatron): --load is not given; the tracker of --ref-load says release",
+        f"reference loads {reference / 'release'} (Megatron): the tracker of --ref-load says release",
+        f"rollout engine loads {releases(NAME)} (HF): --hf-checkpoint",
+    ]
+
+
+def test_no_weight_is_read(releases: PathOf, converted: PathOf, run_of: Path) -> None:
+    report = preflight(hf_checkpoint=releases(NAME), load=run_of, ref_load=converted(NAME))
+    assert report.to_json()["counts"]["bytes_compared"] == 0
+    assert not [check.code for check in report.checks if check.code[:3] in ("CK2", "CK3", "CK4", "CK5", "CK6")]
+
+
+def test_a_resumed_run_loads_what_its_tracker_says(releases: PathOf, converted: PathOf, run_of: Path) -> None:
+    report = preflight(hf_checkpoint=releases(NAME), load=run_of, ref_load=converted(NAME))
+    assert report.findings == []
+    assert (
+        loads(report)[0] == f"actor loads {run_of / 'iter_0000020'} (Megatron): the tracker of --load says iter_0000020"
+    )
+    report = preflight(load=run_of, ckpt_step=10)
+    assert report.findings == []
+    assert loads(report) == [f"actor loads {run_of / 'iter_0000010'} (Megatron): --ckpt-step 10 of --load"]
+
+
+def test_step_zero_is_no_step(run_of: Path) -> None:
+    assert "iter_0000020" in loads(preflight(load=run_of, ckpt_step=0))[0]
+
+
+def test_a_step_that_is_not_there(run_of: Path, only: OnlyFinding) -> None:
+    report = preflight(load=run_of, ckpt_step=30)
+    finding = only(report)
+    assert finding.code == "CK713"
+    assert "iter_0000030" in finding.expected
+    assert finding.actual == "only iter_0000010, iter_0000020"
+    assert loads(report) == [f"actor cannot start: Megatron stops: {run_of / 'iter_0000030'} is not there"]
+
+
+def test_a_save_directory_that_is_not_there_yet_is_a_warning(
+    converted: PathOf, tmp_path: Path, only: OnlyFinding
+) -> None:
+    report = preflight(load=tmp_path / "save", ref_load=converted(NAME))
+    finding = only(report)
+    assert (finding.code, finding.severity, finding.file) == ("CK711", "warning", str(tmp_path / "save"))
+    assert report.status == "passed"
+    assert "so --ref-load is taken" in loads(report)[0]
+
+
+def test_and_an_error_where_there_is_nothing_to_fall_back_to(tmp_path: Path, only: OnlyFinding) -> None:
+    report = preflight(load=tmp_path / "save")
+    assert (only(report).code, only(report).severity) == ("CK711", "error")
+    assert loads(report) == [
+        f"actor cannot start: --load {tmp_path / 'save'} holds no checkpoint and --ref-load is not given, so slime and miles stop"
+    ]
+
+
+def test_a_run_whose_tracker_is_missing(run_of: Path, converted: PathOf, only: OnlyFinding) -> None:
+    (run_of / TRACKER).unlink()
+    report = preflight(load=run_of, ref_load=converted(NAME))
+    finding = only(report)
+    assert (finding.code, finding.severity) == ("CK711", "error")
+    assert "iter_0000010, iter_0000020 but no tracker" in finding.actual
+    assert str(converted(NAME) / "release") in loads(report)[0]
+
+
+def test_an_iteration_instead_of_its_parent(run_of: Path, converted: PathOf, only: OnlyFinding) -> None:
+    finding = only(preflight(load=run_of / "iter_0000010", ref_load=converted(NAME)))
+    assert (finding.code, finding.severity) == ("CK711", "error")
+    assert finding.hint.startswith(f"give its parent: --load {run_of} --ckpt-step 10 (verl loads it itself")
+
+
+def test_a_reference_iteration_instead_of_its_parent(converted: PathOf, only: OnlyFinding) -> None:
+    report = preflight(ref_load=converted(NAME) / "release")
+    finding = only(report)
+    assert finding.code == "CK712"
+    assert finding.hint.startswith(f"give its parent: --ref-load {converted(NAME)} (verl loads it itself")
+    # slime and miles know an iteration by its name alone, and release/ is no such name.
+    said = "cannot start: {}--ref-load {} has no tracker; slime and miles stop, since they read it as an HF directory"
+    path = converted(NAME) / "release"
+    assert [line.partition("; Megatron-LM")[0] for line in loads(report)] == [
+        "actor " + said.format("--load is not given; ", path),
+        "reference " + said.format("", path),
+    ]
+
+
+def test_a_reference_called_iteration_is_random_in_megatron(run_of: Path, only: OnlyFinding) -> None:
+    """slime hands a directory of this name to Megatron, which finds no tracker in it, prints a warning and goes on."""
+    path = run_of / "iter_0000010"
+    report = preflight(ref_load=path)
+    assert only(report).code == "CK712"
+    said = f"starts from RANDOM weights: {{}}--ref-load {path} has no tracker; Megatron finds no tracker and only prints a warning"
+    assert loads(report) == ["actor " + said.format("--load is not given; "), "reference " + said.format("")]
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_an_empty_reference_stops_the_trainers(made: bool, tmp_path: Path, only: OnlyFinding) -> None:
+    path = tmp_path / "save"
+    if made:
+        path.mkdir()
+    report = preflight(ref_load=path)
+    assert only(report).code == "CK712"
+    assert (
+        loads(report)[1]
+        == f"reference cannot start: --ref-load {path} has no tracker; slime and miles stop, since it is empty or not there"
+    )
+
+
+def test_a_step_does_not_replace_a_release(converted: PathOf) -> None:
+    """Megatron's name for the directory of a release does not have the step in it."""
+    report = preflight(ref_load=converted(NAME), ckpt_step=10)
+    assert report.findings == []
+    assert all("the tracker of --ref-load says release" in line for line in loads(report))
+
+
+def test_a_step_counts_for_the_reference_too(run_of: Path, converted: PathOf, tmp_path: Path) -> None:
+    other = shutil.copytree(run_of, tmp_path / "other")
+    shutil.rmtree(other / "iter_0000010")
+    report = preflight(load=run_of, ref_load=other, ckpt_step=10)
+    assert [(finding.code, finding.actual) for finding in report.findings] == [("CK713", "only iter_0000020")]
+    assert loads(report)[1] == f"reference cannot start: Megatron stops: {other / 'iter_0000010'} is not there"
+
+
+def verl(role: str, path: Path) -> list[str]:
+    prefix = f"actor_rollout_ref.{role}.megatron"
+    return [f"{prefix}.use_dist_checkpointing=True", f"{prefix}.dist_checkpointing_path={path}"]
+
+
+def test_verl_loads_a_directory_without_a_tracker(releases: PathOf, converted: PathOf) -> None:
+    """Its `load_mcore_dist_weights` gives dist_checkpointing_path itself to Megatron's `dist_checkpointing.load`."""
+    path = converted(NAME) / "release"
+    report = preflight(
+        hf_checkpoint=releases(NAME), load=path, ref_load=path, arguments=[*verl("actor", path), *verl("ref", path)]
+    )
+    assert (report.status, report.findings, list(report.reasons)) == ("passed", [], [])
+    assert loads(report)[:2] == [
+        f"actor loads {path} (Megatron): verl loads the directory of --load itself",
+        f"reference loads {path} (Megatron): verl loads the directory of --ref-load itself",
+    ]
+
+
+def test_verl_with_overrides_that_are_not_read_is_inconclusive(converted: PathOf) -> None:
+    path = converted(NAME) / "release"
+    report = preflight(
+        load=path, arguments=[*verl("actor", path), "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=5"]
+    )
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert report.facts["not read"] == [
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=5: an override of a configuration file"
+    ]
+    # Another directory than the one that was looked at, or a switch that is off.
+    assert preflight(load=path, arguments=verl("actor", path.parent)).status == "inconclusive"
+    assert preflight(load=path, arguments=verl("actor", path)[1:]).status == "inconclusive"
+
+
+def test_verl_does_not_follow_a_tracker(converted: PathOf, only: OnlyFinding) -> None:
+    root = converted(NAME)
+    report = preflight(load=root, arguments=verl("actor", root))
+    assert (only(report).code, only(report).actual, only(report).hint) == (
+        "CK711",
+        "a directory of iterations",
+        f"give the iteration: --load {root / 'release'}",
+    )
+
+
+def test_verl_with_a_directory_that_is_none(tmp_path: Path, only: OnlyFinding) -> None:
+    assert only(preflight(ref_load=tmp_path / "nowhere", arguments=verl("ref", tmp_path / "nowhere"))).code == "CK712"
+
+
+def test_a_reference_that_is_not_there(tmp_path: Path, only: OnlyFinding) -> None:
+    assert only(preflight(ref_load=tmp_path / "nowhere")).code == "CK712"
+
+
+@pytest.mark.parametrize("text", ["30", "soon"])
+def test_a_tracker_that_names_nothing(text: str, run_of: Path, only: OnlyFinding) -> None:
+    (run_of / TRACKER).write_text(text)
+    finding = only(preflight(load=run_of))
+    assert (finding.code, finding.file) == ("CK711", str(run_of / TRACKER))
+
+
+def test_an_hf_directory_as_load(releases: PathOf, only: OnlyFinding) -> None:
+    report = preflight(hf_checkpoint=releases(NAME), load=releases(NAME))
+    assert report.findings == []
+    assert loads(report)[0] == f"actor loads {releases(NAME)} (HF): --load has no tracker but a supported config.json"
+
+
+def test_a_megatron_directory_as_hf_checkpoint(converted: PathOf, only: OnlyFinding) -> None:
+    finding = only(preflight(hf_checkpoint=converted(NAME)))
+    assert (finding.code, finding.actual) == ("CK714", "a Megatron checkpoint")
+
+
+def test_trainer_and_engine_of_different_sizes(releases: PathOf, converted: PathOf) -> None:
+    report = preflight(hf_checkpoint=releases("qwen2-untied"), ref_load=converted("qwen2-tied"))
+    assert report.status == "failed"
+    found = [(finding.code, finding.expected, finding.actual) for finding in report.findings]
+    assert (
+        "CK701",
+        "untie_embeddings_and_output_weights = True",
+        "untie_embeddings_and_output_weights = False",
+    ) in found
+
+
+def test_arguments_are_held_against_the_engines_config(releases: PathOf, run_of: Path, only: OnlyFinding) -> None:
+    for step in (10, 20):
+        path = run_of / f"iter_{step:07d}" / "common.pt"
+        common = torch.load(path, weights_only=False)
+        common["args"] = Namespace(**(vars(common["args"]) | {"moe_router_topk": 2}))
+        torch.save(common, path)
+    finding = only(preflight(hf_checkpoint=releases(NAME), load=run_of))
+    assert (finding.code, finding.expected, finding.actual) == ("CK701", "moe_router_topk = 3", "moe_router_topk = 2")
+
+
+def test_broken_files_are_found_on_every_side(
+    releases: PathOf, converted: PathOf, copy_of: CopyOf, run_of: Path
+) -> None:
+    hf = copy_of(releases(NAME))
+    shard = sorted(hf.glob("*.safetensors"))[3]
+    shard.unlink()
+    distcp = run_of / "iter_0000020" / "__0_0.distcp"
+    distcp.unlink()
+    report = preflight(hf_checkpoint=hf, load=run_of)
+    assert {(finding.code, finding.file) for finding in report.findings} == {
+        ("CK102", str(shard)),
+        ("CK112", str(distcp)),
+    }
+    assert report.status == "failed"
+
+
+def test_parallel_sizes(releases: PathOf, only: OnlyFinding) -> None:
+    finding = only(preflight(hf_checkpoint=releases(NAME), ep=5))
+    assert (finding.code, finding.actual) == ("CK703", "the number of experts = 12")
+
+
+def test_nothing_given_is_bad_usage() -> None:
+    with pytest.raises(CkptkitError, match="nothing"):
+        preflight()

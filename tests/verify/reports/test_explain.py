@@ -1,0 +1,67 @@
+"""`explain`: every check says why it matters and what to do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ckptkit.core.errors import CkptkitError
+from verify.check import all_checks
+from verify.explain import explain
+
+MINE = [
+    *("CK101", "CK102", "CK103", "CK104", "CK105", "CK106", "CK107", "CK108", "CK110"),
+    *("CK111", "CK112", "CK113", "CK114", "CK115", "CK116", "CK117"),
+    *("CK201", "CK202", "CK203", "CK204", "CK205", "CK206"),
+    *("CK301", "CK302", "CK303", "CK304", "CK305", "CK306", "CK307", "CK308"),
+    *(
+        "CK701",
+        "CK702",
+        "CK703",
+        "CK704",
+        "CK705",
+        "CK706",
+        "CK707",
+        "CK708",
+        "CK709",
+        "CK711",
+        "CK712",
+        "CK713",
+        "CK714",
+        "CK715",
+        "CK716",
+        "CK717",
+        "CK720",
+    ),
+]
+
+
+def test_every_code_is_known_once_and_in_order() -> None:
+    codes = [check.code for check in all_checks()]
+    assert codes == sorted(set(codes))
+    assert set(MINE) <= set(codes)
+    assert all(re.fullmatch(r"CK[1-7]\d\d", code) for code in codes)
+
+
+def test_every_check_explains_itself() -> None:
+    for check in all_checks():
+        text = explain(check.code)
+        assert text.splitlines()[0] == f"{check.code}: {check.title}"
+        assert len(check.rationale) > 40
+        assert len(check.fix) > 20
+        assert check.rationale in text
+        assert check.fix in text
+
+
+def test_case_and_blanks_do_not_matter() -> None:
+    assert explain(" ck301 ") == explain("CK301")
+    assert "router" in explain("CK301")
+
+
+@pytest.mark.parametrize("code", ["CK999", "", "301", "router"])
+def test_an_unknown_code_lists_the_known_ones(code: str) -> None:
+    with pytest.raises(CkptkitError) as error:
+        explain(code)
+    assert repr(code) in error.value.message
+    assert "CK101, CK102" in (error.value.hint or "")

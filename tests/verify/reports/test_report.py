@@ -1,0 +1,345 @@
+"""The report as data, as JSON (a contract) and as text."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from fixture_types import CopyOf, PathOf
+from rich.console import Console
+
+from verify.check import Check, Run, Skip, Tally, Unable, run_checks
+from verify.evidence.subject import Subject
+from verify.report import CheckResult, Finding, Report
+from verify.reports import text_of as text_in
+from verify.reports.render import render
+from verify.run import verify
+
+FINDING = Finding(
+    "CK203",
+    "float32",
+    "bfloat16",
+    "convert again",
+    "model.layers.{2..11}.mlp.gate.e_score_correction_bias",
+    10,
+    "/data/model-00001.safetensors",
+    "tp0pp1",
+)
+REPORT = Report(
+    version="0.1.0",
+    command=("ckptkit", "verify", "/data/a"),
+    checkpoint="/data/a",
+    source="/data/b",
+    checks=(
+        CheckResult("CK101", "config", "passed", None, 3, 0, 0.125),
+        CheckResult("CK203", "dtypes", "failed", None, 10, 480, 1.5),
+        CheckResult("CK501", "engine", "skipped", "sglang is not installed"),
+    ),
+    findings=(FINDING, Finding("CK107", "one dtype", "two", "look", severity="warning")),
+    facts={"pipeline stages": ["stage 0: layers {0..5}", "stage 1: layers {6..11}"]},
+)
+
+
+def test_json_is_the_contract() -> None:
+    content = json.loads(json.dumps(REPORT.to_json()))
+    assert content["schema"] == "ckptkit-report/2"
+    assert content["version"] == "0.1.0"
+    assert content["command"] == ["ckptkit", "verify", "/data/a"]
+    assert content["checkpoint"] == "/data/a"
+    assert content["source"] == "/data/b"
+    assert content["status"] == "failed"
+    assert content["reasons"] == []
+    assert content["counts"] == {
+        "checks": 3,
+        "passed": 1,
+        "failed": 1,
+        "skipped": 1,
+        "tensors_compared": 13,
+        "bytes_compared": 480,
+    }
+    assert content["checks"] == [
+        {
+            "code": "CK101",
+            "title": "config",
+            "status": "passed",
+            "reason": None,
+            "tensors_compared": 3,
+            "seconds": 0.125,
+        },
+        {
+            "code": "CK203",
+            "title": "dtypes",
+            "status": "failed",
+            "reason": None,
+            "tensors_compared": 10,
+            "seconds": 1.5,
+        },
+        {
+            "code": "CK501",
+            "title": "engine",
+            "status": "skipped",
+            "reason": "sglang is not installed",
+            "tensors_compared": 0,
+            "seconds": 0.0,
+        },
+    ]
+    assert content["findings"] == [
+        {
+            "code": "CK203",
+            "severity": "error",
+            "tensor": "model.layers.{2..11}.mlp.gate.e_score_correction_bias",
+            "count": 10,
+            "file": "/data/model-00001.safetensors",
+            "rank": "tp0pp1",
+            "expected": "float32",
+            "actual": "bfloat16",
+            "hint": "convert again",
+        },
+        {
+            "code": "CK107",
+            "severity": "warning",
+            "tensor": None,
+            "count": 1,
+            "file": None,
+            "rank": None,
+            "expected": "one dtype",
+            "actual": "two",
+            "hint": "look",
+        },
+    ]
+    assert content["facts"] == {"pipeline stages": ["stage 0: layers {0..5}", "stage 1: layers {6..11}"]}
+    assert set(content) == {
+        "schema",
+        "version",
+        "command",
+        "checkpoint",
+        "source",
+        "status",
+        "reasons",
+        "counts",
+        "checks",
+        "findings",
+        "facts",
+        "heat",
+    }
+
+
+def test_a_real_report_keeps_the_contract(releases: PathOf, converted: PathOf) -> None:
+    content = json.loads(
+        json.dumps(
+            verify(converted("qwen2-tied"), source=releases("qwen2-tied"), command=["ckptkit", "verify"]).to_json()
+        )
+    )
+    assert (content["status"], content["findings"], content["command"]) == ("passed", [], ["ckptkit", "verify"])
+    assert content["source"] == str(releases("qwen2-tied"))
+    assert {check["status"] for check in content["checks"]} == {"passed"}
+    assert all(check["tensors_compared"] > 0 for check in content["checks"])
+    assert content["counts"]["checks"] == len(content["checks"]) == content["counts"]["passed"]
+    assert content["version"][0].isdigit()
+
+
+def test_warnings_alone_pass() -> None:
+    checks = (CheckResult("CK107", "dtypes", "passed"),)
+    warned = replace(REPORT, checks=checks, findings=(REPORT.findings[1],))
+    assert warned.status == "passed"
+    assert replace(warned, findings=REPORT.findings).status == "failed"
+
+
+def nothing(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    yield from ()
+
+
+def skipping(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    raise Skip("no GPU")
+    yield
+
+
+def failing(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    tally.compared(8)
+    yield Finding("CK102", "a", "b", "c")
+
+
+def test_a_check_that_compared_nothing_fails() -> None:
+    outcome = run_checks(Subject(Path("x")), [Check("CK999", "t", "r", "f", nothing)])
+    results, findings = outcome.checks, outcome.findings
+    assert [result.status for result in results] == ["failed"]
+    assert [finding.code for finding in findings] == ["CK999"]
+
+
+def test_a_skip_keeps_its_reason_and_headers_that_fail_skip_the_rest() -> None:
+    checks = [
+        Check(code, "t", "r", "f", run)
+        for code, run in [("CK101", skipping), ("CK102", failing), ("CK201", failing), ("CK701", failing)]
+    ]
+    outcome = run_checks(Subject(Path("x")), checks)
+    results = outcome.checks
+    assert [(result.status, result.reason) for result in results] == [
+        ("skipped", "no GPU"),
+        ("failed", None),
+        ("skipped", "not run because CK102 failed"),
+        ("failed", None),
+    ]
+
+
+def passing(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    tally.compared(1)
+    yield from ()
+
+
+def unable(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    raise Unable("no GPU")
+    yield
+
+
+def breaking(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    tally.compared(1)
+    raise KeyError("a name of ours")
+    yield
+
+
+def warning(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    tally.compared(1)
+    yield replace(FINDING, severity="warning")
+
+
+def report_of(*runs: Run) -> Report:
+    """The report of checks that run these functions."""
+    outcome = run_checks(
+        Subject(Path("x")), [Check(f"CK7{index:02}", "t", "r", "f", run) for index, run in enumerate(runs)]
+    )
+    return replace(
+        REPORT, checks=outcome.checks, findings=outcome.findings, facts=outcome.facts, reasons=outcome.reasons
+    )
+
+
+def test_report_with_a_check_that_could_not_look_is_inconclusive() -> None:
+    report = report_of(passing, unable, unable)
+    assert report.status == report.to_json()["status"] == "inconclusive"
+    assert report.to_json()["reasons"] == ["CK701, CK702: no GPU"]
+    assert text_of(report).splitlines()[:2] == [
+        "INCONCLUSIVE  /data/a against /data/b",
+        "  not looked at: CK701, CK702: no GPU",
+    ]
+
+
+def test_report_with_an_error_of_our_own_is_inconclusive_and_says_where() -> None:
+    report = report_of(passing, breaking)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    (reason,) = report.reasons
+    assert reason.startswith(
+        "CK701: an error inside this check, which says nothing of the checkpoint: KeyError: 'a name of ours' (test_report.py:"
+    )
+
+
+def test_report_with_findings_stays_failed_where_something_was_not_looked_at() -> None:
+    report = report_of(failing, unable)
+    assert report.status == "failed"
+    assert "not looked at: CK701: no GPU" in text_of(report)
+
+
+def test_report_that_only_skips_what_nobody_asked_for_passes() -> None:
+    assert report_of(passing, skipping).status == "passed"
+
+
+def test_verdict_counts_warnings() -> None:
+    assert text_of(report_of(warning, warning)).startswith("PASSED with 2 warnings  /data/a")
+
+
+def test_inconclusive_report_is_an_error_in_junit_and_an_unsuccessful_run_in_sarif() -> None:
+    report = report_of(passing, unable)
+    suite = ElementTree.fromstring(text_in(report, ".xml"))[0]  # noqa: S314 - our own text
+    assert (suite.get("tests"), suite.get("errors"), suite.get("failures")) == ("3", "1", "0")
+    (error,) = suite.iter("error")
+    assert error.get("message") == "no GPU"
+    (invocation,) = json.loads(text_in(report, ".sarif"))["runs"][0]["invocations"]
+    assert invocation["executionSuccessful"] is False
+    assert invocation["toolExecutionNotifications"][0] == {
+        "level": "error",
+        "message": {"text": "not looked at: CK701: no GPU"},
+    }
+
+
+def test_inconclusive_report_says_why_at_the_top_of_every_page() -> None:
+    report = report_of(passing, unable)
+    for ending in (".md", ".html"):
+        text = text_in(report, ending)
+        assert 0 < text.index("INCONCLUSIVE") < text.index("CK701: no GPU") < text.index("CK700")
+
+
+def test_note_is_a_fact_and_no_finding() -> None:
+    def noting(subject: Subject, tally: Tally) -> Iterator[Finding]:
+        tally.compared(1)
+        tally.note("the head is the embedding")
+        yield from ()
+
+    report = report_of(noting, noting)
+    assert (report.status, report.facts) == ("passed", {"notes": ["the head is the embedding"]})
+
+
+def text_of(report: Report, width: int | None = 80) -> str:
+    stream = io.StringIO()
+    render(report, Console(file=stream, width=width, highlight=False))
+    return stream.getvalue()
+
+
+def test_text_says_status_first_and_everything_else_below() -> None:
+    text = text_of(REPORT)
+    lines = text.splitlines()
+    assert lines[0] == "FAILED with 1 warning  /data/a against /data/b"
+    assert lines[1] == "3 checks: 1 passed, 1 failed, 1 skipped; 13 comparisons, 480 bytes"
+    order = [
+        "CK101",
+        "CK203",
+        "CK501",
+        "CK203 error: dtypes",
+        "CK107 warning:",
+        "pipeline stages",
+        "stage 1: layers {6..11}",
+    ]
+    places = [text.index(part, 40) for part in order]
+    assert places == sorted(places)
+    for part in (
+        "sglang is not installed",
+        "(10 tensors)",
+        "tp0pp1",
+        "float32",
+        "bfloat16",
+        "convert again",
+        "/data/model-00001.safetensors",
+    ):
+        assert part in text
+
+
+def test_text_fits_eighty_columns_and_loses_nothing(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("glm4_moe"))
+    shard = sorted(path.glob("*.safetensors"))[4]
+    os.truncate(shard, shard.stat().st_size - 1)
+    report = verify(path)
+    text = text_of(report)
+    assert all(len(line) <= 80 for line in text.splitlines()[1:])
+    joined = "".join(text.split())
+    for finding in report.findings:
+        for part in (finding.expected, finding.actual, finding.hint, finding.file or ""):
+            assert "".join(part.split()) in joined
+    assert "\x1b" not in text
+
+
+def test_text_is_plain_when_piped(capsys: pytest.CaptureFixture[str]) -> None:
+    render(REPORT)
+    out = capsys.readouterr().out
+    assert out.startswith("FAILED with 1 warning  /data/a")
+    assert "\x1b" not in out
+
+
+def test_brackets_in_messages_are_no_markup() -> None:
+    finding = Finding("CK105", "shape [12, 128]", "shape [/bold] [11, 128]", "look")
+    text = text_of(replace(REPORT, findings=(finding,), facts={"[red]": ["[12]"]}))
+    assert "shape [/bold] [11, 128]" in text
+    assert "[red]" in text
+    assert "[12]" in text

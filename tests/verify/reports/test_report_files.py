@@ -1,0 +1,266 @@
+"""The report as Markdown, JUnit, SARIF and HTML, by hand-written expectations; what cannot be written is refused before the work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+from fixture_types import CopyOf, PathOf
+
+from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
+from verify.report import CheckResult, Finding, Report
+from verify.reports import FORMATS, fault_of, text_of, write_report
+
+REPORT = Report(
+    version="0.1.0",
+    command=("ckptkit", "verify", "/data/a b"),
+    checkpoint="/data/a b",
+    source="/data/b",
+    checks=(
+        CheckResult("CK101", "config.json describes a supported model", "passed", None, 3, 0, 0.125),
+        CheckResult("CK203", "dtypes | are kept", "failed", None, 10, 480, 1.5),
+        CheckResult("CK501", "SGLang loads the checkpoint", "skipped", "sglang is not installed"),
+    ),
+    findings=(
+        Finding(
+            "CK203",
+            "float32",
+            "bfloat16",
+            "convert <again>",
+            "model.layers.{2..11}.mlp.gate.bias",
+            10,
+            "/data/a b/1.safetensors",
+            "tp0pp1",
+        ),
+        Finding("CK101", "one \x1b[31mdtype", "two", "look", severity="warning"),
+    ),
+    facts={"pipeline stages": ["stage 0: layers {0..5}"]},
+)
+
+
+def test_markdown() -> None:
+    lines = text_of(REPORT, ".md").splitlines()
+    assert lines[:5] == [
+        "# ckptkit: FAILED with 1 warning",
+        "",
+        "`/data/a b` against `/data/b`",
+        "",
+        "3 checks: 1 passed, 1 failed, 1 skipped; 13 comparisons, 480 bytes.",
+    ]
+    assert "| CK203 | dtypes \\| are kept | failed | 10 | 1.5 |" in lines
+    assert "| CK501 | SGLang loads the checkpoint (sglang is not installed) | skipped | 0 | 0.0 |" in lines
+    start = lines.index("## CK203 error: dtypes \\| are kept")
+    assert lines[start + 2 : start + 8] == [
+        "- **CK203-1** `model.layers.{2..11}.mlp.gate.bias` (10 tensors)",
+        "  - file: `/data/a b/1.safetensors`",
+        "  - rank: tp0pp1",
+        "  - expected: float32",
+        "  - actual: bfloat16",
+        "  - next: convert \\<again\\>",
+    ]
+    assert "  - expected: one \\\\x1b\\[31mdtype" in lines
+
+
+def test_junit() -> None:
+    suite = ElementTree.fromstring(text_of(REPORT, ".xml")).find("testsuite")  # noqa: S314 - our own
+    assert suite is not None
+    assert {key: suite.get(key) for key in ("tests", "failures", "errors", "skipped", "time")} == {
+        "tests": "3",
+        "failures": "1",
+        "errors": "0",
+        "skipped": "1",
+        "time": "1.625",
+    }
+    passed, failed, skipped = suite.findall("testcase")
+    assert (passed.get("classname"), passed.get("name"), passed.get("time")) == (
+        "ckptkit.files",
+        "CK101 config.json describes a supported model",
+        "0.125",
+    )
+    assert (passed.find("failure"), passed.findtext("system-out")) == (
+        None,
+        "CK101-1 warning\n  expected: one \\x1b[31mdtype\n  actual: two\n  next: look",
+    )
+    failure = failed.find("failure")
+    assert failure is not None
+    assert (failure.get("type"), failure.get("message")) == ("CK203", "1 finding")
+    assert failure.text == (
+        "CK203-1 error: model.layers.{2..11}.mlp.gate.bias (10 tensors)\n  file: /data/a b/1.safetensors\n  rank: tp0pp1\n"
+        "  expected: float32\n  actual: bfloat16\n  next: convert <again>"
+    )
+    reason = skipped.find("skipped")
+    assert reason is not None
+    assert reason.get("message") == "sglang is not installed"
+
+
+def test_sarif() -> None:
+    content = json.loads(text_of(REPORT, ".sarif"))
+    assert (content["version"], len(content["runs"])) == ("2.1.0", 1)
+    (run,) = content["runs"]
+    assert run["tool"]["driver"]["name"] == "ckptkit"
+    assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == ["CK101", "CK203", "CK501"]
+    assert all(rule["help"]["text"] and rule["fullDescription"]["text"] for rule in run["tool"]["driver"]["rules"])
+    assert run["invocations"] == [
+        {
+            "executionSuccessful": True,
+            "arguments": ["verify", "/data/a b"],
+            "toolExecutionNotifications": [
+                {
+                    "level": "note",
+                    "message": {"text": "CK501 was skipped: sglang is not installed"},
+                    "associatedRule": {"id": "CK501"},
+                }
+            ],
+        }
+    ]
+    assert run["results"][0] == {
+        "ruleId": "CK203",
+        "ruleIndex": 1,
+        "level": "error",
+        "message": {
+            "text": "model.layers.{2..11}.mlp.gate.bias (10 tensors): expected float32, found bfloat16 on rank tp0pp1. Next: convert <again>"
+        },
+        "locations": [
+            {
+                "physicalLocation": {"artifactLocation": {"uri": "file:///data/a%20b/1.safetensors"}},
+                "logicalLocations": [{"fullyQualifiedName": "model.layers.{2..11}.mlp.gate.bias", "kind": "object"}],
+            }
+        ],
+        "properties": {"anchor": "CK203-1", "count": 10},
+    }
+    assert run["results"][1]["level"] == "warning"
+
+
+def test_html_needs_nothing_else_and_escapes() -> None:
+    """test_report_page.py looks at it in a browser."""
+    page = text_of(REPORT, ".html")
+    assert "default-src 'none'" in page
+    assert not any(mark in page for mark in ("http://", "https://", " src=", "<link", "\x1b"))
+    assert "convert &lt;again&gt;" in page
+    assert 'id="CK203-1"' in page
+
+
+def test_json_is_what_the_command_prints() -> None:
+    assert json.loads(text_of(REPORT, ".json")) == REPORT.to_json()
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+@pytest.mark.parametrize("before", ["nothing", "empty", "a report", "a report that passed"])
+def test_report_over_a_report_or_nothing_is_written_whole(tmp_path: Path, ending: str, before: str) -> None:
+    path = tmp_path / f"report{ending}"
+    old = {
+        "empty": "",
+        "a report": text_of(REPORT, ending),
+        "a report that passed": text_of(replace(REPORT, checks=(), findings=()), ending),
+    }
+    if before in old:
+        path.write_text(old[before], encoding="utf-8")
+    write_report(REPORT, path)
+    assert path.read_text(encoding="utf-8") == text_of(REPORT, ending)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# What stands under these names in checkpoints and projects, and is no report.
+PRECIOUS = {
+    ".json": '{"model_type": "qwen3", "schema": "ckptkit-report/2"}',
+    ".md": "# ckptkit: the notes of a user who PASSED\n",
+    ".xml": '<?xml version="1.0"?>\n<testsuites>\n  <testsuite name="pytest" tests="1">\n',
+    ".sarif": '{"$schema": "https://x", "version": "2.1.0", "runs": [{"tool": {"driver": {"name": "CodeQL"}}}]}',
+    ".html": '<!DOCTYPE html>\n<html lang="en">\n<title>passed: the exam</title>\n',
+}
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+@pytest.mark.parametrize("through", ["its name", "a link", "a hard link"])
+def test_report_over_a_file_that_is_no_report_is_refused(tmp_path: Path, ending: str, through: str) -> None:
+    (tmp_path / "precious").write_text(PRECIOUS[ending])
+    path = tmp_path / f"report{ending}"
+    if through == "a link":
+        path.symlink_to(tmp_path / "precious")
+    elif through == "a hard link":
+        path.hardlink_to(tmp_path / "precious")
+    else:
+        (tmp_path / "precious").rename(path)
+    before = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    with pytest.raises(CkptkitError, match=f"is there and is no {ending} report of ckptkit, so it is not replaced"):
+        write_report(REPORT, path)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("other", [ending for ending in FORMATS if ending != ".json"])
+def test_report_over_a_report_of_another_format_is_refused(tmp_path: Path, other: str) -> None:
+    (tmp_path / "report.json").write_text(text_of(REPORT, other), encoding="utf-8")
+    assert "is no .json report" in (fault_of(tmp_path / "report.json") or "")
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors.index.json", "ckptkit.json", "tokenizer.json", "generation_config.json"]
+)
+@pytest.mark.parametrize("verb", ["verify", "preflight"])
+def test_report_onto_a_file_of_the_checkpoint_is_refused_before_the_work(
+    releases: PathOf, copy_of: CopyOf, verb: str, name: str
+) -> None:
+    model = copy_of(releases("qwen2-tied"))
+    (model / "ckptkit.json").write_text('{"schema": "ckptkit-manifest/2"}')
+    before = {file.name: file.read_bytes() for file in model.iterdir()}
+    words = ["verify", str(model)] if verb == "verify" else ["preflight", "--hf-checkpoint", str(model)]
+    result = CliRunner().invoke(cli, [*words, "--report", str(model / name)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is a name that loaders read" in result.stderr
+    assert {file.name: file.read_bytes() for file in model.iterdir()} == before
+
+
+def test_report_onto_a_file_of_the_checkpoint_by_a_link_is_refused(
+    releases: PathOf, copy_of: CopyOf, tmp_path: Path
+) -> None:
+    model = copy_of(releases("qwen2-tied"))
+    before = (model / "config.json").read_bytes()
+    (tmp_path / "report.json").symlink_to(model / "config.json")
+    result = CliRunner().invoke(cli, ["verify", str(model), "--report", str(tmp_path / "report.json")])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is no .json report of ckptkit" in result.stderr
+    assert (model / "config.json").read_bytes() == before
+
+
+def test_report_onto_a_file_of_the_checkpoint_by_a_mount_is_refused(
+    releases: PathOf, copy_of: CopyOf, tmp_path: Path
+) -> None:
+    model, report = copy_of(releases("qwen2-tied")), tmp_path / "report.json"
+    before = (model / "config.json").read_bytes()
+    report.touch()
+    if (
+        done := subprocess.run(
+            ["mount", "--bind", model / "config.json", report], check=False, capture_output=True, text=True
+        )
+    ).returncode:
+        pytest.skip(f"no bind mount here: {done.stderr.strip()}")
+    try:
+        with pytest.raises(CkptkitError, match=r"is no .json report of ckptkit"):
+            write_report(REPORT, report)
+        assert (model / "config.json").read_bytes() == before
+    finally:
+        subprocess.run(["umount", report], check=True)
+
+
+def test_report_beside_a_file_named_like_its_partial_leaves_it(tmp_path: Path) -> None:
+    (tmp_path / "report.json.partial").write_text("precious")
+    write_report(REPORT, tmp_path / "report.json")
+    assert (tmp_path / "report.json.partial").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("report.txt", "must end in one of .json"), ("no/report.md", "must be in a directory that is there")],
+)
+def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, name: str, why: str) -> None:
+    assert why in (fault_of(tmp_path / name) or "")
+    result = CliRunner().invoke(cli, ["verify", str(tmp_path / "nothing here"), "--report", str(tmp_path / name)])
+    assert result.exit_code == 2
+    assert why in " ".join(result.output.replace("│", " ").split())
+    assert list(tmp_path.iterdir()) == []

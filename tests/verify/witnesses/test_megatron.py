@@ -1,0 +1,335 @@
+"""Real Megatron as a witness: sound checkpoints pass at several parallel sizes, broken ones are found, under the right code."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from families import case
+from families.case import MOE, SIZES, Case
+from fixture_types import PathOf
+from processes import environment
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from transformers import Qwen3MoeConfig
+
+from ckptkit.app.api import convert
+from ckptkit.core.errors import CkptkitError
+from verify.check import Skip, Tally, Unable
+from verify.checks.config.config import parallel_sizes_divide
+from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from verify.evidence.subject import Subject
+from verify.report import Finding
+from verify.run import verify
+from verify.witnesses.megatron import run as megatron_run
+
+needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
+
+CHECKS = {"CK401": strict_load, "CK402": right_slices, "CK403": all_layers}
+
+
+def judge(subject: Subject) -> tuple[list[Finding], dict[str, Tally]]:
+    """All findings of the three checks, from one launch, and what each compared."""
+    tallies = {code: Tally() for code in CHECKS}
+    return [finding for code, check in CHECKS.items() for finding in check(subject, tallies[code])], tallies
+
+
+def entries(metadata: Metadata, key: str) -> dict[MetadataIndex, object]:
+    return {index: info for index, info in metadata.storage_data.items() if index.fqn == key}
+
+
+def point(metadata: Metadata, key: str, at: str) -> None:
+    """Makes `key` read the bytes of `at`."""
+    origin = entries(metadata, at)
+    for index in entries(metadata, key):
+        metadata.storage_data[index] = origin[MetadataIndex(at, index.offset)]
+
+
+def remove(metadata: Metadata, key: str) -> None:
+    del metadata.state_dict_metadata[key]
+    for index in entries(metadata, key):
+        del metadata.storage_data[index]
+
+
+@needs_megatron
+def test_tensor_and_pipeline_parallel(releases: PathOf, converted: PathOf) -> None:
+    subject = Subject(converted("glm4_moe"), releases("glm4_moe"), tp=2, pp=2)
+    findings, tallies = judge(subject)
+    assert findings == []
+    assert tallies["CK403"].facts["pipeline stages"] == ["pp rank 0: layers 0..5", "pp rank 1: layers 6..11"]
+    assert "TP2 PP2 ETP2, 4 rank(s)" in tallies["CK401"].facts["megatron"][0]
+    # Two stages, each on two ranks: 10 MoE layers x (12 experts x 2 + 6 attention + norm, router, bias + 2 shared),
+    # 2 dense layers x (6 attention + norm + 2), and embedding, final norm and output layer.
+    assert tallies["CK402"].tensors == 2 * (10 * (24 + 6 + 3 + 2) + 2 * 9 + 3)
+    by_rank = {report.rank: report for report in subject.megatron_run.reports}
+    elements = {rank: {seen.name: seen.elements for seen in report.tensors} for rank, report in by_rank.items()}
+    # An expert's linear_fc1 is [2 x 96, 128], of which a rank holds half; a norm is whole everywhere.
+    assert elements[0]["decoder.layers.5.mlp.experts.experts.11.linear_fc1.weight"] == 96 * 128
+    assert elements[3]["decoder.layers.11.pre_mlp_layernorm.weight"] == 128
+    # The padded vocabulary has 512 rows: rank 0 holds 256 real ones, rank 1 the other 96.
+    assert [elements[rank]["embedding.word_embeddings.weight"] for rank in (0, 1)] == [256 * 128, 96 * 128]
+
+
+@needs_megatron
+def test_expert_parallel(releases: PathOf, converted: PathOf) -> None:
+    subject = Subject(converted("qwen3_moe"), releases("qwen3_moe"), tp=2, ep=2)
+    findings, _ = judge(subject)
+    assert findings == []
+    held = [
+        {seen.name for seen in report.tensors if ".layers.3." in seen.name and "linear_fc2" in seen.name}
+        for report in subject.megatron_run.reports
+    ]
+    assert held == [
+        {f"decoder.layers.3.mlp.experts.experts.{expert}.linear_fc2.weight" for expert in part}
+        for part in (range(6), range(6, 12))
+    ]
+
+
+@needs_megatron
+def test_tied_embeddings_and_virtual_pipeline_stages_without_a_source(converted: PathOf) -> None:
+    findings, tallies = judge(Subject(converted("qwen2-tied"), pp=2, vpp=3))
+    assert findings == []
+    assert tallies["CK403"].facts["pipeline stages"] == [
+        "pp rank 0: layers 0..1 and 4..5 and 8..9",
+        "pp rank 1: layers 2..3 and 6..7 and 10..11",
+    ]
+
+
+def eleven_layers(release: Path, path: Path) -> Path:
+    """The release without its last layer."""
+    path.mkdir()
+    config = json.loads((release / "config.json").read_text()) | {"num_hidden_layers": 11}
+    config.pop("layer_types", None)
+    (path / "config.json").write_text(json.dumps(config))
+    kept = {name: tensor for name, tensor in models.tensors(release).items() if ".layers.11." not in name}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@needs_megatron
+def test_layers_that_do_not_divide_are_left_over_for_the_last_stage(releases: PathOf, tmp_path: Path) -> None:
+    release = eleven_layers(releases("glm4_moe"), tmp_path / "release")
+    convert(release, tmp_path / "megatron")
+    subject = Subject(tmp_path / "megatron", release, pp=3)
+    findings, tallies = judge(subject)
+    assert findings == []
+    assert tallies["CK403"].facts["pipeline stages"] == [
+        "pp rank 0: layers 0..3",
+        "pp rank 1: layers 4..7",
+        "pp rank 2: layers 8..10",
+    ]
+    assert "TP1 PP3, last stage 3 layers, 3 rank(s)" in tallies["CK401"].facts["megatron"][0]
+    # 9 MoE layers x (12 experts x 2 + 6 attention + norm, router, bias + 2 shared), 2 dense layers, embedding, norm and output layer
+    assert tallies["CK402"].tensors == 9 * (24 + 6 + 3 + 2) + 2 * 9 + 3
+
+
+@needs_megatron
+def test_what_is_wrong_is_found(releases: PathOf, copy_of: PathOf, tmp_path: Path) -> None:
+    """One load of a copy with four faults: a value, two layers exchanged, a key gone, a key too many."""
+    edited = copy_of(releases("glm4_moe"))
+    value = models.tensors(edited)["model.layers.9.mlp.experts.11.down_proj.weight"]
+    value[3, 5] += 1
+    models.edit(edited, "model.layers.9.mlp.experts.11.down_proj.weight", value)
+    convert(edited, tmp_path / "broken")
+
+    def break_it(metadata: Metadata) -> None:
+        keys = [
+            key
+            for key in metadata.state_dict_metadata
+            if key.startswith("decoder.layers.4.") and "_extra_state" not in key
+        ]
+        before = dict(metadata.storage_data)
+        for key in keys:
+            neighbour = key.replace("layers.4.", "layers.5.")
+            for index in entries(metadata, key):
+                other = MetadataIndex(neighbour, index.offset)
+                metadata.storage_data[index], metadata.storage_data[other] = before[other], before[index]
+        metadata.state_dict_metadata["decoder.layers.12.self_attention.linear_proj.weight"] = (
+            metadata.state_dict_metadata["decoder.final_layernorm.weight"]
+        )
+        metadata.storage_data[
+            MetadataIndex("decoder.layers.12.self_attention.linear_proj.weight", torch.Size([0]), 0)
+        ] = before[MetadataIndex("decoder.final_layernorm.weight", torch.Size([0]))]
+        remove(metadata, "decoder.layers.7.mlp.router.expert_bias")
+
+    models.edit_metadata(tmp_path / "broken" / "release", break_it)
+    findings, _ = judge(Subject(tmp_path / "broken", releases("glm4_moe")))
+    by_tensor = {(finding.code, finding.tensor): finding for finding in findings}
+    absent = by_tensor.pop(("CK401", "decoder.layers.7.mlp.router.expert_bias"))
+    assert absent.actual == "not on disk"
+    unwritten = by_tensor.pop(("CK402", "decoder.layers.7.mlp.router.expert_bias"))
+    assert unwritten.actual == "still as it was before the load"
+    assert (
+        by_tensor.pop(("CK401", "decoder.layers.12.self_attention.linear_proj.weight")).actual == "no rank asks for it"
+    )
+    changed = by_tensor.pop(("CK402", "decoder.layers.9.mlp.experts.experts.11.linear_fc2.weight"))
+    assert changed.actual.startswith(
+        "1 of 12288 elements differ in decoder.layers.9.mlp.experts.experts.11.linear_fc2.weight, by up to "
+    )
+    assert {code for code, _ in by_tensor} == {"CK402"}
+    assert all("decoder.layers.{4..5}." in str(tensor) for _, tensor in by_tensor)
+    swapped = by_tensor["CK402", "decoder.layers.{4..5}.self_attention.linear_proj.weight"]
+    assert swapped.actual == "layer 4 holds the values of layer 5, layer 5 those of layer 4"
+
+
+@needs_megatron
+def test_second_half_of_the_layers_repeating_the_first(converted: PathOf, releases: PathOf, copy_of: PathOf) -> None:
+    """What a conversion that numbers the layers of each pipeline stage from 0 leaves behind."""
+    broken = copy_of(converted("qwen2-untied"))
+
+    def repeat(metadata: Metadata) -> None:
+        for key in [
+            key
+            for key in metadata.state_dict_metadata
+            if key.startswith("decoder.layers.") and "_extra_state" not in key
+        ]:
+            _, _, layer, rest = key.split(".", 3)
+            if int(layer) >= 6:
+                point(metadata, key, f"decoder.layers.{int(layer) - 6}.{rest}")
+
+    models.edit_metadata(broken / "release", repeat)
+    findings, tallies = judge(Subject(broken, releases("qwen2-untied"), pp=2))
+    assert {finding.code for finding in findings} == {"CK402"}
+    assert {finding.tensor for finding in findings} >= {"decoder.layers.{6..11}.self_attention.linear_qkv.weight"}
+    (attention,) = [
+        finding for finding in findings if finding.tensor == "decoder.layers.{6..11}.self_attention.linear_qkv.weight"
+    ]
+    assert attention.actual.startswith("layer 6 holds the values of layer 0, layer 7 those of layer 1, ")
+    assert (attention.count, attention.rank) == (6, "rank 1")
+    assert tallies["CK403"].facts["pipeline stages"] == ["pp rank 0: layers 0..5", "pp rank 1: layers 6..11"]
+
+
+@needs_megatron
+def test_a_rank_that_crashes_is_a_finding(converted: PathOf, copy_of: PathOf) -> None:
+    broken = copy_of(converted("qwen2-tied"))
+
+    def other_shape(metadata: Metadata) -> None:
+        metadata.state_dict_metadata["decoder.layers.3.mlp.linear_fc2.weight"].size = torch.Size([128, 200])  # type: ignore[union-attr]
+        chunk = metadata.state_dict_metadata["decoder.layers.3.mlp.linear_fc2.weight"].chunks[0]  # type: ignore[union-attr]
+        chunk.sizes = torch.Size([128, 200])
+
+    models.edit_metadata(broken / "release", other_shape)
+    subject = Subject(broken)
+    (finding,) = strict_load(subject, Tally())
+    assert (finding.code, finding.rank) == ("CK401", "rank 0")
+    assert "Global shape mismatch" in finding.actual
+    assert "decoder.layers.3.mlp.linear_fc2.weight" in finding.actual
+    with pytest.raises(Skip, match="see CK401"):
+        list(right_slices(subject, Tally()))
+
+
+@needs_megatron
+def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_run, "_START_SECONDS", 0.5)
+    for stages in (1, 2):
+        subject = Subject(converted("qwen2-tied"), pp=stages)
+        with pytest.raises(
+            Unable, match=r"rank 0 failed while .*, which says nothing about the checkpoint: no answer within 1 s"
+        ):
+            list(strict_load(subject, Tally()))
+        with pytest.raises(Unable, match="no answer within 1 s"):
+            list(right_slices(subject, Tally()))
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        (
+            "own",
+            r"while comparing what was loaded, which says nothing about the checkpoint: KeyError: 'a defect of ours' .*\(exit code 1\)",
+        ),
+        (
+            "kill",
+            r"while joining the process groups, which .*killed by SIGKILL, as the kernel does when memory runs out\)",
+        ),
+        (
+            "import",
+            r"while importing what it needs, which .*: .*OSError: libcuda.so.1: cannot open shared object file \(exit code 1\)",
+        ),
+        (
+            "signature",
+            r"while asking the model which keys it wants, which .*: TypeError: .*'metadata'.*\(exit code 1\)",
+        ),
+    ],
+)
+def test_a_witness_that_breaks_is_inconclusive(
+    converted: PathOf, monkeypatch: pytest.MonkeyPatch, how: str, reason: str
+) -> None:
+    monkeypatch.setattr(megatron_run, "_WITNESS", "broken_witness")
+    monkeypatch.setenv("BREAK", how)
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    report = verify(converted("qwen2-tied"), against=frozenset({"megatron"}))
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert len(report.reasons) == 1
+    assert re.fullmatch(f"CK401, CK402, CK403: rank 0 failed {reason}", report.reasons[0], re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        ("qwen2-tied", {"tp": 4}, "2 query groups do not divide by --tp 4"),
+        ("qwen2-tied", {"pp": 5}, "12 layers do not divide by --pp 5"),
+        ("qwen2-tied", {"pp": 8}, "12 layers do not divide by --pp 8"),
+        ("qwen2-tied", {"pp": 2, "vpp": 4}, "12 layers do not divide by --pp x --vpp 8"),
+        ("qwen3_moe", {"ep": 8}, "12 experts do not divide by --ep 8"),
+        ("qwen3_moe", {"etp": 5}, "96 rows of an expert do not divide by --etp 5"),
+        ("qwen2-tied", {"ep": 2}, "--ep 2, but this model has no experts"),
+    ],
+)
+def test_sizes_that_do_not_divide_start_no_process(
+    converted: PathOf, monkeypatch: pytest.MonkeyPatch, name: str, sizes: dict[str, int], message: str
+) -> None:
+    monkeypatch.setattr(megatron_run, "run_ranks", None)
+    with pytest.raises(CkptkitError, match=message):
+        list(strict_load(Subject(converted(name), **sizes), Tally()))  # type: ignore[arg-type]
+
+
+@needs_megatron
+def test_expert_rows_that_etp_divides_and_tp_does_not_megatron_accepts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """95 rows an expert on two ranks: whole with ETP1, refused with ETP2, by Megatron and by CK703 alike."""
+    odd = Case(
+        lambda: Qwen3MoeConfig(
+            **SIZES | {"num_hidden_layers": 2}, **MOE | {"moe_intermediate_size": 95}, num_experts=12
+        )
+    )
+    case.save("odd", odd, tmp_path / "hf", torch.bfloat16)
+    convert(tmp_path / "hf", tmp_path / "megatron")
+    whole, cut = (Subject(tmp_path / "megatron", tmp_path / "hf", tp=2, etp=etp) for etp in (1, 2))
+    assert list(parallel_sizes_divide(whole, Tally())) == []
+    assert judge(whole)[0] == []
+    assert [finding.expected for finding in parallel_sizes_divide(cut, Tally())] == [
+        "moe_intermediate_size that divides by etp = 2"
+    ]
+    monkeypatch.setattr(megatron_run, "check_sizes", lambda sizes, dims: None)
+    with pytest.raises(Unable, match="while building the model, .*95 is not divisible by 2"):
+        list(strict_load(cut, Tally()))
+
+
+def test_what_cannot_be_witnessed_is_inconclusive_with_the_next_move(
+    releases: PathOf, converted: PathOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Unable, match="ckptkit convert"):
+        list(strict_load(Subject(releases("qwen2-tied")), Tally()))
+    monkeypatch.setattr(megatron_run, "find_spec", lambda name: None)
+    with pytest.raises(Unable, match="megatron-core is not installed: pip install megatron-core$"):
+        list(strict_load(Subject(converted("qwen2-tied")), Tally()))
+
+
+def test_a_rank_that_lost_another_is_no_cause() -> None:
+    """As gloo, NCCL and torch's store put it."""
+    lost = {
+        0: "work.wait() | RuntimeError: [.../gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:7569: Connection reset by peer (exit code 1)",
+        2: "RuntimeError: ... gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:36425 (exit code 1)",
+        3: "torch.distributed.DistBackendError: NCCL error ... remote process exited or there was a network error (exit code 1)",
+        4: "torch.distributed.DistNetworkError: failed to recv, got 0 bytes (exit code 1)",
+    }
+    own = {1: "ValueError: no such key (exit code 1)"}
+    assert megatron_run.causes(lost | own) == own
+    assert megatron_run.causes(lost) == {}

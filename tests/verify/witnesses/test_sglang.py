@@ -1,0 +1,469 @@
+"""Real SGLang as a witness: sound checkpoints pass, and each kind of broken one gives the finding that names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from quantized import fp8_blocks, write
+from sglang_runs import Case, int4_config, online_int4, run_cases, written
+
+from ckptkit.app.api import quantize
+from ckptkit.formats.hf.reader import INDEX
+from quant.formats.scheme import QuantScheme
+from verify.check import all_checks, run_checks
+from verify.checks.witnesses.sglang import KEEP_ROUTER
+from verify.evidence.subject import Subject
+from verify.report import CheckResult, Finding
+from verify.run import choose, verify
+from verify.witnesses.sglang import run as sglang_run
+from verify.witnesses.sglang.job import SglangReport
+from verify.witnesses.sglang.run import SglangRun
+
+pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install sglang")
+
+GROUP = 32
+ONLINE = ["lm_head", "model.embed_tokens"]
+EXPERTS = "model.layers.{0..11}.mlp.experts.{0..11}."
+
+
+def without(release: Path, path: Path, name: str) -> Path:
+    """A copy that lost one tensor, from the shard and from the index."""
+    shutil.copytree(release, path)
+    models.edit(path, name, None)
+    index = json.loads((path / INDEX).read_text())
+    del index["weight_map"][name]
+    (path / INDEX).write_text(json.dumps(index))
+    return path
+
+
+def online(root: Path, name: str, release: Path, ignore: list[str]) -> Path:
+    """The release as an online quantizer pushes it, with that `ignore` in its config."""
+    return written(
+        root,
+        name,
+        release,
+        online_int4(models.tensors(release), ignore, GROUP),
+        quantization_config=int4_config(ignore, GROUP),
+    )
+
+
+def sound_cases(root: Path, releases: Callable[..., Path], converted: Callable[[str], Path]) -> dict[str, Case]:
+    qwen, glm = releases("qwen3_moe"), releases("glm4_moe")
+    quantize(qwen, root / "qwen-int4", QuantScheme(GROUP, "qmax7"))
+    quantize(glm, root / "glm-int4", QuantScheme(GROUP, "minmax"))
+    draft = {
+        "model.layers.12.eh_proj.weight": torch.randn(128, 256).bfloat16(),
+        "model.layers.12.mlp.gate.weight": torch.randn(12, 128).bfloat16(),
+    }
+    return {
+        **{name: Case(releases(name)) for name in models.configs()},
+        "int4 qwen3_moe": Case(root / "qwen-int4"),
+        "int4 glm4_moe": Case(root / "glm-int4"),
+        "online int4": Case(online(root, "online", qwen, [*ONLINE, KEEP_ROUTER])),
+        "online int4 glm4_moe": Case(online(root, "online-glm", glm, [*ONLINE, KEEP_ROUTER, "re:.*shared_experts.*"])),
+        "megatron qwen2-tied": Case(converted("qwen2-tied"), releases("qwen2-tied")),
+        "megatron qwen3_moe": Case(converted("qwen3_moe"), qwen),
+        "megatron glm4_moe": Case(converted("glm4_moe"), glm),
+        "draft layers": Case(written(root, "draft", glm, models.tensors(glm) | draft, num_nextn_predict_layers=1)),
+    }
+
+
+def in_fp8(release: Path, path: Path, block: tuple[int, int] = (32, 64)) -> Path:
+    """The release with its Linear layers in FP8, as Qwen publishes it: a scale a block, gates and the output layer left out."""
+    write(
+        release,
+        path,
+        lambda name: name.endswith("_proj.weight"),
+        fp8_blocks(*block),
+        lambda config: config | {"quantization_config": fp8_config(block)},
+    )
+    return path
+
+
+def fp8_config(block: tuple[int, int]) -> dict[str, Any]:
+    kept = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(12))]
+    known = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    return known | {"weight_block_size": list(block), "modules_to_not_convert": kept}
+
+
+def quantized_cases(root: Path, releases: Callable[..., Path]) -> dict[str, Case]:
+    """Formats beside symmetric INT4: zero points, of experts in SGLang's own layout, and FP8 in blocks."""
+    asymmetric = QuantScheme(GROUP, "minmax", (), symmetric=False)
+    quantize(releases("qwen2-tied"), root / "zeros", asymmetric)
+    quantize(releases("qwen3_moe"), root / "zeros-moe", asymmetric, readers=("sglang",))
+    fp8 = in_fp8(releases("qwen3_moe"), root / "fp8")
+    # An expert has 96 rows: three blocks of 32, and one and a half of 64.
+    return {
+        "zero points int4 qwen2-tied": Case(root / "zeros"),
+        "zero points int4 qwen3_moe": Case(root / "zeros-moe"),
+        "fp8 qwen3_moe": Case(fp8),
+        "swapped_scales": Case(fp8, alter="swapped_scales"),
+        "fp8 uneven": Case(in_fp8(releases("qwen3_moe"), root / "fp8-uneven", (64, 64))),
+        "mlp_only_layers": Case(
+            written(
+                root,
+                "dense",
+                releases("qwen3_moe"),
+                dense_layer(models.tensors(releases("qwen3_moe"))),
+                mlp_only_layers=[5],
+            )
+        ),
+    }
+
+
+def dense_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Layer 5 as a dense one of 288 rows, as `mlp_only_layers: [5]` means it."""
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.5.mlp.")}
+    dense = {"gate": torch.randn(288, 128), "up": torch.randn(288, 128), "down": torch.randn(128, 288)}
+    return kept | {f"model.layers.5.mlp.{part}_proj.weight": tensor.bfloat16() for part, tensor in dense.items()}
+
+
+def broken_cases(root: Path, releases: Callable[..., Path], converted: Callable[[str], Path]) -> dict[str, Case]:
+    qwen, glm = releases("qwen3_moe"), releases("glm4_moe")
+    tensors = models.tensors(qwen)
+    gates = {
+        f"model.layers.{layer}.mlp.gate.weight": torch.full((12, 128), value).bfloat16()
+        for layer, value in ((2, 0.0), (3, 0.5))
+    }
+    other = {".experts.8.": ".experts.9.", ".experts.9.": ".experts.8."}
+    swapped = {
+        re.sub(r"\.experts\.[89]\.", lambda match: other[match[0]], name): tensor for name, tensor in tensors.items()
+    }
+    shards = [f"model.layers.3.self_attn.{part}_proj" for part in "qkv"]
+    models.save("qwen2-tied", root / "float32", torch.float32)
+    return {
+        "lost": Case(without(qwen, root / "lost", "model.layers.4.mlp.experts.7.up_proj.weight")),
+        "fused": Case(releases("qwen3_moe", fused=True)),
+        "packed router qwen3_moe": Case(online(root, "router-qwen", qwen, ONLINE)),
+        # Ignored by module name, which an online quantizer that goes by parameter names does not understand.
+        "packed router glm4_moe": Case(online(root, "router-glm", glm, [*ONLINE, r"re:.*mlp\.gate$"])),
+        "dead routers": Case(written(root, "dead", qwen, tensors | gates)),
+        "stray": Case(
+            written(
+                root, "stray", qwen, tensors | {"model.layers.12.input_layernorm.weight": torch.ones(128).bfloat16()}
+            )
+        ),
+        "bf16 shards": Case(online(root, "shards", glm, [*ONLINE, KEEP_ROUTER, *shards])),
+        "float32": Case(root / "float32"),
+        "other source": Case(converted("qwen3_moe"), written(root, "swapped", qwen, swapped)),
+        "int4 swapped_experts": Case(root / "qwen-int4", alter="swapped_experts"),
+        "int4 half_written": Case(root / "qwen-int4", alter="half_written"),
+        **{
+            alter: Case(qwen, alter=alter)
+            for alter in ("swapped_experts", "swapped_gate_and_up", "one_bit", "half_written", "skipped_layer")
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def cases(
+    releases: Callable[..., Path], converted: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Case]:
+    root = tmp_path_factory.mktemp("sglang")
+    return (
+        sound_cases(root, releases, converted)
+        | quantized_cases(root, releases)
+        | broken_cases(root, releases, converted)
+    )
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/gpu looks at what happens with one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture(scope="module")
+def runs(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
+    return run_cases(cases, tmp_path_factory.mktemp("reports"))
+
+
+@pytest.fixture(scope="module")
+def reports(runs: dict[str, SglangRun]) -> dict[str, SglangReport]:
+    """What SGLang made of every case; only one of them stops it."""
+    assert {
+        name: run.crash or run.unable for name, run in runs.items() if run.report is None and name != "fp8 uneven"
+    } == {}
+    return {name: run.report for name, run in runs.items() if run.report}
+
+
+def checked(case: Case, run: SglangRun) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
+    """The CK5xx checks over a run of the witness that has been made already."""
+    subject = Subject(case.checkpoint, case.source, against=frozenset({"sglang"}))
+    subject.sglang_run = run
+    chosen, _ = choose(subject, [one for one in all_checks() if one.code.startswith("CK5")])
+    outcome = run_checks(subject, chosen)
+    results, findings, facts = outcome.checks, outcome.findings, outcome.facts
+    return {result.code: result for result in results}, findings, facts
+
+
+SOUND = (
+    *(
+        "qwen2-tied",
+        "qwen2-untied",
+        "qwen3_moe",
+        "glm4_moe",
+        "int4 qwen3_moe",
+        "int4 glm4_moe",
+        "online int4",
+        "online int4 glm4_moe",
+    ),
+    *("megatron qwen2-tied", "megatron qwen3_moe", "megatron glm4_moe", "draft layers"),
+    *("zero points int4 qwen2-tied", "zero points int4 qwen3_moe", "fp8 qwen3_moe"),
+)
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_checkpoints_pass(name: str, cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
+    results, findings, facts = checked(cases[name], SglangRun(reports[name]))
+    assert findings == []
+    status = {code: result.status for code, result in results.items()}
+    routers = {} if "qwen2" in name else {"CK505": "passed"}
+    packed = {"CK506": "skipped"} if "int4" in name or "fp8" in name else {}
+    assert status == {"CK501": "passed", "CK502": "passed", "CK503": "passed", "CK504": "passed", **routers, **packed}
+    assert all((results[code].reason or "").startswith("needs CUDA") for code in packed)
+    assert facts["SGLang"][0].startswith(f"SGLang {reports[name].version}, ")
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_every_tensor_of_a_sound_checkpoint_is_compared(
+    name: str, cases: dict[str, Case], reports: dict[str, SglangReport]
+) -> None:
+    tensors = models.tensors(cases[name].source or cases[name].checkpoint)
+    compared = {
+        key: tensor
+        for key, tensor in tensors.items()
+        if not key.endswith("weight_shape") and not key.startswith("model.layers.12.")
+    }
+    report = reports[name]
+    assert (report.fed, report.tensors, report.bytes) == (
+        len(tensors),
+        len(compared),
+        sum(tensor.nbytes for tensor in compared.values()),
+    )
+    assert report.routers_seen == {"qwen2": 0, "qwen3": 12, "glm4": 10}.get(
+        name.split()[-1].split("_")[0].split("-")[0], report.routers_seen
+    )
+
+
+def test_the_model_is_sglangs_own(reports: dict[str, SglangReport]) -> None:
+    assert [reports[name].model for name in ("qwen2-tied", "qwen3_moe", "glm4_moe")] == [
+        "Qwen2ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Glm4MoeForCausalLM",
+    ]
+    assert {report.dtype for name, report in reports.items() if name != "float32"} == {"bfloat16"}
+
+
+def test_a_packed_shared_expert_is_loaded_as_a_routed_one(
+    cases: dict[str, Case], reports: dict[str, SglangReport]
+) -> None:
+    """SGLang 0.5.16 cannot build it otherwise; one in BF16 needs a place of its own."""
+    facts = {
+        name: checked(cases[name], SglangRun(reports[name]))[2]["SGLang"][-1]
+        for name in ("int4 glm4_moe", "online int4 glm4_moe")
+    }
+    assert (reports["int4 glm4_moe"].fused_shared, reports["online int4 glm4_moe"].fused_shared) == (True, False)
+    assert "without --disable-shared-experts-fusion" in facts["int4 glm4_moe"]
+    assert "as with --disable-shared-experts-fusion" in facts["online int4 glm4_moe"]
+
+
+def test_draft_layers_are_left_out_and_said_so(cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
+    _, _, facts = checked(cases["draft layers"], SglangRun(reports["draft layers"]))
+    assert "left to the draft model: model.layers.12.eh_proj.weight" in facts["SGLang"]
+
+
+ROUTER = "mlp.gate.weight"
+BROKEN: dict[str, set[tuple[str, str, int]]] = {
+    "lost": {("CK502", "model.layers.4.mlp.experts.7.up_proj.weight", 1)},
+    "fused": {
+        *(("CK502", f"{EXPERTS}{part}_proj.weight", 144) for part in ("gate", "up", "down")),
+        ("CK503", "model.layers.{0..11}.mlp.experts.gate_up_proj", 12),
+        ("CK503", "model.layers.{0..11}.mlp.experts.down_proj", 12),
+    },
+    "packed router qwen3_moe": {
+        ("CK502", f"model.layers.{{0..11}}.{ROUTER}", 12),
+        *(("CK503", f"model.layers.{{0..11}}.{ROUTER}_{part}", 12) for part in ("packed", "scale", "shape")),
+        ("CK505", f"model.layers.{{0..11}}.{ROUTER}", 12),
+    },
+    "packed router glm4_moe": {
+        ("CK502", f"model.layers.{{2..11}}.{ROUTER}", 10),
+        *(("CK503", f"model.layers.{{2..11}}.{ROUTER}_{part}", 10) for part in ("packed", "scale", "shape")),
+        ("CK505", f"model.layers.{{2..11}}.{ROUTER}", 10),
+    },
+    "dead routers": {("CK505", f"model.layers.2.{ROUTER}", 1), ("CK505", f"model.layers.3.{ROUTER}", 1)},
+    "stray": {("CK503", "model.layers.12.input_layernorm.weight", 1)},
+    "bf16 shards": {
+        *(
+            ("CK502", f"model.layers.3.self_attn.{one}_proj.weight_{part}", 1)
+            for one in "qkv"
+            for part in ("packed", "scale", "shape")
+        ),
+        *(("CK503", f"model.layers.3.self_attn.{one}_proj.weight", 1) for one in "qkv"),
+    },
+    "other source": {
+        ("CK504", f"model.layers.{{0..11}}.mlp.experts.{{8..9}}.{part}_proj.weight", 24)
+        for part in ("gate", "up", "down")
+    },
+    "swapped_experts": {
+        ("CK504", f"model.layers.3.mlp.experts.{{4..5}}.{part}_proj.weight", 2) for part in ("gate", "up", "down")
+    },
+    "int4 swapped_experts": {
+        ("CK504", f"model.layers.3.mlp.experts.{{4..5}}.{one}_proj.weight_{part}", 2)
+        for one in ("gate", "up", "down")
+        for part in ("packed", "scale")
+    },
+    "int4 half_written": {
+        (code, f"{EXPERTS}down_proj.weight_{part}", 144) for code in ("CK502", "CK504") for part in ("packed", "scale")
+    },
+    "swapped_gate_and_up": {
+        ("CK504", f"model.layers.5.mlp.experts.11.{part}_proj.weight", 1) for part in ("gate", "up")
+    },
+    "one_bit": {("CK504", "model.layers.7.self_attn.k_proj.weight", 1)},
+    "half_written": {("CK502", f"{EXPERTS}down_proj.weight", 144), ("CK504", f"{EXPERTS}down_proj.weight", 144)},
+    "swapped_scales": {
+        ("CK504", f"model.layers.5.mlp.experts.11.{part}_proj.weight_scale_inv", 1) for part in ("gate", "up")
+    },
+    "mlp_only_layers": {
+        *(
+            ("CK502", f"model.layers.5.mlp.{param}", 1)
+            for param in ("gate.weight", "experts.w13_weight", "experts.w2_weight")
+        ),
+        *(("CK503", f"model.layers.5.mlp.{part}_proj.weight", 1) for part in ("gate", "up", "down")),
+    },
+    "skipped_layer": {
+        ("CK502", "model.layers.2.input_layernorm.weight", 1),
+        ("CK503", "model.layers.2.input_layernorm.weight", 1),
+    },
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_checkpoints_are_found(name: str, cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
+    results, findings, _ = checked(cases[name], SglangRun(reports[name]))
+    assert {(finding.code, finding.tensor, finding.count) for finding in findings} == BROKEN[name]
+    assert {code for code, result in results.items() if result.status == "failed"} == {
+        code for code, _, _ in BROKEN[name]
+    }
+
+
+def test_findings_say_what_to_do(cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
+    def first(name: str, code: str) -> Finding:
+        return next(finding for finding in checked(cases[name], SglangRun(reports[name]))[1] if finding.code == code)
+
+    assert KEEP_ROUTER in first("packed router qwen3_moe", "CK503").hint
+    assert KEEP_ROUTER in first("packed router qwen3_moe", "CK505").hint
+    assert first("packed router qwen3_moe", "CK502").hint.startswith(
+        "the tensor is missing from the checkpoint, or CK503 says under which name"
+    )
+    assert "1536 of 1536 elements were never written" in first("packed router qwen3_moe", "CK505").actual
+    assert [finding.actual for finding in checked(cases["dead routers"], SglangRun(reports["dead routers"]))[1]] == [
+        "all zero",
+        "every element is 0.5",
+    ]
+    assert first("one_bit", "CK504").actual.startswith("1 of 8192 elements differ, first at [3, 4]: ")
+    assert "6144 of 12288 elements were never written" in first("half_written", "CK502").actual
+    assert (
+        "the checkpoint never gave it, at model.layers.4.mlp.experts.w13_weight in SGLang"
+        in first("lost", "CK502").actual
+    )
+    assert "one tensor an expert" in first("fused", "CK503").hint
+    assert "fused name" in first("bf16 shards", "CK503").hint
+
+
+def test_a_name_that_sglangs_class_does_not_know_is_said_without_talk_of_packing(
+    cases: dict[str, Case], reports: dict[str, SglangReport]
+) -> None:
+    """SGLang's class of Qwen3-MoE does not read `mlp_only_layers`."""
+    _, findings, _ = checked(cases["mlp_only_layers"], SglangRun(reports["mlp_only_layers"]))
+    hints = {finding.tensor: finding.hint for finding in findings}
+    assert not [hint for hint in hints.values() if "pack" in hint or "quantize" in hint]
+    assert hints["model.layers.5.mlp.up_proj.weight"].startswith(
+        "SGLang's Qwen3MoeForCausalLM has no parameter model.layers.5.mlp.gate_up_proj.weight: it does not read mlp_only_layers of config.json"
+    )
+
+
+def test_blocks_that_do_not_divide_an_experts_rows_are_refused_by_sglang(
+    cases: dict[str, Case], runs: dict[str, SglangRun]
+) -> None:
+    (finding,) = checked(cases["fp8 uneven"], runs["fp8 uneven"])[1]
+    assert finding.code == "CK501"
+    assert "is not divisible by weight quantization block_n = 64" in finding.actual
+
+
+def test_a_smaller_dtype_is_a_warning(cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
+    results, findings, _ = checked(cases["float32"], SglangRun(reports["float32"]))
+    assert {result.status for result in results.values()} <= {"passed", "skipped"}
+    assert {(finding.code, finding.severity) for finding in findings} == {("CK504", "warning")}
+    assert all(finding.actual.startswith(f"float32 rounded to {reports['float32'].dtype}") for finding in findings)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_verify_streams_a_megatron_checkpoint_and_keeps_stdout_clean(
+    releases: Callable[[str], Path], converted: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = verify(converted("glm4_moe"), source=releases("glm4_moe"), against=frozenset({"sglang"}))
+    assert (report.status, report.findings) == ("passed", [])
+    assert [check.code for check in report.checks if check.code.startswith("CK5") and check.status == "passed"][:5] == [
+        f"CK50{n}" for n in range(1, 6)
+    ]
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_model_that_sglang_cannot_load_is_a_finding(releases: Callable[[str], Path], tmp_path: Path) -> None:
+    release = releases("qwen2-tied")
+    path = written(tmp_path, "wide", release, models.tensors(release), vocab_size=640)
+    subject = Subject(path, against=frozenset({"sglang"}))
+    outcome = run_checks(subject, [one for one in all_checks() if one.code.startswith("CK5")])
+    results, findings = outcome.checks, outcome.findings
+    assert [(finding.code, "exit code 1" in finding.actual) for finding in findings] == [("CK501", True)]
+    assert "AssertionError" in findings[0].actual or "RuntimeError" in findings[0].actual
+    assert {result.status for result in results[1:] if result.code != "CK507"} == {"skipped"}
+
+
+# An SGLang that is found before the real one, and what becomes of the witness that imports it.
+FAKES = {
+    "raise OSError('libcuda.so.1: cannot open shared object file')": "exit code 1; OSError: libcuda.so.1: cannot open shared object file",
+    "import a_package_that_nobody_has": "exit code 1; ModuleNotFoundError: No module named 'a_package_that_nobody_has'",
+    "import os; os.kill(os.getpid(), 9)": "while setting SGLang up, which says nothing about the checkpoint: killed by SIGKILL, as the kernel does when memory",
+    "import time; time.sleep(600)": "it did not end within 5 s",
+    "raise SystemExit(0)": "no report",
+}
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("statement", FAKES)
+def test_an_sglang_that_cannot_be_asked_is_inconclusive(
+    statement: str, releases: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text(statement)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(sglang_run, "_START_S", 5 if "sleep" in statement else 300)
+    monkeypatch.setattr(sglang_run, "_BYTES_A_SECOND", 1e12)
+    report = verify(releases("qwen2-tied"), against=frozenset({"sglang"}))
+    assert (report.status, report.findings) == ("inconclusive", [])
+    (reason,) = report.reasons
+    assert reason.startswith("CK501, CK502, CK503, CK504: the witness failed while ")
+    assert FAKES[statement] in reason
+
+
+def test_an_exception_of_ours_while_sglang_loads_is_inconclusive(
+    releases: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Our feed, in the middle of SGLang's load_weights: raised by us, so nothing about the checkpoint."""
+    run = run_cases({"broken": Case(releases("qwen2-tied"), alter="broken_feed")}, tmp_path)["broken"]
+    assert (run.report, run.crash) == (None, None)
+    assert "while loading the weights, which says nothing about the checkpoint: " in (run.unable or "")
+    assert "KeyError: 'a defect of ours'" in (run.unable or "")

@@ -1,0 +1,210 @@
+"""Marlin's layout as we write it out, against the plain-Python reference that SGLang tests its kernels with."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from verify.witnesses.sglang.marlin import (
+    after_repacking,
+    before_repacking,
+    free_to_change,
+    marlin_scales,
+    marlin_weight,
+    marlin_zero_points,
+    other_layout,
+)
+
+
+def functions(file: str, names: Sequence[str], **known: Any) -> dict[str, Any]:
+    """Functions of a file of SGLang, without importing the file: it needs a CUDA driver. `known`: what else they call."""
+    spec = find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("SGLang is not installed")
+    path = Path(spec.submodule_search_locations[0]) / file
+    if not path.exists():
+        pytest.skip(f"this installation of SGLang comes without {file}")
+    nodes = [
+        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and node.name in names
+    ]
+    found: dict[str, Any] = {
+        "torch": torch,
+        "np": numpy,
+        "numpy": numpy,
+        "GPTQ_MARLIN_TILE": 16,
+        "get_pack_factor": lambda bits: 32 // bits,
+        **known,
+    }
+    exec(compile(ast.Module(nodes, []), str(path), "exec"), found)  # noqa: S102
+    return found
+
+
+def gptq_words(values: torch.Tensor) -> torch.Tensor:
+    """[inputs, outputs] in 0..15 -> int32 [inputs / 8, outputs], built word by word."""
+    words = numpy.zeros((values.shape[0] // 8, values.shape[1]), dtype=numpy.uint32)
+    for row in range(values.shape[0]):
+        words[row // 8] |= values[row].numpy().astype(numpy.uint32) << numpy.uint32(4 * (row % 8))
+    return torch.from_numpy(words.view(numpy.int32))
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 64), (256, 192)])
+def test_weights(inputs: int, outputs: int) -> None:
+    reference = functions("test/test_marlin_utils.py", ["marlin_permute_weights", "marlin_weights", "get_weight_perm"])
+    values = torch.randint(0, 16, (inputs, outputs), generator=torch.Generator().manual_seed(1))
+    permutation = reference["get_weight_perm"](4)
+    expected = reference["marlin_weights"](values, inputs, outputs, 4, permutation)
+    assert torch.equal(marlin_weight(gptq_words(values)), expected)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_scales(groups: int) -> None:
+    reference = functions("srt/layers/quantization/marlin_utils.py", ["get_scale_perms", "marlin_permute_scales"])
+    scales = torch.randn(groups, 192).bfloat16()
+    expected = reference["marlin_permute_scales"](scales, groups * 32, 192, 32)
+    assert any(torch.equal(one, expected) for one in marlin_scales(scales))
+
+
+def of_sglang(name: str, *arguments: Any, **named: Any) -> torch.Tensor:
+    """SGLang's own conversion of zero points, of dense layers and of experts."""
+    packing = functions("srt/layers/quantization/utils.py", ["pack_cols", "unpack_cols"])
+    names = ["get_scale_perms", "marlin_zero_points", "awq_to_marlin_zero_points", "moe_awq_to_marlin_zero_points"]
+    found = functions(
+        "srt/layers/quantization/marlin_utils.py",
+        names,
+        pack_cols=packing["pack_cols"],
+        unpack_cols=packing["unpack_cols"],
+    )
+    result: torch.Tensor = found[name](*arguments, **named)
+    return result
+
+
+@pytest.mark.parametrize(("groups", "outputs"), [(4, 64), (3, 192), (1, 128)])
+def test_zero_points_of_experts_as_sglang_converts_them(groups: int, outputs: int) -> None:
+    stored = torch.randint(-(2**31), 2**31 - 1, (2, groups, outputs // 8), dtype=torch.int32)
+    expected = of_sglang("moe_awq_to_marlin_zero_points", stored, size_k=groups, size_n=outputs, num_bits=4)
+    assert torch.equal(torch.stack([marlin_zero_points(one, awq=True) for one in stored]), expected)
+
+
+@pytest.mark.parametrize(("groups", "outputs"), [(4, 64), (3, 192), (1, 128)])
+def test_zero_points_of_a_linear_layer_as_sglang_converts_them(groups: int, outputs: int) -> None:
+    """As `CompressedTensorsWNA16.process_weights_after_loading` calls it on what compressed-tensors stored: [outputs / 8, groups]."""
+    stored = torch.randint(-(2**31), 2**31 - 1, (outputs // 8, groups), dtype=torch.int32)
+    codes = of_sglang("unpack_cols", stored.t(), 4, groups, outputs)
+    expected = of_sglang("marlin_zero_points", codes, size_k=groups, size_n=outputs, num_bits=4)
+    assert torch.equal(marlin_zero_points(stored.t(), awq=False), expected)
+
+
+def test_zero_points_of_experts_are_checked_expert_by_expert() -> None:
+    module = Packed()
+    module.w13_weight_zero_point = nn.Parameter(
+        torch.randint(-(2**31), 2**31 - 1, (2, 4, 8), dtype=torch.int32), requires_grad=False
+    )
+    before = before_repacking(module)
+    zeros = module.w13_weight_zero_point.data
+    module.w13_weight_packed = nn.Parameter(
+        torch.stack([marlin_weight(one) for one in module.w13_weight_packed.data]), requires_grad=False
+    )
+    module.w13_weight_scale.data = torch.stack([marlin_scales(one)[0] for one in module.w13_weight_scale.data])
+    module.w13_weight_zero_point.data = of_sglang(
+        "moe_awq_to_marlin_zero_points", zeros, size_k=4, size_n=64, num_bits=4
+    )
+    assert list(after_repacking(module, "m", before)) == []
+    module.w13_weight_zero_point.data = zeros
+    assert [trouble.param for trouble in after_repacking(module, "m", before)] == [
+        "m.w13_weight_zero_point[0]",
+        "m.w13_weight_zero_point[1]",
+    ]
+
+
+class CompressedTensorsWNA16MoE:
+    """Named as the scheme of SGLang that repacks for Marlin."""
+
+    actorder: str | None = None
+
+
+class CompressedTensorsWNA16:
+    """The same for linear layers."""
+
+
+class Packed(nn.Module):
+    """Two experts, packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheme = CompressedTensorsWNA16MoE()
+        words = torch.randint(-(2**31), 2**31 - 1, (2, 16, 64), dtype=torch.int32)
+        self.w13_weight_packed = nn.Parameter(words, requires_grad=False)
+        self.w13_weight_scale = nn.Parameter(torch.rand(2, 4, 64).bfloat16(), requires_grad=False)
+
+
+def test_repacking_is_checked_expert_by_expert() -> None:
+    module = Packed()
+    before = before_repacking(module)
+    packed, scales = module.w13_weight_packed.data, module.w13_weight_scale.data
+    module.w13_weight_packed = nn.Parameter(torch.stack([marlin_weight(one) for one in packed]), requires_grad=False)
+    module.w13_weight_scale.data = torch.stack([marlin_scales(one)[0] for one in scales])
+    assert list(after_repacking(module, "layer", before)) == []
+    module.w13_weight_packed.data[1, 3, 5] ^= 1
+    assert [(trouble.param, trouble.what.split(",")[0]) for trouble in after_repacking(module, "layer", before)] == [
+        ("layer.w13_weight_packed[1]", "1 of 1024 elements differ")
+    ]
+
+
+def test_a_weight_that_was_never_repacked_is_found() -> None:
+    module = Packed()
+    found = [trouble.param for trouble in after_repacking(module, "m", before_repacking(module))]
+    assert found == [f"m.{name}[{expert}]" for name in ("w13_weight_packed", "w13_weight_scale") for expert in (0, 1)]
+
+
+def test_a_repacked_linear_layer() -> None:
+    module = nn.Module()
+    module.scheme = CompressedTensorsWNA16()
+    module.weight_packed = nn.Parameter(
+        torch.randint(-(2**31), 2**31 - 1, (64, 16), dtype=torch.int32), requires_grad=False
+    )
+    module.weight_scale = nn.Parameter(torch.rand(64, 4), requires_grad=False)
+    module.weight_zero_point = nn.Parameter(
+        torch.randint(-(2**31), 2**31 - 1, (8, 4), dtype=torch.int32), requires_grad=False
+    )
+    before = before_repacking(module)
+    codes = of_sglang("unpack_cols", module.weight_zero_point.data.t(), 4, 4, 64)
+    repacked = of_sglang("marlin_zero_points", codes, size_k=4, size_n=64, num_bits=4)
+    module.weight_zero_point = nn.Parameter(repacked, requires_grad=False)
+    module.weight_packed = nn.Parameter(marlin_weight(module.weight_packed.data.t()), requires_grad=False)
+    module.weight_scale = nn.Parameter(marlin_scales(module.weight_scale.data.t())[0], requires_grad=False)
+    assert list(after_repacking(module, "m", before)) == []
+
+
+def test_another_kernels_layout_is_not_taken_for_marlins() -> None:
+    module = Packed()
+    assert other_layout(module) is None
+    module.scheme = nn.Identity()
+    assert other_layout(module) == "Identity"
+    assert before_repacking(module) == {}
+    assert free_to_change(module) == ["w13_weight_packed", "w13_weight_scale"]
+    assert other_layout(nn.Linear(2, 2)) is None
+
+
+def test_layers_in_fp8_blocks_may_be_changed_by_their_kernels() -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+    assert free_to_change(module) == []
+    module.weight_scale_inv = nn.Parameter(torch.ones(1, 1), requires_grad=False)
+    assert free_to_change(module) == ["weight", "weight_scale_inv"]
+    assert free_to_change(Packed()) == []
+
+
+def test_columns_in_activation_order_are_not_checked() -> None:
+    """SGLang sorts them by their groups while it repacks, which `marlin_weight` does not."""
+    module = Packed()
+    module.scheme.actorder = "group"
+    assert other_layout(module) == "CompressedTensorsWNA16MoE"
+    assert before_repacking(module) == {}

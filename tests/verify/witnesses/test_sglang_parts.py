@@ -1,0 +1,208 @@
+"""The parts of the SGLang witness that need no SGLang: where tensors are expected, the poison, the record of writes, the subprocess."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import models
+import pytest
+import torch
+
+from ckptkit.core.errors import CkptkitError
+from converters.planner import dims_of
+from verify.check import Unable, all_checks, run_checks
+from verify.evidence.subject import Subject
+from verify.witnesses.sglang import run as sglang_run
+from verify.witnesses.sglang.bits import WriteRecord, difference, place, poison, poisoned
+from verify.witnesses.sglang.run import last_words, start
+from verify.witnesses.sglang.slots import Slot, fuses_shared, is_draft, left_empty, promised_names, slot_of
+
+GLM = models.configs()["glm4_moe"].to_dict()
+DIMS = dims_of(GLM)
+L = "model.layers.4."
+
+
+@pytest.mark.parametrize(
+    ("name", "slot"),
+    [
+        # 10 heads and 2 key-value heads of 32; dense ffn 288, experts 96, one shared expert.
+        ("model.embed_tokens.weight", Slot("model.embed_tokens.weight", (slice(0, 352),))),
+        ("lm_head.weight", Slot("lm_head.weight", (slice(0, 352),))),
+        ("model.norm.weight", Slot("model.norm.weight")),
+        (L + "self_attn.q_proj.weight", Slot(L + "self_attn.qkv_proj.weight", (slice(0, 320),))),
+        (L + "self_attn.k_proj.weight", Slot(L + "self_attn.qkv_proj.weight", (slice(320, 384),))),
+        (L + "self_attn.v_proj.bias", Slot(L + "self_attn.qkv_proj.bias", (slice(384, 448),))),
+        (L + "self_attn.v_proj.weight_packed", Slot(L + "self_attn.qkv_proj.weight_packed", (slice(384, 448),))),
+        (L + "self_attn.k_proj.weight_zero_point", Slot(L + "self_attn.qkv_proj.weight_zero_point", (slice(40, 48),))),
+        (L + "self_attn.k_proj.weight_shape", Slot(L + "self_attn.qkv_proj.weight_shape", compared=False)),
+        (L + "self_attn.o_proj.weight", Slot(L + "self_attn.o_proj.weight")),
+        (L + "mlp.gate_proj.weight", Slot(L + "mlp.gate_up_proj.weight", (slice(0, 288),))),
+        (L + "mlp.up_proj.weight_scale", Slot(L + "mlp.gate_up_proj.weight_scale", (slice(288, 576),))),
+        (
+            L + "mlp.shared_experts.up_proj.weight",
+            Slot(L + "mlp.shared_experts.gate_up_proj.weight", (slice(96, 192),)),
+        ),
+        (L + "mlp.gate.weight", Slot(L + "mlp.gate.weight")),
+        (L + "mlp.gate.e_score_correction_bias", Slot(L + "mlp.gate.e_score_correction_bias")),
+        (L + "mlp.experts.11.gate_proj.weight", Slot(L + "mlp.experts.w13_weight", (11, slice(0, 96)))),
+        (L + "mlp.experts.11.up_proj.weight", Slot(L + "mlp.experts.w13_weight", (11, slice(96, 192)))),
+        (L + "mlp.experts.2.down_proj.weight", Slot(L + "mlp.experts.w2_weight", (2,))),
+        (
+            L + "mlp.experts.2.up_proj.weight_packed",
+            Slot(L + "mlp.experts.w13_weight_packed", (2, slice(None), slice(96, 192)), True),
+        ),
+        (L + "mlp.experts.2.down_proj.weight_scale", Slot(L + "mlp.experts.w2_weight_scale", (2,), True)),
+        (L + "mlp.experts.2.up_proj.weight_shape", Slot(L + "mlp.experts.w13_weight_shape", (2,), compared=False)),
+    ],
+)
+def test_slots(name: str, slot: Slot) -> None:
+    assert slot_of(name, DIMS) == slot
+
+
+def test_a_packed_shared_expert_is_one_more_routed_expert() -> None:
+    packed = [L + "mlp.experts.0.up_proj.weight_packed", L + "mlp.shared_experts.up_proj.weight_packed"]
+    assert fuses_shared(packed)
+    assert not fuses_shared([packed[0], L + "mlp.shared_experts.up_proj.weight"])
+    expected = Slot(L + "mlp.experts.w13_weight_packed", (12, slice(None), slice(96, 192)), True)
+    assert slot_of(packed[1], DIMS, fused_shared=True) == expected
+
+
+def test_promised_names_hold_every_spelling_of_a_weight() -> None:
+    names = set(promised_names(GLM))
+    assert {
+        L + "mlp.experts.3.up_proj.weight",
+        L + "mlp.experts.3.up_proj.weight_packed",
+        L + "mlp.gate.e_score_correction_bias",
+    } <= names
+    assert L + "mlp.gate.e_score_correction_bias_packed" not in names
+
+
+def test_parameters_that_need_no_tensor() -> None:
+    ordered = {"quantization_config": {"config_groups": {"group_0": {"weights": {"actorder": "group"}}}}}
+    assert left_empty(L + "mlp.experts.w13_weight_g_idx", {})
+    assert not left_empty(L + "mlp.experts.w13_weight_g_idx", ordered)
+    assert left_empty(L + "mlp.experts.w2_g_idx_sort_indices", ordered)
+    assert not left_empty(L + "mlp.experts.w2_weight_packed", {})
+
+
+def test_draft_layers() -> None:
+    assert is_draft("model.layers.12.eh_proj.weight", DIMS, {"num_nextn_predict_layers": 1})
+    assert not is_draft("model.layers.12.eh_proj.weight", DIMS, {})
+    assert not is_draft("model.layers.11.mlp.gate.weight", DIMS, {"num_nextn_predict_layers": 1})
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.float8_e4m3fn,
+    ],
+)
+def test_poison_is_seen_element_by_element(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(3, 4, dtype=dtype)
+    assert not poisoned(tensor).any()
+    poison([tensor])
+    assert poisoned(tensor).all()
+    assert not dtype.is_floating_point or tensor.float().isnan().all()
+    tensor[1, 2] = 1
+    assert poisoned(tensor).sum() == 11
+
+
+def test_difference_compares_bits() -> None:
+    nan = torch.tensor([float("nan"), 0.0])
+    assert difference(nan, nan.clone()) is None
+    assert (
+        difference(torch.tensor([0.0]), torch.tensor([-0.0]))
+        == "1 of 1 elements differ, first at [0]: 0.0 instead of -0.0"
+    )
+    assert difference(torch.ones(2, 3), torch.ones(3, 2)) == "shape [2, 3] instead of [3, 2]"
+
+
+def test_writes_are_recorded_under_the_name_being_loaded() -> None:
+    weight, other = torch.zeros(4, 4), torch.zeros(4)
+    with WriteRecord({place(weight): "weight", place(other): "other"}) as record:
+        for name, tensor in record.feed([("a", torch.ones(2, 4)), ("b", torch.ones(4)), ("c", torch.ones(4))]):
+            if name == "a":
+                weight.data[1:3].copy_(tensor)
+            if name == "b":
+                weight[0] = tensor
+                other.data.fill_(tensor.sum().item())
+    assert record.landed == {"a": {"weight"}, "b": {"weight", "other"}, "c": set()}
+
+
+def test_last_words_of_an_exception(tmp_path: Path) -> None:
+    frames = '  File "a.py", line 1\n    f()\n  File "b.py", line 7\n    g()\n'
+    (tmp_path / "log").write_text(f"noise\nTraceback (most recent call last):\n{frames}ValueError: no\nmore\n")
+    assert last_words(tmp_path / "log") == 'ValueError: no | more | at File "b.py", line 7'
+
+
+def test_last_words_without_an_exception(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("\n".join(map(str, range(20))))
+    assert last_words(tmp_path / "log") == "it last printed: " + " | ".join(map(str, range(12, 20)))
+    (tmp_path / "log").write_text("")
+    assert last_words(tmp_path / "log") == "it printed nothing"
+
+
+def test_a_hanging_witness_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text("{}")
+    assert start(tmp_path / "job.json", tmp_path / "log", 0.05) == "it did not end within 0 s"
+
+
+def test_without_sglang_the_report_is_inconclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GLM))
+    monkeypatch.setattr(sglang_run, "find_spec", lambda name: None)
+    outcome = run_checks(
+        Subject(tmp_path, against=frozenset({"sglang"})), [one for one in all_checks() if one.code.startswith("CK5")]
+    )
+    results, findings = outcome.checks, outcome.findings
+    assert findings == []
+    assert outcome.reasons == [
+        "CK501, CK502, CK503, CK504, CK505, CK506: SGLang is not installed here: pip install sglang"
+    ]
+    assert {(result.status, result.reason) for result in results if result.code != "CK507"} == {
+        ("skipped", "SGLang is not installed here: pip install sglang")
+    }
+
+
+def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GLM | {"model_type": "llama"}))
+    with pytest.raises(CkptkitError, match="llama"):
+        sglang_run.run_sglang(Subject(tmp_path, against=frozenset({"sglang"})))
+
+
+@pytest.mark.parametrize(
+    "architectures",
+    [
+        ["EvilForCausalLM"],
+        ["TransformersForCausalLM"],
+        ["Glm4MoeForCausalLM", "EvilForCausalLM"],
+        ["Qwen2ForCausalLM"],
+        "Glm4MoeForCausalLM",
+        [],
+        None,
+    ],
+)
+def test_config_that_names_another_class_never_reaches_sglang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architectures: object
+) -> None:
+    """SGLang runs the files of `auto_map` to find a class that it does not have, whatever `trust_remote_code` says."""
+    release = tmp_path / "release"
+    models.save("glm4_moe", release)
+    config = json.loads((release / "config.json").read_text())
+    (release / "config.json").write_text(
+        json.dumps(config | {"architectures": architectures, "auto_map": {"AutoModel": "evil.Evil"}})
+    )
+    (release / "evil.py").write_text("raise SystemExit('run')\n")
+    monkeypatch.setattr(sglang_run, "find_spec", lambda name: name)
+    monkeypatch.setattr(sglang_run, "start", lambda *_: pytest.fail("a process was started"))
+    with pytest.raises(
+        (Unable, CkptkitError), match=r"(not \['Glm4MoeForCausalLM'\]: SGLang would run another class|is another model)"
+    ):
+        sglang_run.run_sglang(Subject(release, against=frozenset({"sglang"})))

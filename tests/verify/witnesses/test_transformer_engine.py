@@ -1,0 +1,95 @@
+"""The layer spec that trainers use, Transformer Engine's, where it is installed: what its models ask of a checkpoint, loaded strictly, without a GPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+from fixture_types import PathOf
+from torch.distributed.checkpoint.metadata import Metadata
+
+from verify.check import Tally
+from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from verify.evidence.subject import Subject
+from verify.report import Finding
+from verify.witnesses.megatron import run as megatron_run
+
+pytestmark = pytest.mark.skipif(
+    find_spec("transformer_engine") is None or find_spec("megatron") is None,
+    reason="Transformer Engine or megatron-core is not installed",
+)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has ranks on the CPU build Transformer Engine's layers."""
+    job = megatron_run._job
+
+    def with_engine(*args: Any) -> Any:
+        return replace(job(*args), transformer_engine=True)
+
+    tests = str(Path(models.__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")])))
+    monkeypatch.setattr(megatron_run, "_job", with_engine)
+    monkeypatch.setattr(megatron_run, "_WITNESS", "engine_runs")
+
+
+def judge(subject: Subject) -> tuple[list[Finding], dict[str, list[str]]]:
+    tally = Tally()
+    return [
+        finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, tally)
+    ], tally.facts
+
+
+# Every family and shape of layer, but Moonlight, which this megatron-core (0.19) cannot build.
+WHOLE = (
+    "qwen2-untied llama-tied llama-biases mistral mixtral qwen2_moe qwen2_moe-dense-between qwen3-tied minimax_m2 mimo glm4_moe-mtp glm4_moe_lite "
+    "deepseek_v3 deepseek_v32 glm_moe_dsa-shared kimi_k2 kimi_k25 glm4 gemma3_text gpt_oss qwen3_next qwen3_5 qwen3_5_moe qwen3_vl_moe"
+)
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *((name, {}) for name in WHOLE.split()),
+        ("qwen2-tied", {"pp": 2}),
+        ("glm4_moe", {"tp": 2, "pp": 2}),
+        ("qwen3_moe", {"tp": 2, "ep": 2}),
+        ("deepseek_v3", {"tp": 2}),
+        ("qwen3_next", {"tp": 2}),
+    ],
+)
+def test_every_rank_holds_its_slice(releases: PathOf, converted: PathOf, name: str, sizes: dict[str, int]) -> None:
+    findings, facts = judge(Subject(converted(name), releases(name), **sizes))
+    assert findings == []
+    assert facts["megatron"][0].endswith("Transformer Engine spec")
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("glm4_moe", "decoder.layers.5.pre_mlp_layernorm.weight"),  # by the local spec part of linear_fc1
+        ("glm4_moe", "decoder.layers.5.mlp.experts.experts.linear_fc1._extra_state/shard_11_12"),
+        ("deepseek_v32", "decoder.layers.5.self_attention.q_layernorm._extra_state/shard_0_1"),
+    ],
+)
+def test_keys_that_only_this_spec_asks_for(
+    releases: PathOf, converted: PathOf, copy_of: PathOf, name: str, key: str
+) -> None:
+    path = copy_of(converted(name))
+
+    def remove(metadata: Metadata) -> None:
+        del metadata.state_dict_metadata[key]
+        for index in [index for index in metadata.storage_data if index.fqn == key]:
+            del metadata.storage_data[index]
+
+    models.edit_metadata(path / "release", remove)
+    (finding,) = strict_load(Subject(path, releases(name)), Tally())
+    assert (finding.code, key.partition("/")[0] in f"{finding.tensor} {finding.actual}") == ("CK401", True)

@@ -1,0 +1,169 @@
+"""Which exceptions of a witness are verdicts on the checkpoint: decided by where in the process, and in whose code, they were raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verify.witnesses.ending import Ending, Journal, Phase, how_it_ended, is_verdict, journal_of
+from verify.witnesses.sglang.load import BUILD, LOAD, REPACK, SET_UP
+
+MEGATRON_LOAD = Phase("loading the weights", ("megatron", "torch"))
+Call = Callable[..., Any]
+
+
+def function(module: str, source: str, name: str = "f") -> Call:
+    """A function that looks as if it stood in `module`."""
+    found: dict[str, Any] = {"__name__": module}
+    exec(source, found)  # noqa: S102
+    result: Call = found[name]
+    return result
+
+
+def calling(module: str, inner: Call, name: str = "f") -> Call:
+    """A function of `module` that calls another one."""
+    call = function(module, f"def {name}(inner):\n    inner()\n", name)
+    return lambda: call(inner)
+
+
+def raising(module: str, statement: str = "raise ValueError('no')", name: str = "f") -> Call:
+    return function(module, f"def {name}():\n    {statement}\n", name)
+
+
+def chain(*modules: str, statement: str = "raise ValueError('no')") -> Call:
+    """Each module's function calls the next one's; the last one does `statement`."""
+    call = raising(modules[-1], statement)
+    for module in reversed(modules[:-1]):
+        call = calling(module, call)
+    return call
+
+
+def error_of(call: Call) -> BaseException:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        call()
+    return caught.value
+
+
+OURS, LOADER, MODEL, QUANTIZER = (
+    "verify.x",
+    "sglang.srt.model_loader.loader",
+    "sglang.srt.models.qwen2",
+    "sglang.srt.layers.quantization.fp8",
+)
+
+
+@pytest.mark.parametrize(
+    ("modules", "phase"),
+    [
+        ((OURS, LOADER, MODEL), BUILD),
+        ((OURS, LOADER, MODEL, "torch.nn.modules.linear"), BUILD),
+        ((OURS, LOADER, QUANTIZER, "compressed_tensors.quantization"), BUILD),
+        ((OURS, LOADER, OURS, MODEL, "sglang.srt.layers.linear"), LOAD),
+        (
+            (OURS, LOADER, OURS, MODEL, OURS, "sglang.srt.model_loader.weight_utils"),
+            LOAD,
+        ),  # SGLang reads the file through our feed
+        ((OURS, QUANTIZER), REPACK),
+        ((OURS, "megatron.core.dist_checkpointing.serialization"), MEGATRON_LOAD),
+        ((OURS, "torch.nn.modules.module"), MEGATRON_LOAD),
+    ],
+)
+def test_exceptions_of_the_code_under_test_are_verdicts(modules: tuple[str, ...], phase: Phase) -> None:
+    assert is_verdict(error_of(chain(*modules)), phase)
+
+
+@pytest.mark.parametrize(
+    ("modules", "phase"),
+    [
+        ((OURS,), LOAD),
+        (("__main__", "ckptkit.x"), LOAD),
+        ((OURS, LOADER, OURS, MODEL, OURS), LOAD),  # our feed, while SGLang asks it for the next tensor
+        ((OURS, LOADER, OURS, MODEL, OURS, "safetensors.torch"), LOAD),
+        ((OURS, LOADER), BUILD),  # before the model's constructor: how we called the loader
+        ((OURS, MODEL), SET_UP),
+        ((OURS, LOADER, "sglang.srt.models.registry"), BUILD),  # no class of that name, or its file cannot be imported
+        ((OURS, LOADER, MODEL, "sglang.srt.server_args"), BUILD),  # a setting that we should have made
+        ((OURS, LOADER, MODEL, "sglang.srt.distributed.parallel_state"), BUILD),
+        ((OURS, LOADER, MODEL, "torch.cuda"), BUILD),
+        ((OURS, QUANTIZER, "tvm_ffi.cpp", "subprocess"), REPACK),
+        ((OURS, "megatron.core.transformer.transformer_config"), Phase("building the model")),
+    ],
+)
+def test_exceptions_of_ours_or_of_the_set_up_are_none(modules: tuple[str, ...], phase: Phase) -> None:
+    assert not is_verdict(error_of(chain(*modules)), phase)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import a_package_that_nobody_has",
+        "raise OSError('libcuda.so.1: cannot open shared object file: No such file or directory')",
+        "raise MemoryError",
+        "raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')",
+        'raise RuntimeError("DefaultCPUAllocator: can\'t allocate memory: you tried to allocate 8 bytes")',
+        "raise AttributeError(\"'_OpNamespace' 'sgl_kernel' object has no attribute 'gptq_marlin_repack'\")",
+        "raise NotImplementedError('Could not run')",
+        "undefined()",
+        "raise SystemExit(1)",
+        "raise RuntimeError('sgl_kernel is needed') from ImportError('no sgl_kernel')",
+        "exec(compile('raise ValueError', 'a module', 'exec'), {'__name__': 'sglang.srt.models.qwen2_parts'})",  # while a module is imported
+    ],
+)
+def test_what_is_about_the_machine_is_no_verdict(statement: str) -> None:
+    assert not is_verdict(error_of(chain(OURS, LOADER, MODEL, statement=statement)), BUILD)
+
+
+def test_a_call_with_the_wrong_arguments_is_our_fault() -> None:
+    """As with `initialize_moe_config`, which takes none from 0.5.23 on: Python raises in the frame of the caller."""
+    theirs = function(MODEL, "def f():\n    pass\n")
+    ours = function(OURS, "def f(inner):\n    inner('server args')\n")
+    error = error_of(lambda: ours(theirs))
+    assert isinstance(error, TypeError)
+    assert not is_verdict(error, BUILD)
+
+
+def test_what_torch_raises_below_the_record_of_writes_is_sglangs() -> None:
+    """Every torch operation passes through our dispatch mode: a shape that does not fit is raised beyond it."""
+    torch_raises = raising(
+        "torch._ops", "raise RuntimeError('The size of tensor a (640) must match the size of tensor b (352)')"
+    )
+    around = calling("verify.witnesses.sglang.bits", torch_raises, "__torch_dispatch__")
+    assert is_verdict(error_of(calling(OURS, calling(MODEL, around))), LOAD)
+    own = raising("verify.witnesses.sglang.bits", name="__torch_dispatch__")
+    assert not is_verdict(error_of(calling(OURS, calling(MODEL, own))), LOAD)
+
+
+def test_a_checkpoint_exception_is_read_with_what_the_ranks_raised() -> None:
+    """torch's own class, no Exception: it wraps what each rank raised."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    def raised(inner: BaseException) -> BaseException:
+        def f() -> None:
+            raise CheckpointException("loading", {0: (inner, [])})  # type: ignore[arg-type]
+
+        return error_of(calling(OURS, calling("megatron.core.dist_checkpointing", f)))
+
+    assert is_verdict(raised(ValueError("Size mismatch between saved [1] and current [2]")), MEGATRON_LOAD)
+    assert not is_verdict(raised(MemoryError()), MEGATRON_LOAD)
+
+
+def test_the_journal_keeps_the_phase_and_the_exception_that_leaves_it(tmp_path: Path) -> None:
+    path = journal_of(tmp_path / "report.json")
+    assert Ending.load(path) == Ending("importing what it needs")
+    with pytest.raises(ValueError, match="no"), Journal(path) as journal:
+        journal.enter(BUILD)
+        assert Ending.load(path) == Ending("building the model")
+        chain(OURS, MODEL)()
+    ending = Ending.load(path)
+    assert (ending.phase, ending.verdict) == ("building the model", True)
+    assert ending.said.startswith("ValueError: no\n  at <string>, line 2, in f")
+
+
+def test_the_end_of_a_process_in_words() -> None:
+    assert how_it_ended(0) is None
+    assert how_it_ended(1) == "exit code 1"
+    assert how_it_ended(-9) == "killed by SIGKILL, as the kernel does when memory runs out"
+    assert how_it_ended(-11) == "killed by SIGSEGV"

@@ -1,0 +1,4 @@
+"""One function a check, by subject.
+
+May import evidence, witnesses and launch.
+"""

@@ -1,0 +1,4 @@
+"""Checks of settings: config, tokenizer and parallel sizes.
+
+May import what checks may.
+"""

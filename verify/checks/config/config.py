@@ -1,0 +1,213 @@
+"""CK701 to CK703: Megatron's stored arguments, the source's config and the parallel sizes, held against the HF config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from converters.config.dims import ModelDims
+from converters.config.values import rope_of
+from converters.megatron.arguments import comparable_args
+from converters.megatron.pipeline import Pipeline
+from converters.planner import dims_of
+from verify.check import Skip, Tally, check
+from verify.checks.config.arguments import compared, mismatches
+from verify.checks.config.config_keys import keys_behind
+from verify.checks.config.parallel import indivisible
+from verify.checks.values.values import needs_source
+from verify.evidence.expected import config_of, stated_config_of
+from verify.evidence.folding import chunk_ranges
+from verify.evidence.subject import Subject
+from verify.report import Finding, Severity
+from verify.witnesses.megatron.layout import ParallelSizes, with_remainder
+
+# Keys that say how a checkpoint is stored or run, and the rotary settings, which have two spellings.
+_STORAGE = (
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "transformers_version",
+    "use_cache",
+    "architectures",
+    "auto_map",
+    "_name_or_path",
+)
+_MAY_DIFFER = frozenset({*_STORAGE, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"})
+
+
+# The fact that says which layers the stages of a launch hold.
+STAGES = "pipeline stages"
+
+
+def _config(subject: Subject, read: Callable[[Subject], Mapping[str, Any]] = config_of) -> Mapping[str, Any]:
+    """The usable config. Raises Skip where CK101 has said that there is none."""
+    try:
+        return read(subject)
+    except CkptkitError as error:
+        raise Skip(f"there is no usable config.json: {error.message}") from error
+
+
+def _source_config(subject: Subject) -> Mapping[str, Any]:
+    """The source's config, without a look at its weights. Raises CkptkitError when there is none."""
+    if subject.source_path is None:
+        raise Skip("no --source was given")
+    return stated_config_of(Subject(subject.source_path, hf_path=subject.hf_path))
+
+
+@check(
+    "CK701",
+    "Megatron's stored arguments describe the model of config.json",
+    rationale="Training takes sizes from a launch script, generation from config.json. Where they differ, training runs on and gives another model.",
+    fix="Correct the launch script's model arguments (or config.json), then convert or train again.",
+    unless=lambda subject: None if subject.kind == "megatron" else "an HF directory stores no training arguments",
+)
+def arguments_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """`args` in common.pt against the HF config, field by field, with Megatron's defaults for absent ones."""
+    config = _config(subject)
+    try:
+        args = subject.megatron_files.args
+    except CkptkitError as error:
+        raise Skip(f"there is no readable common state: {error.message}") from error
+    if not args:
+        raise Skip("common.pt holds no training arguments, which Megatron accepts")
+    # Without --mtp-num-layers a run has no such layers, whatever config.json says; with it, what it says must be true.
+    dims = dims_of(_config(subject, stated_config_of) if args.get("mtp_num_layers") else config)
+    for _ in range(compared(dims)):
+        tally.compared(0)
+    where = str(subject.megatron_files.weights / "common.pt")
+    for wrong in mismatches(dims, args):
+        yield Finding(
+            "CK701",
+            f"{wrong.argument} = {wrong.expected}",
+            f"{wrong.argument} = {wrong.actual}",
+            wrong.hint,
+            file=where,
+        )
+
+
+@check(
+    "CK702",
+    "config.json describes the same model as the source's",
+    rationale="A rope base or an epsilon that changed on the way changes every logit, and no weight shows it.",
+    fix="Take config.json from the source; only dtype and quantization_config may differ.",
+    unless=needs_source,
+)
+def configs_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Both configs, seen as the Megatron arguments that follow from them, as rotary settings, and key by key where neither shows it.
+
+    A key that only one of them has is a warning: a newer transformers writes out what used to be a default.
+    """
+    here, there = _config(subject, stated_config_of), _source_config(subject)
+    hint, where = (
+        "take config.json from the source",
+        str(subject.path / "config.json" if subject.kind == "hf" else subject.path),
+    )
+    keys = keys_behind(here, there, _args)
+    # One finding a key, however many arguments follow from it.
+    named = {keys.get(one[0], one)[0]: keys.get(one[0], one) for one in _differing(_args(here), _args(there), tally)}
+    for name, expected, actual in named.values():
+        yield Finding("CK702", f"{name} = {expected}", f"{name} = {actual}", hint, file=where)
+    for name, expected, actual in _differing(_scaling(here), _scaling(there), tally):
+        yield Finding("CK702", f"rotary {name} = {expected}", f"rotary {name} = {actual}", hint, file=where)
+    for name, expected, actual in _differing(_unstored(here), _unstored(there), tally):
+        if not _seen_in_arguments(here, name, there):
+            both = name in here and name in there
+            yield Finding(
+                "CK702",
+                f"{name} = {expected}",
+                f"{name} = {actual}",
+                hint,
+                file=where,
+                severity="error" if both else "warning",
+            )
+
+
+def _differing(here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally) -> Iterator[tuple[str, Any, Any]]:
+    """Name, the source's value and this one's, for every key that differs; an absent one is None."""
+    for name in sorted(here.keys() | there.keys()):
+        tally.compared(0)
+        if here.get(name) != there.get(name):
+            yield name, there.get(name), here.get(name)
+
+
+def _args(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The Megatron arguments of a config, less those that its rotary scaling comes to, which is compared as it stands."""
+    return comparable_args(replace(dims_of(config), rope_scaling=None))
+
+
+def _unstored(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys that describe the model, less the rotary ones, and less how a language model inside a larger one is stored."""
+    described = {key: value for key, value in config.items() if key not in _MAY_DIFFER}
+    if isinstance(text := described.get("text_config"), dict):
+        described["text_config"] = {key: value for key, value in text.items() if key not in _STORAGE}
+    return described
+
+
+def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Rotary settings in the spelling of transformers v5, less those that are Megatron arguments of their own."""
+    return {
+        key: value
+        for key, value in rope_of(config).items()
+        if key not in ("type", "rope_theta", "partial_rotary_factor")
+    }
+
+
+def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, Any]) -> bool:
+    """Whether a Megatron argument follows from this key, so that the difference is said already."""
+    try:
+        return _args({**here, key: there.get(key)}) != _args(here)
+    except (CkptkitError, TypeError, ValueError):
+        return True  # a size that does not go with the others, which are then all said
+
+
+@check(
+    "CK703",
+    "the model divides over the parallel sizes",
+    rationale="Megatron stops with an assertion minutes after the GPUs were booked, or pads silently.",
+    fix="Choose sizes that divide the model, or the uneven pipeline arguments.",
+    unless=lambda subject: (
+        None
+        if max(subject.tp, subject.pp, subject.ep, subject.etp or 1) > 1
+        else "no --tp, --pp, --ep or --etp above 1 was given"
+    ),
+)
+def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Heads, key-value heads, MLP sizes and experts against tp, etp and ep; layers against pp and the pipeline options of a launch.
+
+    Where nobody said etp, Megatron's default is looked at, and what does not divide by it is only a warning.
+    """
+    dims = dims_of(_config(subject))
+    tally.compared(0)
+    yield from _stages(dims, subject, tally)
+    for wrong in indivisible(dims, subject.tp, subject.ep, subject.etp):
+        expected = f"{wrong.what} that divides by {wrong.parallel} = {wrong.ranks}"
+        severity: Severity = "warning" if wrong.parallel == "etp" and subject.etp is None else "error"
+        yield Finding(
+            "CK703", expected, f"{wrong.what} = {wrong.size}", wrong.hint, file=str(subject.path), severity=severity
+        )
+
+
+def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Whether the layers make a pipeline. Without a launch's own options, what `verify` does with a remainder is only a warning."""
+    options, pp, where = subject.arguments, subject.pp, str(subject.path)
+    try:
+        stages = (options.pipeline(dims.layers, pp) if options else Pipeline(dims.layers, pp)).stages
+    except CkptkitError as error:
+        if options and options.uneven:
+            yield Finding(
+                "CK703", "pipeline options that Megatron accepts", error.message, error.hint or "", file=where
+            )
+            return
+        last = with_remainder(ParallelSizes(pp=pp), dims.layers).last
+        hint = "give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers in the launch, or choose another --pp"
+        if last:
+            hint = f"the launch must say so, for example by --decoder-last-pipeline-num-layers {last}"
+        expected, actual = f"num_hidden_layers that divides by pp = {pp}", f"num_hidden_layers = {dims.layers}"
+        yield Finding(
+            "CK703", expected, actual, hint, file=where, severity="warning" if last and options is None else "error"
+        )
+        return
+    if options and options.uneven:
+        tally.facts[STAGES] = [f"pp rank {stage}: layers {chunk_ranges(chunks)}" for stage, chunks in enumerate(stages)]

@@ -1,0 +1,154 @@
+"""CK704 and CK705: settings that a config states twice, and that must then be the same: readers take one or the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from verify.check import Tally, check
+from verify.checks.config.tokenizer import side_of
+from verify.evidence.subject import Subject
+from verify.report import Finding
+
+# What a multimodal config may say of its language model both at the top and in text_config.
+_TWICE = (
+    *(
+        "tie_word_embeddings",
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    ),
+    *(
+        "intermediate_size",
+        "rms_norm_eps",
+        "rope_theta",
+        "num_experts_per_tok",
+        "n_routed_experts",
+        "num_experts",
+        "num_nextn_predict_layers",
+    ),
+)
+
+
+def _config(subject: Subject) -> Mapping[str, Any]:
+    """config.json as it stands; empty where it cannot be read, which CK101 reports."""
+    with suppress(CkptkitError):
+        return side_of(subject).config
+    return {}
+
+
+def _holders(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The config itself and its language model's part."""
+    yield "", config
+    if isinstance(text := config.get("text_config"), Mapping):
+        yield "text_config.", text
+
+
+def _both_spellings(subject: Subject) -> str | None:
+    stated = any(
+        "rope_parameters" in holder and ("rope_theta" in holder or "rope_scaling" in holder)
+        for _, holder in _holders(_config(subject))
+    )
+    return None if stated else "config.json has its rotary settings in one spelling"
+
+
+@check(
+    "CK704",
+    "rotary settings are the same in both spellings",
+    rationale="transformers v4 reads rope_theta and rope_scaling, v5 rope_parameters: where they differ, two readers run two models, and no weight shows it.",
+    fix="Make rope_theta, rope_scaling and rope_parameters say the same, or keep only those of the release.",
+    unless=_both_spellings,
+)
+def rope_said_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Base, kind, factor and every other rotary setting, of v4 against v5."""
+    where = str(side_of(subject).root / "config.json")
+    for prefix, holder in _holders(_config(subject)):
+        if "rope_parameters" not in holder or not ("rope_theta" in holder or "rope_scaling" in holder):
+            continue
+        for (old, before), (new, after) in _rope_pairs(holder):
+            tally.compared(0)
+            if before != after:
+                hint = "take config.json from the release; its weights were trained with one of the two"
+                yield Finding(
+                    "CK704",
+                    f"{prefix}{new} = {before}, as {prefix}{old} says",
+                    f"{prefix}{new} = {after}",
+                    hint,
+                    file=where,
+                )
+
+
+def _rope_pairs(holder: Mapping[str, Any]) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """Name and value in v4's spelling beside those in v5's, for all that either spelling states of the other's."""
+    v5 = _mapping(holder.get("rope_parameters"))
+    nested = {kind: part for kind, part in v5.items() if isinstance(part, Mapping)}
+    if nested:  # Gemma 3: settings by the kind of layer
+        local = _mapping(nested.get("sliding_attention"))
+        if "rope_local_base_freq" in holder and "rope_theta" in local:
+            yield (
+                ("rope_local_base_freq", holder["rope_local_base_freq"]),
+                ("rope_parameters.sliding_attention.rope_theta", local["rope_theta"]),
+            )
+        v5 = _mapping(nested.get("full_attention"))
+    v4 = _mapping(holder.get("rope_scaling"))
+    yield ("rope_scaling.rope_type", _kind(v4)), ("rope_parameters.rope_type", _kind(v5))
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if holder.get(key) is not None and v5.get(key) is not None:
+            yield (key, holder[key]), (f"rope_parameters.{key}", v5[key])
+    for key in sorted((v4.keys() & v5.keys()) - {"type", "rope_type"}):
+        yield (f"rope_scaling.{key}", v4[key]), (f"rope_parameters.{key}", v5[key])
+
+
+def _kind(rope: Mapping[str, Any]) -> Any:
+    """The kind of scaling. Multimodal rotary embedding was a kind of its own in v4 and is none in v5."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return "default" if kind == "mrope" else kind
+
+
+def _mapping(content: Any) -> Mapping[str, Any]:
+    return content if isinstance(content, Mapping) else {}
+
+
+def _no_text_config(subject: Subject) -> str | None:
+    config = _config(subject)
+    text = _mapping(config.get("text_config"))
+    return (
+        None
+        if any(key in config and key in text for key in _TWICE)
+        else "config.json says nothing of its language model twice"
+    )
+
+
+@check(
+    "CK705",
+    "a multimodal config says the same of its language model at the top and in text_config",
+    rationale="Readers take one or the other. Where the tie flag differs, one of them looks for an output layer that is not stored and leaves it random.",
+    fix="Take config.json from the release, or make both places say what the weights are.",
+    unless=_no_text_config,
+)
+def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Tied embeddings, sizes and switches that stand in both places.
+
+    transformers v5 writes a tie flag of its own default, true, into the text_config of models that it reads as not tied: that is
+    no finding, since it and SGLang take the flag of the top.
+    """
+    config = _config(subject)
+    text = _mapping(config.get("text_config"))
+    for key in _TWICE:
+        if key in config and key in text:
+            tally.compared(0)
+            default = key == "tie_word_embeddings" and config[key] is False and text[key] is True
+            if config[key] != text[key] and not default:
+                where, hint = str(side_of(subject).root / "config.json"), "take config.json from the release"
+                yield Finding(
+                    "CK705",
+                    f"{key} = {config[key]}, as at the top",
+                    f"text_config.{key} = {text[key]}",
+                    hint,
+                    file=where,
+                )

@@ -1,0 +1,304 @@
+"""CK706 to CK708 and CK720: tokenizer, special tokens and chat template, against the embedding, one another and the source."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.detect import locate
+from converters.planner import dims_of
+from verify.check import Skip, Tally, check
+from verify.checks.values.values import needs_source
+from verify.evidence.expected import config_of
+from verify.evidence.side_files import GENERATION, TOKENIZER_CONFIG, SideFiles
+from verify.evidence.subject import Subject
+from verify.report import Finding, Severity
+
+_KINDS = ("eos", "pad", "bos")
+
+# What is carried over, here and in the source by name, and the file that holds one.
+_Kind = tuple[str, Mapping[str, Any], Mapping[str, Any], Callable[[SideFiles, str], str]]
+
+
+def side_of(subject: Subject) -> SideFiles:
+    """The files beside the weights; for Megatron those of the HF directory that belongs to it."""
+    if subject.kind == "hf":
+        return SideFiles(subject.path)
+    with suppress(CkptkitError):
+        return SideFiles(subject.hf_path or subject.megatron_files.weights.parent / "hf")
+    return SideFiles(subject.path / "hf")
+
+
+def _source_side(subject: Subject) -> SideFiles:
+    if subject.source_path is None:
+        raise Skip("no --source was given")
+    place = locate(subject.source_path)
+    return SideFiles(place.path if place.kind == "hf" else place.root / "hf")
+
+
+def _no_vocabulary(side: SideFiles) -> str | None:
+    with suppress(CkptkitError):  # a file that cannot be read is for the check to say
+        return None if side.has_vocabulary else "there is no tokenizer whose token ids can be read"
+    return None
+
+
+def _rows(subject: Subject) -> int:
+    """Rows of the embedding. Raises Skip where no config says so, which CK101 reports."""
+    try:
+        return dims_of(config_of(subject)).vocab
+    except CkptkitError as error:
+        raise Skip(f"there is no usable config.json (CK101): {error.message}") from error
+
+
+@check(
+    "CK706",
+    "every token id has a row in the embedding",
+    rationale="A vocabulary cut to another tokenizer's size has no row for the last tokens; looking one up reads memory that is not the embedding's.",
+    fix="Take the tokenizer of the release that the weights come from; vocab_size must be the number of rows, not of tokens.",
+    unless=lambda subject: _no_vocabulary(side_of(subject)),
+)
+def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """The largest id of every tokenizer file against `vocab_size`, which CK105 holds against the embedding; one id a token over all files."""
+    side, rows = side_of(subject), _rows(subject)
+    try:
+        vocabularies = side.vocabularies
+    except CkptkitError as error:
+        yield Finding(
+            "CK706",
+            "a tokenizer that can be read",
+            error.message,
+            error.hint or "copy it from the release",
+            file=str(side.root),
+        )
+        return
+    hint = "take tokenizer and config.json from the release of these weights"
+    for file, ids in vocabularies.items():
+        tally.compared(0)
+        token, largest = max(ids.items(), key=lambda item: item[1])
+        if largest >= rows:
+            actual = f"{token!r} has id {largest}, of {sum(number >= rows for number in ids.values())} without a row"
+            yield Finding(
+                "CK706", f"ids below {rows}, the rows of the embedding", actual, hint, file=str(side.root / file)
+            )
+        other = next((token for token, number in ids.items() if side.ids[token] != number), None)
+        if other is not None:
+            actual = f"{other!r} has id {ids[other]}, and {side.ids[other]} in another file"
+            yield Finding(
+                "CK706",
+                "one id for a token",
+                actual,
+                "take all tokenizer files from one release",
+                file=str(side.root / file),
+            )
+
+
+def _one_place_only(subject: Subject) -> str | None:
+    side = side_of(subject)
+    if not (side.root / "config.json").exists():
+        return "there is no config.json beside it"
+    with suppress(CkptkitError):
+        tokens = side.has_vocabulary and any(map(side.special, _KINDS))
+        return None if tokens or (side.root / GENERATION).exists() else "only config.json says which tokens are special"
+    return None
+
+
+@check(
+    "CK707",
+    "config, generation_config and tokenizer agree on the special tokens",
+    rationale="Trainer and server stop at different tokens: answers run on to the length limit, or end too soon, and rewards are given for it.",
+    fix="Make eos_token_id in config.json and generation_config.json that of the tokenizer's eos_token, as in the release.",
+    unless=_one_place_only,
+)
+def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Ids of the end, padding and begin tokens: inside the vocabulary, and the same wherever two files state one.
+
+    Several ends are usual in generation_config.json, so the ends of two files need only have one in common.
+    """
+    side, rows = side_of(subject), _rows(subject)
+    try:
+        stated = {kind: dict(_stated(side, kind)) for kind in _KINDS}
+        unknown = [
+            (kind, text)
+            for kind in _KINDS
+            if (text := side.special(kind)) is not None and side.ids and text not in side.ids
+        ]
+    except CkptkitError as error:
+        yield Finding(
+            "CK707",
+            "files that can be read",
+            error.message,
+            error.hint or "copy them from the release",
+            file=str(side.root),
+        )
+        return
+    hint = "take config.json, generation_config.json and the tokenizer from one release"
+    for kind, by_file in stated.items():
+        for file, numbers in by_file.items():
+            tally.compared(0)
+            if strange := sorted(
+                number for number in numbers if not (0 <= number < rows or (kind == "pad" and number == -1))
+            ):
+                yield Finding(
+                    "CK707",
+                    f"{kind}_token_id below {rows}, the rows of the embedding",
+                    f"{strange[0]}",
+                    hint,
+                    file=str(side.root / file),
+                )
+        yield from _disagreements(kind, by_file, side.root, hint)
+    for kind, text in unknown:
+        yield Finding(
+            "CK707",
+            f"{kind}_token in the vocabulary",
+            f"{text!r} is no token of it",
+            hint,
+            file=str(side.root / TOKENIZER_CONFIG),
+        )
+    if not any(stated.values()):
+        tally.compared(0)  # three files were looked at, and none of them names a special token
+
+
+def _stated(side: SideFiles, kind: str) -> Iterator[tuple[str, set[int]]]:
+    """The ids that each file states."""
+    text = side.config.get("text_config")
+    inner = text.get(f"{kind}_token_id") if isinstance(text, Mapping) else None
+    for file, value in (
+        ("config.json", side.config.get(f"{kind}_token_id", inner)),
+        (GENERATION, side.generation.get(f"{kind}_token_id")),
+    ):
+        numbers = {number for number in (value if isinstance(value, list) else [value]) if type(number) is int}
+        if numbers:
+            yield file, numbers
+    token = side.special(kind)
+    if token is not None and token in side.ids:
+        yield TOKENIZER_CONFIG, {side.ids[token]}
+
+
+def _disagreements(kind: str, by_file: Mapping[str, set[int]], root: Path, hint: str) -> Iterator[Finding]:
+    """Files whose ids have nothing in common with those of the others: the one that is outvoted, or all where none is.
+
+    An engine ends at any id of config and generation_config. Some releases have a tokenizer that ends texts and a
+    generation_config that ends turns, so a tokenizer of another opinion is only a warning.
+    """
+    groups = _agreeing(by_file)
+    if len(groups) < 2:
+        return
+    servers = {"config.json", GENERATION}
+    apart = servers <= by_file.keys() and not any(servers <= set(group) for group in groups)
+    severity: Severity = "error" if kind == "eos" and apart else "warning"
+    (odd, *more), most = groups[0], groups[-1]
+    if len(most) > 1 and not more:
+        expected = (
+            f"{kind}_token_id {_text(set().union(*(by_file[file] for file in most)))}, as in {' and '.join(most)}"
+        )
+        yield Finding("CK707", expected, _text(by_file[odd]), hint, file=str(root / odd), severity=severity)
+        return
+    actual = ", ".join(f"{_text(numbers)} in {file}" for file, numbers in by_file.items())
+    yield Finding("CK707", f"one {kind}_token_id in all files", actual, hint, file=str(root), severity=severity)
+
+
+def _agreeing(by_file: Mapping[str, set[int]]) -> list[list[str]]:
+    """The files in groups, each file with an id of another one of its group; the smallest group first."""
+    groups: list[tuple[list[str], set[int]]] = []
+    for file, numbers in by_file.items():
+        joined = [group for group in groups if group[1] & numbers]
+        merged = ([*(name for names, _ in joined for name in names), file], numbers.union(*(ids for _, ids in joined)))
+        groups = [*(group for group in groups if group not in joined), merged]
+    return sorted((names for names, _ in groups), key=len)
+
+
+def _text(numbers: set[int]) -> str:
+    return " or ".join(map(str, sorted(numbers)))
+
+
+def _nothing_to_carry(subject: Subject) -> str | None:
+    if (reason := needs_source(subject)) is not None:
+        return reason
+    with suppress(CkptkitError):
+        there = _source_side(subject)
+        if there.root == side_of(subject).root:
+            return "tokenizer and chat template are taken from the source"
+        return None if there.templates or there.has_vocabulary else "the source has no tokenizer and no chat template"
+    return None
+
+
+@check(
+    "CK708",
+    "tokenizer and chat template are those of the source",
+    rationale="Without its template a server answers with a default one, or not at all; with another tokenizer every id means another word.",
+    fix="Copy the tokenizer files and chat_template.jinja from the source.",
+    unless=_nothing_to_carry,
+)
+def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Every chat template by its text, wherever it is stored, and the id of every token; the file that holds it here or, where it is missing, in the source."""
+    here, there = side_of(subject), _source_side(subject)
+    try:
+        kinds: list[_Kind] = [
+            ("chat template", here.templates, there.templates, SideFiles.file_of_template),
+            ("token", here.ids, there.ids, SideFiles.file_of_token),
+        ]
+    except CkptkitError as error:
+        yield Finding(
+            "CK708",
+            "files that can be read",
+            error.message,
+            error.hint or "copy them from the source",
+            file=str(here.root),
+        )
+        return
+    for what, mine, its, file_of in kinds:
+        wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for name in its:
+            tally.compared(0)
+            if name not in mine:
+                wrong["missing", file_of(there, name)].append(name)
+            elif mine[name] != its[name]:
+                wrong["another one", file_of(here, name)].append(name)
+        for (actual, file), names in wrong.items():
+            expected = (
+                f"the {what} {names[0]!r} of the source"
+                if len(names) == 1
+                else f"{len(names)} {what}s of the source, such as {names[0]!r}"
+            )
+            yield Finding(
+                "CK708",
+                expected,
+                actual,
+                f"copy {file} from {there.root}",
+                count=len(names),
+                file=str(here.root / file),
+            )
+
+
+@check(
+    "CK720",
+    "a tokenizer lies beside the weights",
+    rationale="An engine loads the tokenizer from the directory of the weights; without one it does not start.",
+    fix="Copy the tokenizer files of the release into this directory.",
+    unless=lambda subject: None if subject.kind == "hf" else "Megatron loads no tokenizer from its checkpoint",
+)
+def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Any file of a tokenizer; without one an error where the source has one, else a warning."""
+    tally.compared(0)
+    if side_of(subject).has_tokenizer:
+        return
+    there = _source_side(subject) if subject.source_path else None
+    known = there is not None and there.has_tokenizer
+    hint = (
+        f"copy the tokenizer files from {there.root}"
+        if there and known
+        else "copy them from the release, if an engine is to load this directory"
+    )
+    where = str(subject.path)
+    yield Finding(
+        "CK720",
+        "files of a tokenizer, which an engine loads from here",
+        "none",
+        hint,
+        file=where,
+        severity="error" if known else "warning",
+    )

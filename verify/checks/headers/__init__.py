@@ -1,0 +1,4 @@
+"""Checks of headers, names and JSON files: no weight is read.
+
+May import what checks may.
+"""

@@ -1,0 +1,313 @@
+"""CK101 to CK106: what headers and JSON files alone can tell. No weight is read; every problem is listed, not only the first."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.hf.reader import INDEX
+from converters.planner import tied_head
+from verify.check import Skip, Tally, check
+from verify.evidence.expected import PACKED, Expected, config_of, expected_of, remarks_of, usable_config
+from verify.evidence.folding import by_pattern
+from verify.evidence.hf_files import HfFiles
+from verify.evidence.layer_counts import layer_table, uneven
+from verify.evidence.subject import Subject
+from verify.report import Finding
+
+# What Mistral publishes beside the shards with HF's names: all weights in a format of its own.
+_CONSOLIDATED = re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors")
+
+
+def only_hf(subject: Subject) -> str | None:
+    """For checks of safetensors files."""
+    return None if subject.kind == "hf" else "a Megatron checkpoint has no safetensors files"
+
+
+def names_of(subject: Subject) -> Mapping[str, TensorSpec]:
+    """Every tensor that headers or `.metadata` name. Raises Skip where `.metadata` cannot be read, which CK111 reports."""
+    if subject.kind == "hf":
+        return subject.hf_files.specs
+    if not subject.megatron_files.readable:
+        raise Skip("not run because .metadata cannot be read (CK111)")
+    return subject.megatron_files.opened.specs
+
+
+@check(
+    "CK101",
+    "config.json describes a supported model",
+    rationale="Every expected name and shape follows from the config. A config of another model makes loaders skip or misread tensors.",
+    fix="Restore config.json from the release that the weights belong to.",
+)
+def config_usable(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """The config is there, is JSON, is of a supported family, and its sizes make sense."""
+    if subject.kind == "megatron" and not subject.megatron_files.readable:
+        raise Skip("not run because .metadata cannot be read (CK111)")
+    try:
+        config_of(subject)
+        tally.compared(0)
+    except UnsupportedError:
+        raise
+    except CkptkitError as error:
+        path = subject.path if subject.kind == "hf" else subject.megatron_files.opened.hf_path
+        hint = error.hint or "compare it with the release"
+        yield Finding("CK101", "the config of a supported model", error.message, hint, file=str(path / "config.json"))
+
+
+@check(
+    "CK102",
+    "every shard is there and whole",
+    rationale="A truncated shard can be mapped beyond its end and then reads as zeros or garbage; some loaders skip an absent one silently.",
+    fix="Download or copy the named file again, or run the conversion again.",
+    unless=only_hf,
+)
+def shards_whole(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Every file of the index is there, and its size and offsets are what its own header says."""
+    files = subject.hf_files
+    for file in files.missing:
+        yield Finding(
+            "CK102",
+            "the file, since the index names it",
+            "it is not there",
+            "copy or download it",
+            file=str(subject.path / file),
+        )
+    for shard in files.shards.values():
+        tally.compared(0, len(shard.specs))
+        for fault in shard.faults:
+            yield Finding(
+                "CK102",
+                fault.expected,
+                fault.actual,
+                "copy or download this file again",
+                fault.tensor,
+                file=str(shard.path),
+            )
+
+
+@check(
+    "CK103",
+    "the index is sound",
+    rationale="Loaders find tensors through model.safetensors.index.json; an entry that points out of the directory reads a file of somebody else.",
+    fix="Restore model.safetensors.index.json from the release, or convert again.",
+    unless=only_hf,
+)
+def index_sound(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """The index is JSON with a weight_map, and every entry is a file of this directory."""
+    tally.compared(0)
+    for fault in subject.hf_files.index_faults:
+        yield Finding(
+            "CK103",
+            fault.expected,
+            fault.actual,
+            "restore it from the release",
+            fault.tensor,
+            file=str(subject.path / INDEX),
+        )
+
+
+@check(
+    "CK104",
+    "index, shards and config name the same tensors",
+    rationale="A converter that loses a tensor usually writes an index that agrees with its own loss. Only the config tells what should be there.",
+    fix="Convert again from the release. If config.json belongs to another model, restore it.",
+)
+def same_names(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Three-way equality of index, headers and config; for Megatron, of `.metadata` and config. Also duplicates and orphan files."""
+    specs = names_of(subject)
+    config = usable_config(subject)
+    expected = expected_of(subject, config, specs) if config else None
+    tally.compared(0, len(specs))
+    if subject.kind == "hf":
+        yield from _duplicates_and_orphans(subject)
+    yield from _three_way(subject, specs, expected)
+    for text in remarks_of(subject) if config else ():
+        tally.note(text)
+    if subject.kind == "hf" and config and (tied := tied_head(config)) and tied[0] in specs:
+        tally.note(
+            f"{tied[0]} is stored although tie_word_embeddings is true; that it repeats {tied[1]} can be told from values only (CK211)"
+        )
+    tally.facts["tensors per layer"] = layer_table(subject.kinds, dict(config) if config else None)
+    if expected is None:
+        yield from uneven(specs, str(subject.path))
+
+
+def _duplicates_and_orphans(subject: Subject) -> Iterator[Finding]:
+    files = subject.hf_files
+    twice = files.twice
+    for text, names in by_pattern(twice):
+        actual = f"it stands in {' and '.join(twice[names[0]])}"
+        yield Finding(
+            "CK104",
+            "each tensor in one shard",
+            actual,
+            "remove the leftover of an earlier save",
+            text,
+            len(names),
+            str(subject.path),
+        )
+    for file in files.orphans:
+        where, expected = str(subject.path / file), "only files that the index names"
+        if _CONSOLIDATED.fullmatch(file) and not files.scan(file).specs.keys() & files.specs.keys():
+            actual, hint = (
+                "the weights a second time, under Mistral's own names",
+                "remove it where no reader of Mistral's own format is used; nothing checks it here",
+            )
+            yield Finding("CK104", expected, actual, hint, file=where, severity="warning")
+            continue
+        hint = "remove it if it is the leftover of an earlier save; some loaders read every *.safetensors file"
+        yield Finding("CK104", expected, "the index names none of its tensors", hint, file=where)
+
+
+def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expected | None) -> Iterator[Finding]:
+    files = subject.hf_files if subject.kind == "hf" else None
+    index = files.index if files else None
+    unknown = files.unknown if files else frozenset()
+    optional = expected.optional if expected else frozenset()
+    reasons: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for name in _not_everywhere(specs, index, expected.shapes if expected else None):
+        stored, listed = name in specs or name in unknown, index is None or name in index
+        promised = expected is None or name in expected.shapes or name in optional
+        if not (stored and listed and promised) and (name not in optional or stored or listed):
+            reasons[_verdict(subject, name, stored, listed, promised, index is not None)].append(name)
+    if moved := list(_moved(files)) if files else []:
+        reasons["in the shard that the index names", "in another shard", "restore the index"] = moved
+    where = subject.path / INDEX if index is not None else subject.path
+    for (should, actual, hint), found in reasons.items():
+        for text, names in by_pattern(found):
+            yield Finding("CK104", should, actual, hint, text, len(names), str(where))
+
+
+def _not_everywhere(*several: Mapping[str, Any] | None) -> Iterator[str]:
+    """Names that one of these has and another has not, each once; in the order of the first that has it."""
+    known = [names.keys() for names in several if names is not None]
+    odd = set[str]().union(*(known[0] ^ other for other in known[1:] if known[0] != other))
+    return iter(dict.fromkeys(name for names in known for name in names if name in odd) if odd else ())
+
+
+def _moved(files: HfFiles) -> Iterator[str]:
+    """Tensors that the index puts into one readable shard, and that lie in another one alone."""
+    index = files.index or {}
+    for file, shard in files.shards.items():
+        for name in shard.specs:
+            home = index.get(name, file)
+            if (
+                home != file
+                and home in files.shards
+                and files.shards[home].readable
+                and name not in files.shards[home].specs
+            ):
+                yield name
+
+
+def _verdict(
+    subject: Subject, name: str, stored: bool, listed: bool, promised: bool, indexed: bool
+) -> tuple[str, str, str]:
+    """What should be, what is and the next move, for a name that is not everywhere that it should be."""
+    holder = "shard" if subject.kind == "hf" else ".metadata"
+    if not promised:
+        if PACKED in name or name.endswith((".weight_scale", ".weight_shape")):
+            return (
+                "no packed tensor, by config.json",
+                "stored",
+                "config.json has no quantization_config, or this weight is not packed as a whole",
+            )
+        place = "stored" if stored else "in the index, but in no shard"
+        return (
+            "only tensors that config.json promises",
+            place,
+            "check num_hidden_layers, num_nextn_predict_layers, experts and model_type in config.json",
+        )
+    if not stored:
+        place = (
+            f"in no {holder}, though the index lists it"
+            if indexed and listed
+            else f"in no {holder}"
+            if subject.kind == "hf"
+            else "not in .metadata"
+        )
+        return (
+            "stored, as config.json promises" if promised else "stored",
+            place,
+            "convert or download it again; loading leaves it random",
+        )
+    return (
+        "listed in the index",
+        "in a shard, but not in the index",
+        "restore the index: a loader that follows it leaves this tensor random",
+    )
+
+
+@check(
+    "CK105",
+    "shapes are those of the config",
+    rationale="A shape that differs means another model, a wrong merge of gate and up or q, k and v, or a vocabulary cut to the tokenizer's size.",
+    fix="Restore the config.json that belongs to these weights, or convert again.",
+)
+def same_shapes(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Every shape equals the config's; only Megatron's vocabulary may be padded with more rows."""
+    specs = names_of(subject)
+    config = usable_config(subject)
+    if config is None:
+        raise Skip("there is no usable config.json (CK101)")
+    expected = expected_of(subject, config, specs)
+    wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
+    tally.compared(0, sum(map(specs.__contains__, expected.shapes)))
+    for name, shape in expected.shapes.items():
+        if shape is None or name not in specs or (actual := specs[name].shape) == shape:
+            continue
+        padded = name in expected.vocab and actual[:1] > shape[:1] and actual[1:] == shape[1:]
+        if not padded:
+            wrong[f"shape {list(shape)}", f"shape {list(actual)}"].append(name)
+    for (want, found), group in wrong.items():
+        for text, names in by_pattern(group):
+            hint = "check this tensor and the sizes in config.json against the release"
+            yield Finding("CK105", want, found, hint, text, len(names), home_of(subject, names[0]))
+
+
+def home_of(subject: Subject, name: str) -> str:
+    """The file or directory that holds a tensor."""
+    if subject.kind == "megatron":
+        return str(subject.megatron_files.weights)
+    found: list[Path] = [shard.path for shard in subject.hf_files.shards.values() if name in shard.specs]
+    return str(found[0])
+
+
+def _no_index_needed(subject: Subject) -> str | None:
+    single = subject.kind == "hf" and subject.hf_files.index is None and not subject.hf_files.index_faults
+    return "a single file needs no index" if single else only_hf(subject)
+
+
+@check(
+    "CK106",
+    "total_size is the sum of all tensors in bytes",
+    rationale="Loaders do not read total_size, so it is only a warning. One that is not the sum shows an index that was not written with these shards.",
+    fix="Set metadata.total_size in model.safetensors.index.json to the number given, after the other CK1xx checks pass.",
+    unless=_no_index_needed,
+)
+def total_size_true(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """The index's `metadata.total_size` against the headers."""
+    files = subject.hf_files
+    if files.index is None:
+        raise Skip("there is no usable index (CK103)")
+    if files.unknown:
+        raise Skip("not run because some shards cannot be read (CK102)")
+    tally.compared(0, len(files.specs))
+    if files.index.keys() != files.specs.keys():
+        raise Skip("not run because index and shards name different tensors (CK104)")
+    actual = (
+        sum(spec.nbytes for spec in files.specs.values())
+        if files.twice
+        else sum(shard.nbytes for shard in files.shards.values())
+    )
+    if files.total_size != actual:
+        hint = "set metadata.total_size to the sum; loaders do not read it"
+        rows = sum(spec.shape[0] for spec in files.specs.values() if spec.shape)
+        said = f"total_size {files.total_size}" + (", which is the number of rows" if files.total_size == rows else "")
+        said = "no total_size" if files.total_size is None else said
+        yield Finding("CK106", f"total_size {actual}", said, hint, file=str(subject.path / INDEX), severity="warning")

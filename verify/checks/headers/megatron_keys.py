@@ -1,0 +1,265 @@
+"""CK114 to CK117: what the keys of `.metadata` tell, held against the training arguments and the metadata stored beside them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import ranges, summarize
+from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS
+from verify.check import Skip, Tally, check
+from verify.checks.headers.torch_dist import only_megatron
+from verify.evidence.folding import LAYER, MTP_LAYER, by_pattern
+from verify.evidence.subject import Subject
+from verify.report import Finding
+
+_ROUTED = re.compile(r"(.+\.experts)\.experts\.(\d+)\.(.+)")
+_STACKED = re.compile(r"decoder\.layers\.(?!\d+\.).+")
+_PER_LAYER = re.compile(r"decoder\.layers\.\d+\..+")
+# megatron-core's `singleton_local_shards`: gate and up apart, one key an expert.
+_SINGLETON = re.compile(r".+\.linear_fc1\.(?:weight|bias)_[wv]|.+\.experts\.experts\.\d+\..+")
+_JOINED = re.compile(r".+\.linear_fc1\.(?:weight|bias)|.+\.experts\.experts\.(?!\d+\.).+")
+# Linear layers whose `_extra_state` both the local and the Transformer Engine spec ask for.
+_LINEAR = re.compile(
+    r"(.+\.(?:linear_qkv|linear_proj|linear_fc1|linear_fc2|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|eh_proj))\.weight(?:_[wv])?"
+)
+_SHARD = re.compile(r"(.+)\._extra_state/shard_([\d.]+)_([\d.]+)")
+
+
+def _weights(subject: Subject) -> list[str]:
+    """Keys of the weights. Raises Skip where `.metadata` cannot be read, which CK111 reports."""
+    if not subject.megatron_files.readable:
+        raise Skip("not run because .metadata cannot be read (CK111)")
+    return [key for key in subject.megatron_files.metadata.tensors if not NOT_WEIGHTS.fullmatch(key)]
+
+
+def _common(subject: Subject) -> Mapping[str, Any]:
+    """Megatron's common state. Raises Skip where it cannot be read, which CK111 reports."""
+    try:
+        subject.megatron_files.args  # noqa: B018 - a cached property that raises
+        return subject.megatron_files.opened.common
+    except CkptkitError as error:
+        raise Skip(f"there is no readable common state (CK111): {error.message}") from error
+
+
+@check(
+    "CK114",
+    "the stored training arguments promise the layers and experts that are stored",
+    rationale="A save of a run that lost a layer agrees with itself everywhere but here. No HF config is needed to see it.",
+    fix="Save or convert again. If the arguments are wrong, correct the launch script: Megatron builds the model by them.",
+    unless=only_megatron,
+)
+def arguments_fit_keys(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Layers, multi-token prediction layers, experts, output layer and vocabulary rows of the keys against `args`, where `args` say them."""
+    _weights(subject)
+    args = _common(subject).get("args")
+    said: Mapping[str, Any] = vars(args) if hasattr(args, "__dict__") else {}
+    if not said:
+        raise Skip("common.pt holds no training arguments, which Megatron accepts")
+    specs = subject.megatron_files.opened.specs
+    for _ in specs:
+        tally.compared(0)
+    where = str(subject.megatron_files.weights / ".metadata")
+    hint = "save or convert it again; if the arguments are those of another run, correct the launch script"
+    for argument, expected, actual, tensors in _against_args(said, specs):
+        text = summarize(tensors) if tensors else None
+        yield Finding("CK114", f"{argument}: {expected}", actual, hint, text, max(len(tensors), 1), where)
+
+
+def _against_args(said: Mapping[str, Any], specs: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Argument, what it promises, what is stored, and the tensors concerned."""
+    yield from _numbers("num_layers", said, _numbered(specs, LAYER), "decoder layers", "decoder.layers.{}.*")
+    yield from _numbers(
+        "mtp_num_layers", said, _numbered(specs, MTP_LAYER), "multi-token prediction layers", "mtp.layers.{}.*"
+    )
+    for (projection, experts), places in _experts(specs).items():
+        what = f"experts in {summarize(places)} {projection}"
+        yield from _numbers(
+            "num_experts", said, experts, what, *(f"{place}.experts.{{}}.{projection}" for place in places)
+        )
+    if "untie_embeddings_and_output_weights" in said:
+        untied, stored = bool(said["untie_embeddings_and_output_weights"]), "output_layer.weight" in specs
+        if untied != stored:
+            expected = f"{untied}, so {'an' if untied else 'no'} output layer"
+            yield (
+                "untie_embeddings_and_output_weights",
+                expected,
+                f"output_layer.weight is {'' if stored else 'not '}stored",
+                ["output_layer.weight"],
+            )
+    vocab = said.get("vocab_size")
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if type(vocab) is int and name in specs and specs[name].shape[0] < vocab:
+            yield "vocab_size", f"{vocab}, so at least as many rows", f"{specs[name].shape[0]} rows", [name]
+
+
+def _numbered(names: Iterable[str], pattern: re.Pattern[str]) -> set[int]:
+    return {int(match[1]) for name in names if (match := pattern.match(name))}
+
+
+def _experts(names: Iterable[str]) -> dict[tuple[str, frozenset[int]], list[str]]:
+    """The places (`decoder.layers.2.mlp.experts`) that have the same experts of a projection."""
+    found: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for name in names:
+        if match := _ROUTED.fullmatch(name):
+            found[match[1], match[3]].add(int(match[2]))
+    alike: dict[tuple[str, frozenset[int]], list[str]] = defaultdict(list)
+    for (place, projection), experts in found.items():
+        alike[projection, frozenset(experts)].append(place)
+    return alike
+
+
+def _numbers(
+    argument: str, said: Mapping[str, Any], found: Set[int], what: str, *templates: str
+) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Whether just the numbers from 0 are there that an argument promises; one that is absent promises nothing, None means 0.
+
+    `templates` name what has such a number, with `{}` for it.
+    """
+    if argument not in said or type(said[argument] or 0) is not int:
+        return
+    promised = set(range(said[argument] or 0))
+    if missing := promised - found:
+        names = [template.format(number) for template in templates for number in sorted(missing)]
+        yield argument, f"{len(promised)} {what}", f"{ranges(missing)} not stored" if found else "none stored", names
+    if extra := found - promised:
+        names = [template.format(number) for template in templates for number in sorted(extra)]
+        yield argument, f"{len(promised)} {what}", f"{ranges(extra)} stored as well", names
+
+
+@check(
+    "CK115",
+    "the layout of the keys is the one that content_metadata says",
+    rationale="Megatron asks for keys by content_metadata. Under another layout it finds none of them; slime's patch then starts from random weights.",
+    fix="Convert or save again; do not copy common.pt from another save.",
+    unless=only_megatron,
+)
+def layout_said(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Layers stacked or one key each, experts and gate and up together or apart: one layout, and that of `content_metadata`.
+
+    Source: megatron-core `transformer_block.py` (`sharded_state_dict`), `mlp.py`, `moe/experts.py`.
+    """
+    keys = _weights(subject)
+    common = _common(subject)
+    for _ in keys:
+        tally.compared(0)
+    found = {name: [key for key in keys if pattern.fullmatch(key)] for name, pattern in _LAYOUTS.items()}
+    said = common.get("content_metadata")
+    for want, actual in _layout_faults(
+        found, said if isinstance(said, Mapping) else {}, _uneven_args(common.get("args"))
+    ):
+        where, hint = (
+            str(subject.megatron_files.weights),
+            "convert or save it again: keys and common.pt belong to different saves",
+        )
+        yield Finding("CK115", want, actual, hint, summarize(found[actual]), len(found[actual]), where)
+
+
+_LAYOUTS = {
+    "layers stacked": _STACKED,
+    "one key a layer": _PER_LAYER,
+    "one key an expert, gate and up apart": _SINGLETON,
+    "experts, gate and up together": _JOINED,
+}
+
+
+def _layout_faults(found: Mapping[str, list[str]], said: Mapping[str, Any], uneven: bool) -> Iterator[tuple[str, str]]:
+    stacked, layered, apart, joined = (bool(keys) for keys in found.values())
+    singleton, layers = said.get("singleton_local_shards"), said.get("non_homogeneous_layers")
+    if stacked and layered:
+        yield "all layers stacked, or one key each", "layers stacked"
+    elif layers is True and stacked:
+        yield "one key a layer, as content_metadata says (non_homogeneous_layers)", "layers stacked"
+    elif layers is False and layered and not uneven and not singleton:
+        yield "layers stacked, as content_metadata says (non_homogeneous_layers)", "one key a layer"
+    if singleton is False and apart:
+        yield (
+            "no key of a single expert, as content_metadata says (singleton_local_shards)",
+            "one key an expert, gate and up apart",
+        )
+    if singleton is True and joined:
+        yield "gate and up apart, as content_metadata says (singleton_local_shards)", "experts, gate and up together"
+
+
+def _uneven_args(args: Any) -> bool:
+    """Whether arguments alone make Megatron give each layer a key: `moe_layer_freq` or `linear_attention_freq` as a list or above 1, or blocks of its own."""
+    said: Mapping[str, Any] = vars(args) if hasattr(args, "__dict__") else {}
+    freqs = [said.get(name) for name in ("moe_layer_freq", "linear_attention_freq")]
+    blocks = any(
+        said.get(name)
+        for name in (
+            "hetereogenous_dist_checkpoint",
+            "heterogeneous_layers_config_path",
+            "heterogeneous_layers_config_encoded_json",
+        )
+    )
+    return blocks or any(isinstance(freq, (list, tuple)) or (isinstance(freq, int) and freq > 1) for freq in freqs)
+
+
+@check(
+    "CK116",
+    "the _extra_state objects are there that Megatron's strict load asks for",
+    rationale="Megatron asks for one of every linear layer, also in BF16, and by default stops where one is missing.",
+    fix="Convert again with ckptkit, which writes them, or save again; slime's patched Megatron loads without them.",
+    unless=only_megatron,
+)
+def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """An `_extra_state` for every linear layer that each of Megatron's specs gives one, and all shards of each (layers, experts)."""
+    modules = dict.fromkeys(match[1] for key in _weights(subject) if (match := _LINEAR.fullmatch(key)))
+    shards: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for key in subject.megatron_files.metadata.objects:
+        if match := _SHARD.fullmatch(key):
+            shards[match[1]][match[3]].add(match[2])
+    if not modules:
+        raise Skip("there is no linear layer to have one")
+    for _ in modules:
+        tally.compared(0)
+    where, hint = (
+        str(subject.megatron_files.weights / ".metadata"),
+        "convert or save it again; with slime's patched Megatron it loads as it is",
+    )
+    for text, found in by_pattern(module for module in modules if module not in shards):
+        yield Finding("CK116", "an _extra_state object", "none", hint, f"{text}._extra_state", len(found), where)
+    for module, totals in shards.items():
+        for total, indices in totals.items():
+            if (want := math.prod(map(int, total.split(".")))) != len(indices):
+                yield Finding(
+                    "CK116", f"{want} shards of it", f"{len(indices)}", hint, f"{module}._extra_state", file=where
+                )
+
+
+@check(
+    "CK117",
+    "every stored entry is long enough for its part of the tensor, and files end with their last entry",
+    rationale="An entry that is too short holds another tensor or another dtype. Bytes behind the last entry are those of an older, longer file.",
+    fix="Copy the named .distcp file again from the save, or save or convert again into an empty directory.",
+    unless=only_megatron,
+)
+def entries_long_enough(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """The length of every entry against the size of its chunk in the dtype of its key; where each file ends."""
+    _weights(subject)
+    files = subject.megatron_files
+    short: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for key, stored in files.metadata.tensors.items():
+        for chunk in stored.chunks:
+            tally.compared(0)
+            need = math.prod(chunk.sizes) * stored.dtype.itemsize
+            if chunk.blob.length < need:
+                short[
+                    f"at least {need} bytes for {list(chunk.sizes)} {str(stored.dtype).removeprefix('torch.')}",
+                    f"{chunk.blob.length} bytes",
+                ].append(key)
+    for (want, actual), keys in short.items():
+        for text, group in by_pattern(keys):
+            hint = ".metadata and the .distcp files are of different saves: save or convert again"
+            yield Finding("CK117", want, actual, hint, text, len(group), str(files.weights / ".metadata"))
+    for path, entries in files.blobs.items():
+        end = max(offset + length for offset, length in entries)
+        if path.exists() and path.stat().st_size > end:
+            actual = f"{path.stat().st_size} bytes: {path.stat().st_size - end} behind its last entry"
+            hint = "the file was longer once: save or convert again into an empty directory"
+            yield Finding("CK117", f"{end} bytes", actual, hint, file=str(path), severity="warning")

@@ -1,0 +1,4 @@
+"""Checks of how a training job is launched, which only preflight runs.
+
+May import what checks may.
+"""

@@ -1,0 +1,4 @@
+"""Checks of INT4 weights and of the config that describes them.
+
+May import what checks may.
+"""

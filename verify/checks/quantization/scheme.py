@@ -1,0 +1,209 @@
+"""CK306 to CK308: INT4 weights beside one another: what engines hold in one, what a tensor parallel size leaves of them, and their scales."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from statistics import median
+
+import torch
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import TensorSpec
+from converters.planner import expected_hf
+from verify.check import Skip, Tally, Unable, check
+from verify.checks.quantization.int4 import not_quantized, packed_weights
+from verify.evidence.expected import PACKED, usable_config
+from verify.evidence.folding import by_pattern
+from verify.evidence.packed import format_of, packed_names
+from verify.evidence.subject import Subject
+from verify.report import Finding, Severity
+
+# Layers that engines hold as one. Source: SGLang's and vLLM's `packed_modules_mapping` and their DeepSeek loaders.
+_FUSED = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+_FUSED_OF: Mapping[str, str] = {part: ", ".join(parts) for parts in _FUSED for part in parts}
+# Scales follow the largest weights of a group. Layers of one kind differ by a factor of a few, lost units by hundreds.
+_FAR = 32.0
+
+# Group size (0: one scale a row), dtype of the scales and whether there are zero points; None: not packed.
+Scheme = tuple[int, torch.dtype, bool] | tuple[()] | None
+_PACKED: Scheme = ()  # packed, however
+
+
+@check(
+    "CK306",
+    "weights that engines hold in one are quantized alike",
+    rationale="q, k and v, gate and up, and the experts of a layer become one parameter. Where one of them differs, an engine drops it or reads it wrongly.",
+    fix="Quantize again with `ckptkit quantize`, with an ignore list that names all parts of a fused layer or none.",
+    unless=not_quantized,
+)
+def fused_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Packed or not, group size, dtype of scales and zero points, over the parts of each fused layer and the experts of each layer."""
+    specs = subject.hf_files.specs
+    if not any(packed_names(specs)):
+        raise Skip("nothing is packed (CK302)")
+    together: dict[tuple[str, str], dict[Scheme, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for module, scheme in _schemes(specs):
+        for key, part in _together(module, scheme):
+            tally.compared(0)
+            together[key][part].append(module)
+    odd: dict[tuple[Scheme, Scheme], list[str]] = defaultdict(list)
+    for schemes in together.values():
+        usual, *others = sorted(schemes, key=lambda scheme: len(schemes[scheme]), reverse=True)
+        for scheme in others:
+            odd[usual, scheme] += schemes[scheme]
+    for (usual, scheme), modules in odd.items():
+        for text, names in by_pattern(modules):
+            hint = "quantize again, so that all parts of a layer are packed alike"
+            expected = f"{_in_words(usual)}, as the parts that engines hold in one with it"
+            yield Finding("CK306", expected, _in_words(scheme), hint, f"{text}.weight", len(names), str(subject.path))
+
+
+def _schemes(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Scheme]]:
+    """Every module with a weight, and how it is stored; packed ones without a scale are for CK104."""
+    for name, spec in specs.items():
+        if name.endswith(PACKED) and len(spec.shape) == 2:
+            module = name.removesuffix(PACKED)
+            scale = specs.get(f"{module}.weight_scale")
+            if scale is not None and len(scale.shape) == 2 and scale.shape[1]:
+                group = 0 if scale.shape[1] == 1 else -(-spec.shape[1] * 8 // scale.shape[1])
+                yield module, (group, scale.dtype, f"{module}.weight_zero_point" in specs)
+        elif name.endswith(".weight"):
+            yield name.removesuffix(".weight"), None
+
+
+def _in_words(scheme: Scheme) -> str:
+    if not scheme:
+        return "unquantized" if scheme is None else "INT4"
+    group, dtype, zero_points = scheme
+    size = f"groups of {group}" if group else "one scale a row"
+    return f"INT4, {size}, scales in {str(dtype).removeprefix('torch.')}" + ", zero points" * zero_points
+
+
+def _together(module: str, scheme: Scheme) -> Iterator[tuple[tuple[str, str], Scheme]]:
+    """The layers that a module is held in with others: all experts are packed or none, and those of one projection alike."""
+    parent, _, projection = module.rpartition(".")
+    layer, _, expert = parent.rpartition(".experts.")
+    if layer and expert.isdecimal():
+        yield (layer, "experts"), None if scheme is None else _PACKED
+        if scheme is not None:
+            yield (layer, _FUSED_OF.get(projection, projection)), scheme
+    elif projection in _FUSED_OF:
+        yield (parent, _FUSED_OF[projection]), scheme
+
+
+def _engine_tp(subject: Subject) -> int:
+    """The tensor parallel size of the engine: of a launch its own option, otherwise --tp."""
+    return subject.arguments.engine_tp if subject.arguments else subject.tp
+
+
+def _no_tp(subject: Subject) -> str | None:
+    if (reason := not_quantized(subject)) is not None:
+        return reason
+    return None if _engine_tp(subject) > 1 else "no --tp above 1 was given (in a launch, --rollout-num-gpus-per-engine)"
+
+
+@check(
+    "CK307",
+    "INT4 weights divide into groups and kernel tiles at the planned tensor parallel size",
+    rationale="SGLang cuts packed weights by ranks. A group or a Marlin tile that is cut through stops the server after minutes, or has no kernel.",
+    fix="Serve with a smaller tensor parallel size, or quantize again with a smaller group size, or leave the named layers out.",
+    unless=_no_tp,
+)
+def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Rows and columns of every packed weight on a rank, by the rules of SGLang's kernels (`quant.selection.tiles`)."""
+    config = usable_config(subject)
+    form = format_of(config) if config else None
+    if config is None or form is None:
+        raise Skip("there is no usable config.json with packed integer weights (CK101, CK302)")
+    packed, shapes = set(packed_names(subject.hf_files.specs)), expected_hf(config)
+    chosen = [
+        TensorSpec(name, shape, subject.hf_files.specs[_packed(name)].dtype)
+        for name, shape in shapes.items()
+        if name.removesuffix(".weight") in packed
+    ]
+    if not chosen:
+        raise Skip("nothing is packed (CK302)")
+    for _ in chosen:
+        tally.compared(0)
+    # Imported here because it brings transformers with it, which takes seconds that checks of plain checkpoints do not need.
+    from quant.selection.class_tree import class_tree
+    from quant.selection.tiles import check_tiles
+
+    try:
+        tree = class_tree(config)
+    except CkptkitError as error:
+        raise Unable(f"no decision for this model: {error.message}") from error
+    if (
+        subject.arguments
+        and subject.arguments.dp_attention
+        and any(spec.name.removesuffix(".weight") not in tree.experts for spec in chosen)
+    ):
+        raise Unable(
+            "--sglang-enable-dp-attention cuts attention over fewer ranks than the rest, which is not worked out here"
+        )
+    try:
+        check_tiles(
+            chosen,
+            tree,
+            config,
+            form.group,
+            _engine_tp(subject),
+            (subject.arguments and subject.arguments.engine_ep) or 1,
+        )
+    except CkptkitError as error:
+        yield Finding(
+            "CK307",
+            f"INT4 weights that {_engine_tp(subject)} ranks can share",
+            error.message,
+            error.hint or "",
+            file=str(subject.path),
+        )
+
+
+def _packed(name: str) -> str:
+    return name.removesuffix(".weight") + PACKED
+
+
+@check(
+    "CK308",
+    "scales are as large as those of the same kind of weight",
+    rationale="Scales that lost a factor, or belong to another tensor, give weights hundreds of times too large or too small; finite they still are.",
+    fix="Quantize again from the release; with --source, CK305 says how far the weights are off.",
+    unless=not_quantized,
+)
+def scales_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """The median scale of every packed weight against that of its kind over all layers and experts: at most 32 times as large or as small.
+
+    Much smaller is a warning only: experts that training never chose keep small weights.
+    """
+    packed_weights(subject)
+    sizes = {scale.module: scale.median for scale in subject.scales if scale.median is not None}
+    for scale in subject.scales:
+        tally.compared(scale.nbytes)
+    for _, modules in by_pattern(sizes):
+        usual = median(sizes[module] for module in modules)
+        large = [module for module in modules if sizes[module] > usual * _FAR]
+        small = [module for module in modules if sizes[module] * _FAR < usual]
+        yield from _far_off(large, "larger", "error", usual, sizes, str(subject.path))
+        yield from _far_off(small, "smaller", "warning", usual, sizes, str(subject.path))
+
+
+def _far_off(
+    modules: list[str], what: str, severity: Severity, usual: float, sizes: Mapping[str, float], where: str
+) -> Iterator[Finding]:
+    for text, names in by_pattern(modules):
+        expected, actual = (
+            f"scales around {usual:.3g}, as others of this kind",
+            f"around {sizes[names[0]]:.3g}: far {what}",
+        )
+        yield Finding(
+            "CK308",
+            expected,
+            actual,
+            "quantize again from the release",
+            f"{text}.weight_scale",
+            len(names),
+            where,
+            severity=severity,
+        )

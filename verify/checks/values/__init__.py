@@ -1,0 +1,4 @@
+"""Checks of what the weights hold.
+
+May import what checks may.
+"""

@@ -1,0 +1,69 @@
+"""CK120: a checkpoint is the one that a manifest was made of, proved with no source at hand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckptkit.core.specs import TensorSpec
+from ckptkit.storage.digest import dtype_name
+from ckptkit.transfer.manifest import Manifest, file_digest, read_manifest
+from verify.check import Tally, check
+from verify.checks.headers.files import home_of
+from verify.evidence.folding import by_pattern
+from verify.evidence.subject import Subject
+from verify.evidence.values import stored_values
+from verify.report import Finding
+
+
+def needs_manifest(subject: Subject) -> str | None:
+    """For checks against a manifest."""
+    return None if subject.manifest else "no --manifest was given"
+
+
+@check(
+    "CK120",
+    "tensors and side files are those of the manifest",
+    rationale="A copy or a download can lose or change bytes, and a checkpoint can be edited. The manifest says what it held when it was made.",
+    fix="Copy or download the named files again. If the change was meant, make a new manifest with `ckptkit manifest`.",
+    unless=needs_manifest,
+)
+def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Every tensor of the manifest with its dtype, shape and bytes, no other tensor, and every side file. CkptkitError: it cannot be read."""
+    manifest = read_manifest(subject.manifest or Path())
+    yield from _tensors(subject, manifest, tally)
+    root = subject.location.root
+    for name, digest in manifest.files.items():
+        there = (root / name).is_file()
+        if not there or file_digest(root / name) != digest:
+            actual = "its bytes are others" if there else "it is not there"
+            hint = "copy or download it again, or make a new manifest if the change was meant"
+            yield Finding("CK120", "the file of the manifest", actual, hint, file=str(root / name))
+
+
+def _tensors(subject: Subject, manifest: Manifest, tally: Tally) -> Iterator[Finding]:
+    specs, values = subject.checkpoint.specs, stored_values(subject)
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in [*manifest.tensors, *(name for name in specs if name not in manifest.tensors)]:
+        if name not in specs:
+            groups["it is not there", str(subject.path)].append(name)
+            continue
+        if name not in manifest.tensors:
+            groups["the manifest has no tensor of this name", home_of(subject, name)].append(name)
+            continue
+        tally.compared(specs[name].nbytes)
+        # What cannot be read is for CK201 to say.
+        if name in values.stats and (actual := _difference(manifest, specs[name], values.stats[name].digest)):
+            groups[actual, home_of(subject, name)].append(name)
+    for (actual, file), found in groups.items():
+        for text, names in by_pattern(found):
+            hint = "copy or download this file again, or make a new manifest if the change was meant"
+            yield Finding("CK120", "the tensor of the manifest", actual, hint, text, len(names), file)
+
+
+def _difference(manifest: Manifest, spec: TensorSpec, digest: bytes) -> str | None:
+    promised = manifest.tensors[spec.name]
+    if (promised.dtype, promised.shape) != (dtype_name(spec.dtype), spec.shape):
+        return f"{list(spec.shape)} {dtype_name(spec.dtype)}, in the manifest {list(promised.shape)} {promised.dtype}"
+    return None if promised.blake3 == digest.hex() else "its bytes are others"

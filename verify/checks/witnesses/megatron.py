@@ -1,0 +1,197 @@
+"""CK401 to CK403: what real Megatron, loading the checkpoint rank by rank, asked for and then held."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+
+from ckptkit.core.specs import ranges
+from ckptkit.formats.torch_dist.names import norm_alias
+from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS
+from converters.planner import dims_of, rules_of
+from verify.check import Skip, Tally, Unable, check
+from verify.evidence.expected import config_of
+from verify.evidence.folding import LAYER, by_pattern, chunk_ranges
+from verify.evidence.subject import Subject
+from verify.report import Finding
+from verify.witnesses.megatron.job import RankReport, TensorSeen
+from verify.witnesses.megatron.run import MegatronRun
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    distinct = set(ranks)
+    return f"rank{'s' * (len(distinct) > 1)} {ranges(distinct).strip('{}')}"
+
+
+def _finished(subject: Subject) -> MegatronRun:
+    run = subject.megatron_run
+    if run.unable:
+        raise Unable(run.unable)
+    if run.failures:
+        raise Skip("a rank did not finish loading, see CK401")
+    return run
+
+
+@check(
+    "CK401",
+    "Megatron loads it strictly on every rank",
+    rationale="A name that Megatron asks for and the checkpoint lacks stays random under the lenient modes that trainers run with.",
+    fix="Convert again with this version. If Megatron's own last line names a shape, config.json describes another model.",
+)
+def strict_load(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Every rank comes up, every key that it asks for is on disk, and every key on disk is asked for by some rank."""
+    run = subject.megatron_run
+    if run.unable:
+        raise Unable(run.unable)
+    versions = ", ".join(sorted({report.version for report in run.reports})) or "?"
+    tally.facts["megatron"] = [f"megatron-core {versions}, {run.sizes}, {run.sizes.world} rank(s), {run.device}"]
+    by_error: dict[str, list[int]] = defaultdict(list)
+    for rank, error in run.failures.items():
+        by_error[error].append(rank)
+    for error, failed in by_error.items():
+        yield Finding(
+            "CK401",
+            "every rank loads the checkpoint",
+            error,
+            "this is Megatron's own error; training would stop on it too",
+            rank=_ranks(failed),
+        )
+    for report in run.reports:
+        tally.tensors += report.requested
+    yield from _unexpected(run.reports)
+    yield from _never_asked_for(run.reports, {rule.megatron for rule in rules_of(config_of(subject))})
+
+
+def _unexpected(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    askers: dict[str, list[int]] = defaultdict(list)
+    for report in reports:
+        # Where a key is absent from disk, load_state_dict refuses the parameter too: one finding is enough.
+        for name in report.unexpected or report.refused:
+            askers[name].append(report.rank)
+    for text, names in by_pattern(askers):
+        hint = "Megatron would leave it as initialized, at random: convert again"
+        ranks = {rank for name in names for rank in askers[name]}
+        yield Finding(
+            "CK401", "on disk, because Megatron asks for it", "not on disk", hint, text, len(names), rank=_ranks(ranks)
+        )
+
+
+def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> Iterator[Finding]:
+    missing = set(reports[0].missing) if reports else set()
+    left = [key for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key) and not _is_alias(key, missing, names)]
+    for text, names in by_pattern(left):
+        hint = "the checkpoint holds more than config.json describes: check num_hidden_layers, num_nextn_predict_layers and the number of experts"
+        yield Finding("CK401", "loaded by some rank", "no rank asks for it", hint, text, len(names))
+
+
+def _is_alias(key: str, missing: set[str], names: Container[str]) -> bool:
+    """Whether a key that nobody asked for is the second name of a norm that somebody asked for, in a model of these names."""
+    alias = norm_alias(key, names)
+    return alias is not None and alias not in missing
+
+
+@check(
+    "CK402",
+    "every rank holds its slice of the source",
+    rationale="Names and shapes can all be right while a rank holds another layer's, another expert's or another slice's values.",
+    fix="Convert again from the source; if it stays, please report it with the megatron-core version.",
+)
+def right_slices(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Bit for bit, every parameter and persistent buffer against the slice predicted from the source (or from the bytes on disk)."""
+    run = _finished(subject)
+    seen = [(report.rank, tensor) for report in run.reports for tensor in report.tensors]
+    for _, tensor in seen:
+        tally.compared(tensor.nbytes)
+    kinds: dict[tuple[str, bool], list[tuple[int, TensorSeen]]] = defaultdict(list)
+    for rank, tensor in seen:
+        kinds[tensor.verdict, tensor.layer is not None].append((rank, tensor))
+    for (verdict, _), group in kinds.items():
+        if verdict != "equal":
+            yield from _wrong(verdict, group, subject)
+    held = {tensor.name for _, tensor in seen}
+    for text, names in by_pattern(rule.megatron for rule in rules_of(config_of(subject)) if rule.megatron not in held):
+        yield Finding(
+            "CK402", "held by some rank", "no rank has a parameter for it", "please report this", text, len(names)
+        )
+
+
+def _wrong(verdict: str, seen: Sequence[tuple[int, TensorSeen]], subject: Subject) -> Iterator[Finding]:
+    by_name: dict[str, list[tuple[int, TensorSeen]]] = defaultdict(list)
+    for rank, tensor in seen:
+        by_name[tensor.name].append((rank, tensor))
+    where = str(subject.source_path or subject.path)
+    for text, names in by_pattern(by_name):
+        group = [pair for name in names for pair in by_name[name]]
+        expected, actual, hint = _described(verdict, [tensor for _, tensor in group], where)
+        yield Finding("CK402", expected, actual, hint, text, len(names), rank=_ranks({rank for rank, _ in group}))
+
+
+def _described(verdict: str, tensors: Sequence[TensorSeen], where: str) -> tuple[str, str, str]:
+    if verdict == "unknown":
+        return (
+            f"a tensor of {where} to compare with",
+            "there is none",
+            "config.json and the weights do not describe the same model",
+        )
+    if verdict == "unwritten":
+        return (
+            "written by the load",
+            "still as it was before the load",
+            "Megatron would train on random values: convert again",
+        )
+    worst = max(tensors, key=lambda tensor: (tensor.differing, tensor.name))
+    actual = f"{worst.differing} of {worst.elements} elements differ in {worst.name}, by up to {worst.largest:.3g}"
+    return f"the slice of {where}", _moved(tensors) or actual, "convert again from the source"
+
+
+def _moved(tensors: Sequence[TensorSeen]) -> str | None:
+    """Which layers hold the values of which others, where that could be told."""
+    pairs = {
+        (int(match[1]), tensor.layer)
+        for tensor in tensors
+        if tensor.layer is not None and (match := LAYER.match(tensor.name))
+    }
+    if not pairs:
+        return None
+    (layer, origin), *rest = sorted(pairs)
+    return ", ".join(
+        [
+            f"layer {layer} holds the values of layer {origin}",
+            *(f"layer {layer} those of layer {origin}" for layer, origin in rest),
+        ]
+    )
+
+
+@check(
+    "CK403",
+    "pipeline stages hold every layer exactly once",
+    rationale="A stage that numbers its layers from 0 again trains the first layers twice and the last ones never.",
+    fix="Choose other --pp and --vpp sizes; if it stays, please report it with the megatron-core version.",
+)
+def all_layers(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Global layer numbers, as Megatron counts them, of every pipeline stage."""
+    run = _finished(subject)
+    stages: dict[int, tuple[tuple[int, ...], ...]] = {}
+    for report in run.reports:
+        tally.tensors += sum(map(len, report.layers))
+        if stages.setdefault(report.pp, report.layers) != report.layers:
+            expected, actual = (chunk_ranges(layers) for layers in (stages[report.pp], report.layers))
+            yield Finding(
+                "CK403",
+                expected,
+                actual,
+                "ranks of one pipeline stage must hold the same layers",
+                rank=_ranks([report.rank]),
+            )
+    tally.facts["pipeline stages"] = [
+        f"pp rank {stage}: layers {chunk_ranges(stages[stage])}" for stage in sorted(stages)
+    ]
+    yield from _coverage(stages, dims_of(config_of(subject)).layers)
+
+
+def _coverage(stages: Mapping[int, Sequence[Sequence[int]]], count: int) -> Iterator[Finding]:
+    held = sorted(layer for chunks in stages.values() for chunk in chunks for layer in chunk)
+    if held != list(range(count)):
+        yield Finding(
+            "CK403", f"layers 0..{count - 1}, each once", f"layers {', '.join(map(str, held))}", "please report this"
+        )

@@ -1,0 +1,253 @@
+"""CK501 to CK507: what real SGLang made of the checkpoint. One run of the witness serves them all."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from converters.planner import dims_of, expected_hf
+from verify.check import Skip, Tally, Unable, check
+from verify.evidence.expected import config_of, is_quantized, usable_config, weights_of
+from verify.evidence.folding import LAYER, by_pattern
+from verify.evidence.subject import Subject
+from verify.report import Finding, Severity
+from verify.witnesses.sglang.job import SglangReport, Trouble
+
+KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
+_NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
+_PACKED = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
+
+
+def no_routers(subject: Subject) -> str | None:
+    """For checks of routers."""
+    config = usable_config(subject)
+    return "the model has no routed experts" if config is not None and not dims_of(config).experts else None
+
+
+def _report(subject: Subject) -> SglangReport:
+    run = subject.sglang_run
+    if run.unable:
+        raise Unable(run.unable)
+    if run.report is None:
+        raise Skip("not run because SGLang did not load the checkpoint (CK501)")
+    return run.report
+
+
+def _one_rank(subject: Subject) -> str | None:
+    return None if max(subject.tp, subject.pp, subject.ep, subject.etp or 1) > 1 else "no parallel sizes were asked for"
+
+
+def _nothing_to_repack(subject: Subject) -> str | None:
+    """Weights that are not quantized stay as they are without a GPU; with one, whatever SGLang makes of them is looked at."""
+    if torch.cuda.is_available():
+        return None
+    config = usable_config(subject)
+    plain = subject.kind == "megatron" or (config is not None and not is_quantized(config))
+    return "no weight is quantized, so SGLang repacks none without a GPU" if plain else None
+
+
+def _count(tally: Tally, tensors: int, nbytes: int = 0) -> None:
+    tally.tensors += tensors
+    tally.bytes += nbytes
+
+
+def _findings(
+    code: str, troubles: Iterable[Trouble], expected: str, hint: Callable[[Trouble], str], severity: Severity = "error"
+) -> Iterator[Finding]:
+    """Troubles of one kind whose names differ only in layer and expert numbers as one finding, described by the first of them."""
+    kinds: dict[str, dict[str, Trouble]] = defaultdict(dict)
+    for trouble in troubles:
+        kinds[_NUMBER.sub("#", trouble.what)][trouble.tensor] = trouble
+    for kind in kinds.values():
+        for text, names in by_pattern(kind):
+            trouble = kind[names[0]]
+            place = "" if trouble.param == trouble.tensor else f", at {trouble.param} in SGLang"
+            example = "" if len(names) == 1 else f" ({names[0]}, for one)"
+            yield Finding(
+                code, expected, trouble.what + place + example, hint(trouble), text, len(names), severity=severity
+            )
+
+
+@check(
+    "CK501",
+    "SGLang loads the checkpoint",
+    rationale="What the reader of a format refuses is no checkpoint, whatever its files look like.",
+    fix="Read the exception: most often config.json describes another model than the weights, or a packed layer has the wrong group size.",
+)
+def loads(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """SGLang's own model class is built from the config and loaded by its own `load_weights`."""
+    run = subject.sglang_run
+    if run.unable:
+        raise Unable(run.unable)
+    if run.report is None:
+        hint = "compare config.json with the release; run `python -m sglang.launch_server` on the directory to see the whole log"
+        yield Finding(
+            "CK501",
+            "SGLang's model is built and loads the weights",
+            run.crash or "it ended without a report",
+            hint,
+            file=str(subject.path),
+        )
+        return
+    report = run.report
+    _count(tally, report.fed)
+    facts = [f"SGLang {report.version}, {report.model}, {report.dtype}, tensor parallel size 1, on {report.device}"]
+    facts += [f"{report.fed} tensors into {report.parameters} parameters"]
+    facts += [f"left to the draft model: {text}" for text, _ in by_pattern(report.draft)]
+    facts += [f"it logged: {line}" for line in report.log[:5]]
+    facts += [_fusion(report)] if report.model.startswith("Glm4Moe") else []
+    tally.facts["SGLang"] = facts
+
+
+def _fusion(report: SglangReport) -> str:
+    if report.fused_shared:
+        return "the packed shared expert needs SGLang's fusion of shared experts: start the server without --disable-shared-experts-fusion"
+    return "loaded as with --disable-shared-experts-fusion, which the server needs too where routed experts are INT4 and the shared one is not"
+
+
+@check(
+    "CK502",
+    "SGLang leaves no parameter unwritten",
+    rationale="SGLang allocates parameters without filling them and never checks that all were loaded: an unwritten one serves garbage with HTTP 200.",
+    fix="Give the checkpoint the tensors that the finding names, under names that SGLang knows.",
+)
+def all_written(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Every element of every parameter, poisoned before loading, is looked at after it."""
+    report = _report(subject)
+    _count(tally, report.parameters)
+    promised = expected_hf(config_of(subject))
+    yield from _findings(
+        "CK502",
+        report.unwritten,
+        "every element written by load_weights",
+        lambda trouble: _why_unwritten(trouble, promised),
+    )
+
+
+def _why_unwritten(trouble: Trouble, promised: Collection[str]) -> str:
+    if trouble.tensor == trouble.param and trouble.tensor not in promised:
+        return "SGLang's class has a parameter that config.json promises no tensor for: it builds that layer otherwise; CK503 says which tensors it drops"
+    return "the tensor is missing from the checkpoint, or CK503 says under which name it was dropped; convert or quantize again"
+
+
+@check(
+    "CK503",
+    "SGLang drops no tensor",
+    rationale="Most of SGLang's loaders skip a name that they do not know, without a word: the parameter keeps what memory held.",
+    fix="Follow the hint: it depends on what kind of tensor SGLang has no place for.",
+)
+def none_dropped(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Every tensor of the checkpoint was written into the parameter that is its own, and nowhere else."""
+    report = _report(subject)
+    _count(tally, report.fed)
+    config = config_of(subject)
+    packed = subject.kind == "hf" and bool(weights_of(config))
+
+    def why(trouble: Trouble) -> str:
+        return (_why_unpacked(trouble.tensor) if packed else None) or _why_unknown(trouble, report.model, config)
+
+    yield from _findings("CK503", report.dropped, "written into its own parameter", why)
+
+
+def _why_unpacked(name: str) -> str | None:
+    """The hint where SGLang wants the tensor quantized and it is not, or the other way round."""
+    module = name.rpartition(".")[0]
+    if name.endswith(_PACKED) and module.endswith(".mlp.gate"):
+        return (
+            "SGLang builds the router unquantized and silently ignores packed tensors for it; "
+            f"add `{KEEP_ROUTER}` to quantization_config.ignore and leave the router in its own dtype"
+        )
+    if name.endswith(_PACKED):
+        return f"SGLang builds {module} unquantized: store it unpacked and keep it in quantization_config.ignore"
+    if name.endswith("_proj.weight"):
+        return f"SGLang builds {module} quantized: pack it, or ignore it by a regex that also matches the fused name (qkv_proj, gate_up_proj)"
+    return None
+
+
+def _why_unknown(trouble: Trouble, model: str, config: Mapping[str, Any]) -> str:
+    if trouble.tensor.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+        return "SGLang reads one tensor an expert: save with save_original_format=True, or convert to Megatron and back"
+    unknown = f"SGLang's {model} has no parameter {trouble.param}"
+    layer = LAYER.match(trouble.tensor)
+    if ".mlp." in trouble.tensor and layer and int(layer[1]) in (config.get("mlp_only_layers") or ()):
+        return f"{unknown}: it does not read mlp_only_layers of config.json and builds experts in layer {layer[1]}, so it cannot serve this model"
+    return f"{unknown}: compare model_type and num_hidden_layers with the release, or remove the tensor"
+
+
+@check(
+    "CK504",
+    "SGLang holds the checkpoint's values, bit for bit",
+    rationale="A name that is known can still be loaded into the wrong place: another expert, up where gate belongs, half of a fused matrix.",
+    fix="Where a Megatron checkpoint differs from its source, CK202 says which layer or expert. Otherwise report it: SGLang and ckptkit disagree.",
+)
+def same_values(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Before any repacking, every tensor against the place that ckptkit predicts for it, without asking SGLang's mapping."""
+    report = _report(subject)
+    _count(tally, report.tensors, report.bytes)
+    hint = "the values went into the wrong place, or the tensor was changed on the way: convert again, and compare with --source"
+    yield from _findings("CK504", report.differing, "the bits of the checkpoint", lambda trouble: hint)
+    expected = "a dtype that holds the value exactly"
+    harmless = "nothing is wrong with the files; convert with --dtype if the loss matters"
+    yield from _findings("CK504", report.rounded, expected, lambda trouble: harmless, "warning")
+
+
+@check(
+    "CK505",
+    "every router is alive in SGLang",
+    rationale="A router that is zero or was never written picks the same experts for every token: fluent garbage, and nothing is logged.",
+    fix=f"Leave routers out of quantization: add `{KEEP_ROUTER}` to quantization_config.ignore and quantize again.",
+    unless=no_routers,
+)
+def routers_alive(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """The router of every layer with experts, after loading: written, finite, neither zero nor constant."""
+    report = _report(subject)
+    _count(tally, report.routers_seen)
+    hint = f"if the router was packed, add `{KEEP_ROUTER}` to quantization_config.ignore and quantize again; else restore it from the source"
+    yield from _findings("CK505", report.routers, "a router that tells experts apart", lambda trouble: hint)
+
+
+@check(
+    "CK506",
+    "SGLang repacks the weights whole",
+    rationale="After loading, SGLang rewrites packed weights for its kernels; whatever is lost there shows in no file and in no log.",
+    fix="Check the sizes against the kernel's limits (out features % 64, in features % 128), or report it to SGLang.",
+    unless=_nothing_to_repack,
+)
+def repacked(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """Marlin's layout computed here against what the quantization methods made, and all other parameters as before."""
+    report = _report(subject)
+    if report.repacked is None:
+        raise Unable("needs CUDA: SGLang's repacking kernels run on a GPU only")
+    if report.unchecked and not report.repacked:
+        raise Unable(
+            f"{len(report.unchecked)} were repacked in ways that ckptkit cannot predict, for one {report.unchecked[0]}"
+        )
+    _count(tally, report.repacked_seen)
+    yield from _findings("CK506", report.repacked, "the loaded values in the kernel's order", _why_not_repacked)
+
+
+def _why_not_repacked(trouble: Trouble) -> str:
+    if trouble.param.partition("[")[0].endswith(("weight_packed", "weight_scale")):
+        return "the sizes may be outside the kernel's limits; try another group size, or load with an unquantized checkpoint to compare"
+    return "the kernel's limits are not the cause: please report it, with the version of SGLang"
+
+
+@check(
+    "CK507",
+    "SGLang has the parallel sizes asked for",
+    rationale="A rank of a tensor-parallel engine holds slices, and its own loader cuts them: what one rank holds says little of them.",
+    fix="Verify with Megatron at these sizes and with SGLang at 1: one command for each.",
+    unless=_one_rank,
+)
+def parallel_sizes(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    """SGLang is loaded on one rank only."""
+    asked = {"--tp": subject.tp, "--pp": subject.pp, "--ep": subject.ep, "--etp": subject.etp or 1}
+    said = " ".join(f"{name} {size}" for name, size in asked.items() if size > 1)
+    if said:
+        raise Unable(f"SGLang was loaded on one rank, and {said} asks for more: give it with --against-megatron alone")
+    tally.compared(0)
+    yield from ()

@@ -1,0 +1,177 @@
+"""What the config of a checkpoint promises: every tensor with its shape, in the layout that the checkpoint is in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.plan import Plan
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.hf.side_files import is_quantized as is_quantized
+from ckptkit.formats.hf.side_files import quantization_of
+from ckptkit.formats.megatron_config import config_in
+from converters.experts import fuse, is_fused
+from converters.foreign import refuse_foreign
+from converters.planner import dialect_of, dims_of, rules_of, tied_head
+from converters.registry import family_of
+from converters.stored import as_stored, remarks
+from verify.check import Skip, Unable
+from verify.evidence.subject import Subject
+
+Shape = tuple[int, ...]
+
+PACKED = ".weight_packed"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Names and shapes that must be there (None: packed, its shape is for CK303 to judge).
+
+    `vocab` names may have more rows, `fp32` names must not be rounded, `optional` names may be there and are not used, `wide` names
+    hold what the release has in the next wider dtype.
+    """
+
+    shapes: Mapping[str, Shape | None]
+    vocab: frozenset[str] = frozenset()
+    fp32: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
+    wide: frozenset[str] = frozenset()
+
+
+def config_of(subject: Subject) -> Mapping[str, Any]:
+    """The HF config of the checkpoint, of a supported family, as its tensors hold it (`converters.stored.as_stored`). Raises as `stated_config_of`.
+
+    A launch that trains multi-token prediction layers needs them in the checkpoint that it loads.
+    """
+    config, names = stated_config_of(subject), _names(subject)
+    return as_stored(config, names) if names else config
+
+
+def remarks_of(subject: Subject) -> list[str]:
+    """What the names of its tensors say of the checkpoint that is not wrong. Raises as `stated_config_of`."""
+    names = _names(subject)
+    return remarks(stated_config_of(subject), names) if names else []
+
+
+def _names(subject: Subject) -> Collection[str]:
+    """Every tensor that headers, the index or `.metadata` name; none where nothing can be read, or each that the config promises is wanted."""
+    if subject.kind == "megatron" and subject.arguments is not None and subject.arguments.mtp:
+        return ()
+    if subject.kind == "megatron":
+        return subject.megatron_files.opened.specs if subject.megatron_files.readable else ()
+    return {**subject.hf_files.specs, **(subject.hf_files.index or {})}
+
+
+def stated_config_of(subject: Subject) -> Mapping[str, Any]:
+    """The HF config of the checkpoint as the file says it, known to be of a supported family.
+
+    Raises Unable where a Megatron checkpoint has none beside it, CkptkitError where it is broken or unsupported.
+    """
+    if subject.kind == "hf":
+        config = subject.hf_files.config
+    else:
+        path = subject.hf_path or subject.megatron_files.weights.parent / "hf"
+        if not (path / "config.json").exists():
+            raise Unable("no HF config.json is stored beside this Megatron checkpoint; name the HF directory with --hf")
+        config = config_in(path, subject.megatron_files.weights)
+    try:
+        refuse_foreign(_names(subject) if subject.kind == "hf" else (), subject.path)
+        dims_of(config)
+    except (TypeError, ValueError) as error:
+        raise CkptkitError(f"config.json: a size is not a number: {error}", "compare it with the release") from error
+    return config
+
+
+def expected_of(subject: Subject, config: Mapping[str, Any], names: Collection[str]) -> Expected:
+    """What must be in the checkpoint, spelled as `names` (all that is in it) are: fused or per expert, packed or not. Found once for all checks."""
+    if subject.promised is None:
+        subject.promised = _expected(subject, config, names)
+    return subject.promised
+
+
+def _expected(subject: Subject, config: Mapping[str, Any], names: Collection[str]) -> Expected:
+    rules = list(rules_of(config, dialect_of(config, names)) if subject.kind == "megatron" else rules_of(config))
+    if subject.kind == "megatron":
+        vocab = frozenset(rule.megatron for rule in rules if rule.mapping.vocab)
+        state = frozenset(rule.megatron for rule in rules if rule.mapping.fp32)
+        # One shape for all layers and experts of a mapping: running its op a hundred thousand times would take minutes.
+        shapes_of = {
+            id(rule.mapping): rule.megatron_shape for rule in {id(rule.mapping): rule for rule in rules}.values()
+        }
+        wide = frozenset(rule.megatron for rule in rules if rule.mapping.wide)
+        return Expected({rule.megatron: shapes_of[id(rule.mapping)] for rule in rules}, vocab, state, wide=wide)
+    fp32 = frozenset(name for rule in rules if rule.mapping.fp32 for name in rule.hf)
+    plain = {name: shape for rule in rules for name, shape in rule.hf.items()}
+    shapes: dict[str, Shape | None] = dict(plain)
+    if is_fused(kind[0] for kind in subject.kinds):
+        specs = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in plain.items()}
+        shapes = {name: spec.shape for name, spec in _outputs(fuse(specs, config, "config.json", names)).items()}
+    if (tied := tied_head(config)) and tied[0] in names:
+        shapes[tied[0]] = plain[tied[1]]
+    copies = dict.fromkeys(name for rule in rules for name in rule.mapping.copies)
+    if is_quantized(config):
+        shapes, copies = _packed(shapes, names, config), _packed(copies, names, config)
+    # A release may repeat tensors under these names, and this one does.
+    repeated = frozenset(name for name in copies if name in names or name in subject.hf_files.unknown)
+    return Expected(
+        shapes, frozenset(), fp32, family_of(config).dropped(dims_of(config)) | repeated | _carried(subject, config)
+    )
+
+
+def _carried(subject: Subject, config: Mapping[str, Any]) -> frozenset[str]:
+    """Tensors that are no part of the language model, which is told from what stands before or behind all numbers in their names."""
+    family = family_of(config)
+    return frozenset(name for names in subject.kinds if family.carries(names[0]) for name in names)
+
+
+def _outputs(plan: Plan) -> dict[str, TensorSpec]:
+    return {spec.name: spec for step in plan.steps for spec in step.outputs}
+
+
+def weights_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `weights` part of the first group of a quantization_config; empty when there is none."""
+    quantization = quantization_of(config)
+    groups = quantization.get("config_groups") if isinstance(quantization, dict) else None
+    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    weights = first.get("weights") if isinstance(first, dict) else None
+    return weights if isinstance(weights, dict) else {}
+
+
+def packed_parts(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Suffixes of the tensors that one packed weight consists of. Source: compressed-tensors `pack_quantized/base.py`."""
+    weights = weights_of(config)
+    zero_point = ("weight_zero_point",) if weights.get("symmetric") is False else ()
+    order = ("weight_g_idx",) if weights.get("actorder") in ("group", "dynamic") else ()
+    return ("weight_packed", "weight_scale", "weight_shape", *zero_point, *order)
+
+
+def _packed(
+    shapes: Mapping[str, Shape | None], names: Collection[str], config: Mapping[str, Any]
+) -> dict[str, Shape | None]:
+    """Every weight that is stored packed replaced by its parts; where floats of 8 bits are stored, their scales stand beside them."""
+    scales = () if weights_of(config).get("type", "float") == "int" else ("_scale_inv", "_scale")
+    parts = [f".{part}" for part in packed_parts(config)]
+    result: dict[str, Shape | None] = {}
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        if module + PACKED in names:
+            for part in parts:
+                result[module + part] = None
+        elif f"{name}_blocks" in names:
+            result |= {f"{name}_blocks": None, f"{name}_scales": None}
+        else:
+            result[name] = shape
+            result |= {name + scale: None for scale in scales if name + scale in names}
+    return result
+
+
+def usable_config(subject: Subject) -> Mapping[str, Any] | None:
+    """As `config_of`, but None where the config is missing, broken or unsupported, which CK101 reports."""
+    try:
+        return config_of(subject)
+    except (CkptkitError, Skip):
+        return None

@@ -1,0 +1,117 @@
+"""What one tensor holds, from one pass over its bytes: digest, extremes, the size of its values, rows of nothing but zeros."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from ckptkit.storage.buffers import bytes_of
+
+_PIECE = 1 << 20  # bytes that stay in a core's cache while they are looked at in several ways
+_COUNTED = 1 << 16  # elements up to which it is worth looking at each one's bits: router biases, not matrices
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+# torch has no minimum of unsigned integers. As signed ones they are other numbers, constant and zero where those are.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """What one tensor holds.
+
+    `digest` is the BLAKE3 of its bytes. `finite`: whether all of it is. `low` and `high` are the smallest and largest value, `rms` the
+    root of the mean square (0 of integers), `zero_rows` the rows of nothing but zeros. `coarse`: a few float32 numbers that are all
+    numbers of bfloat16 too.
+    """
+
+    digest: bytes
+    nbytes: int
+    finite: bool
+    low: float
+    high: float
+    rms: float
+    zero_rows: int
+    rows: int
+    coarse: bool = False
+
+    @property
+    def constant(self) -> bool:
+        """Whether every element is the same number."""
+        return self.finite and self.low == self.high
+
+    @property
+    def denormal(self) -> bool:
+        """Whether it holds other numbers than zero, and none as large as 2**-126, where float32 and bfloat16 begin to lose precision."""
+        return 0 < max(abs(self.low), abs(self.high)) < _SMALLEST_NORMAL
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The same of some rows: smallest and largest value, sum of squares, rows of nothing but zeros."""
+
+    low: float
+    high: float
+    squares: float
+    zero_rows: int
+
+
+def digest_of(tensor: Tensor) -> bytes:
+    """BLAKE3 of the bytes of a contiguous tensor."""
+    return blake3(bytes_of(tensor)).digest()
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors agree in dtype, shape and every bit: NaN equals NaN there, and 0.0 differs from -0.0."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    # memcmp reads at the speed of memory and lets other threads run; torch.equal does neither for every dtype.
+    compare = ctypes.CDLL(None).memcmp
+    return (
+        not one.numel()
+        or compare(ctypes.c_void_p(one.data_ptr()), ctypes.c_void_p(other.data_ptr()), ctypes.c_size_t(one.nbytes)) == 0
+    )
+
+
+def extremes(tensor: Tensor) -> Extremes:
+    """Digest and extremes of a contiguous tensor. Rows are those of the first axis; a tensor of one axis is one row."""
+    if not tensor.numel():
+        return Extremes(digest_of(tensor), 0, True, 0.0, 0.0, 0.0, 0, 0)
+    rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
+    digest, pieces = blake3(), []
+    for piece in torch.split(rows, max(1, _PIECE // (rows.shape[1] * rows.element_size()))):
+        digest.update(bytes_of(piece))
+        pieces.append(_measured(piece))
+    lows, highs = [piece.low for piece in pieces], [piece.high for piece in pieces]
+    finite = all(map(math.isfinite, (*lows, *highs)))
+    rms = math.sqrt(sum(piece.squares for piece in pieces) / tensor.numel()) if finite else math.nan
+    zeros = sum(piece.zero_rows for piece in pieces)
+    return Extremes(
+        digest.digest(), tensor.nbytes, finite, min(lows), max(highs), rms, zeros, rows.shape[0], _coarse(tensor)
+    )
+
+
+def _measured(rows: Tensor) -> _Piece:
+    if rows.dtype in _SIGNED:
+        rows = rows.view(_SIGNED[rows.dtype])
+    if not rows.is_floating_point():
+        least, most = torch.aminmax(rows)
+        return _Piece(float(least), float(most), 0.0, int((~rows.bool().any(dim=1)).sum()))
+    rows = rows.float() if rows.dtype.itemsize == 1 else rows
+    low, high = (float(value) for value in torch.aminmax(rows))
+    norms = torch.linalg.vector_norm(rows, dim=1)
+    squares = float(norms.double().square().sum())
+    # Squares leave the range of float32 at both ends before the numbers do.
+    if not 1e-30 < squares < math.inf and math.isfinite(low) and math.isfinite(high):
+        squares = float(rows.double().square().sum())
+    silent = norms == 0
+    return _Piece(low, high, squares, int((rows[silent] == 0).all(dim=1).sum()) if silent.any() else 0)
+
+
+def _coarse(tensor: Tensor) -> bool:
+    """Whether a few float32 numbers are all numbers of bfloat16: the lower half of their bits is zero."""
+    few = tensor.dtype == torch.float32 and 1 < tensor.numel() <= _COUNTED
+    return few and not bool((tensor.contiguous().view(torch.int32) & 0xFFFF).any())

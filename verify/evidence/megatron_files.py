@@ -1,0 +1,84 @@
+"""A Megatron torch_dist directory as its files tell it, however broken, without reading a weight."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.detect import TRACKER, tracked
+from ckptkit.formats.torch_dist.reader import StoredMetadata, TorchDistCheckpoint, read_metadata
+from ckptkit.formats.torch_save.blob import Blob
+
+
+class LenientTorchDist(TorchDistCheckpoint):
+    """The global tensors that `.metadata` names, opened even where chunks do not tile: for looking at names and shapes."""
+
+    def __init__(self, path: Path, metadata: StoredMetadata, hf: Path | None) -> None:
+        self.path = path
+        self.hf_path = hf if hf else path.parent / "hf"
+        self.metadata = metadata
+        self._logical = dict(self._name_all())
+
+
+@dataclass(frozen=True)
+class MegatronFiles:
+    """`root` is what the user gave: the directory with the tracker, or one iteration."""
+
+    root: Path
+    hf: Path | None
+
+    @cached_property
+    def weights(self) -> Path:
+        """The directory with the weights. Raises CkptkitError when the tracker names none that exists."""
+        return tracked(self.root) if (self.root / TRACKER).exists() else self.root
+
+    @cached_property
+    def metadata(self) -> StoredMetadata:
+        """What `.metadata` says. Raises CkptkitError when it cannot be read."""
+        return read_metadata(self.weights)
+
+    @cached_property
+    def opened(self) -> LenientTorchDist:
+        """Names and shapes of the global tensors. Raises CkptkitError when `.metadata` cannot be read."""
+        return LenientTorchDist(self.weights, self.metadata, self.hf)
+
+    @cached_property
+    def readable(self) -> bool:
+        """Whether `.metadata` can be read at all; CK111 says why when it cannot."""
+        try:
+            self.opened  # noqa: B018 - a cached property that raises
+        except CkptkitError:
+            return False
+        return True
+
+    @cached_property
+    def args(self) -> Mapping[str, Any]:
+        """The stored training arguments; empty when there are none. Raises CkptkitError when they cannot be read."""
+        args = self.opened.common.get("args")
+        if args is None:
+            return {}
+        if not hasattr(args, "__dict__"):
+            raise CkptkitError(
+                f"{self.weights}: the stored training arguments are {type(args).__name__}, no namespace",
+                "convert it again",
+            )
+        return dict(vars(args))
+
+    @cached_property
+    def blobs(self) -> Mapping[Path, Mapping[tuple[int, int], tuple[str, ...]]]:
+        """For every file, the (offset, length) ranges that keys are stored in, in file order; aliases share a range."""
+        found: dict[Path, dict[tuple[int, int], list[str]]] = defaultdict(lambda: defaultdict(list))
+        for key, blob in self._all_blobs():
+            found[blob.path][blob.offset, blob.length].append(key)
+        return {
+            path: {at: tuple(keys) for at, keys in sorted(ranges.items())} for path, ranges in sorted(found.items())
+        }
+
+    def _all_blobs(self) -> list[tuple[str, Blob]]:
+        stored = [(key, chunk.blob) for key, tensor in self.metadata.tensors.items() for chunk in tensor.chunks]
+        return stored + list(self.metadata.objects.items())

@@ -1,0 +1,79 @@
+"""The pass over all the bytes as tasks on a Ray cluster: each opens both sides where it runs, and looks at some groups of tensors."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
+from ckptkit.storage.fingerprint import fingerprint
+from ckptkit.transfer.ray.cluster import connected
+from ckptkit.transfer.ray.tasks import cpus, outcomes, pieces_of
+from verify.evidence.subject import Subject
+from verify.evidence.values import Values, common_groups, look, sides
+
+if TYPE_CHECKING:
+    from verify.evidence.values import Groups
+
+
+@dataclass(frozen=True)
+class Told:
+    """What every task of a pass is told: paths as `Subject` has them, whether names are those on disk, and what its node must find there.
+
+    `files`: the fingerprint of both sides.
+    """
+
+    path: Path
+    source_path: Path | None
+    hf_path: Path | None
+    stored: bool
+    files: str
+
+
+def parts_on_ray(
+    subject: Subject, stored: bool, checkpoint: Checkpoint, groups: Groups
+) -> Generator[Values, None, None]:
+    """What each task found, in the order of `groups`. Raises CkptkitError as `outcomes` does, and where a node sees other files."""
+    told = Told(subject.path, subject.source_path, subject.hf_path, stored, _files(subject))
+    sizes = {names: sum(checkpoint.specs[name].nbytes for name in names) for names in groups}
+    with connected(subject.ray or "auto") as ray:
+        pieces = [[name for names in piece for name in names] for piece in pieces_of(sizes, cpus(ray))]
+        early: dict[int, Values] = {}
+        following = 0
+        for index, part in outcomes(ray, look_at, told, pieces):
+            early[index] = part
+            while following in early:
+                yield early.pop(following)
+                following += 1
+
+
+def look_at(told: Told, names: Sequence[str]) -> Values:
+    """Looks at whole groups, on the node that this runs on. Raises CkptkitError when it does not see what the coordinator sees."""
+    checkpoint, source, groups = _opened(told)
+    wanted, found = set(names), Values()
+    for group in groups:
+        if group[0] in wanted:
+            found.add(look(checkpoint, source, group))
+    return found
+
+
+@lru_cache(maxsize=1)
+def _opened(told: Told) -> tuple[Checkpoint, Checkpoint | None, Groups]:
+    """Both sides, opened once a process."""
+    if _files(told) != told.files:
+        raise CkptkitError(
+            f"node {socket.gethostname()} sees other files at {told.path}{f' or {told.source_path}' if told.source_path else ''} than the coordinator"
+            " (names, sizes or times differ)",
+            "name paths on a file system that all nodes share, or copy with times (rsync -a)",
+        )
+    checkpoint, source = sides(Subject(told.path, told.source_path, told.hf_path), told.stored)
+    return checkpoint, source, list(common_groups(checkpoint, source))
+
+
+def _files(sides: Subject | Told) -> str:
+    return fingerprint(filter(None, (sides.path, sides.source_path, sides.hf_path)))

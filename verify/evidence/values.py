@@ -1,0 +1,243 @@
+"""One pass over all the bytes of a checkpoint, and of its source: digests, extremes and differences, a few tensors in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.join import Joined
+from ckptkit.core.plan import View
+from ckptkit.core.progress import progress
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.detect import locate
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from converters.experts import is_fused, unfuse
+from converters.foreign import refuse_foreign
+from converters.megatron.legacy import LegacyCheckpoint
+from converters.passthrough import carried_beside
+from converters.planner import to_hf
+from verify.evidence.extremes import Extremes, digest_of, extremes, same_bytes
+from verify.evidence.plain import plain
+from verify.evidence.subject import Subject
+
+Groups = Sequence[tuple[str, ...]]
+
+_PIECE = 1 << 24  # elements of a tensor that are compared at a time
+_MEMORY = 8 << 30  # bytes of tensors in memory over all threads; a single group may need more
+_COUNTED = 1 << 16  # elements up to which distinct values are counted: router biases, not matrices
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a tensor differs from its source: dtypes, the count of unequal elements after casting, the largest gap, distinct values."""
+
+    source: TensorSpec
+    actual: TensorSpec
+    unequal: int
+    largest: float
+    distinct_source: int
+    distinct_actual: int
+
+
+@dataclass
+class Values:
+    """The outcome of the pass. Names are HF names with one tensor an expert where there was a source, else those on disk."""
+
+    stats: dict[str, Extremes] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    differences: dict[str, Difference] = field(default_factory=dict)
+    compared: dict[str, int] = field(default_factory=dict)
+    only_source: list[str] = field(default_factory=list)
+    only_here: list[str] = field(default_factory=list)
+    source_names: dict[bytes, str] = field(default_factory=dict)
+
+    def add(self, part: Values) -> None:
+        """Takes in what was found of other tensors."""
+        self.stats |= part.stats
+        self.unreadable |= part.unreadable
+        self.differences |= part.differences
+        self.compared |= part.compared
+        self.source_names |= part.source_names
+
+
+def in_hf_space(checkpoint: Checkpoint, where: Path, release: Collection[str] = ()) -> Checkpoint:
+    """The checkpoint with HF names, one tensor an expert, with what is only carried. Raises CkptkitError where its config does not fit it.
+
+    `release` are the names to compare with: tensors that it repeats are repeated.
+    """
+    if isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
+        view = to_hf(checkpoint, str(where), release=release)
+        untouched = carried_beside(checkpoint, locate(where).root, plain)
+        return Joined(view, untouched) if untouched else view
+    return (
+        View(checkpoint, unfuse(checkpoint.specs, checkpoint.config, str(where)))
+        if is_fused(checkpoint.specs)
+        else checkpoint
+    )
+
+
+def read_values(subject: Subject) -> Values:
+    """Reads everything once, group by group. With a source, both sides are seen as HF and compared as they come by."""
+    return _pass(subject, stored=False)
+
+
+def stored_values(subject: Subject) -> Values:
+    """The same of every tensor under its name on disk: from the one pass where that is how it names them."""
+    fused = subject.kind == "hf" and is_fused(subject.checkpoint.specs)
+    if not fused and (subject.kind == "hf" or subject.source_path is None):
+        return subject.values
+    return _pass(subject, stored=True)
+
+
+def sides(subject: Subject, stored: bool) -> tuple[Checkpoint, Checkpoint | None]:
+    """The checkpoint and its source with HF names; `stored`: the checkpoint alone, with its names on disk."""
+    checkpoint, source = subject.checkpoint, None if stored else subject.source
+    if source is None:
+        return (checkpoint if stored or subject.kind == "megatron" else in_hf_space(checkpoint, subject.path)), None
+    here = in_hf_space(checkpoint, subject.path, source.specs)
+    return here, in_hf_space(source, subject.source_path or subject.path, checkpoint.specs)
+
+
+def common_groups(left: Checkpoint, right: Checkpoint | None) -> Iterator[tuple[str, ...]]:
+    """Groups of `left`, joined where `right` must be read together, in the order of `left`."""
+    if right is None:
+        yield from left.groups
+        return
+    group_of = {name: index for index, names in enumerate(right.groups) for name in names}
+    joined: dict[int, int] = {}
+    merged: list[list[str]] = []
+    for names in left.groups:
+        touched = {group_of[name] for name in names if name in group_of}
+        homes = sorted({joined[index] for index in touched if index in joined})
+        home = homes[0] if homes else len(merged)
+        if not homes:
+            merged.append([])
+        for other in homes[1:]:
+            merged[home] += merged[other]
+            merged[other] = []
+            joined = {index: home if place == other else place for index, place in joined.items()}
+        merged[home] += names
+        joined.update(dict.fromkeys(touched, home))
+    yield from (tuple(names) for names in merged if names)
+
+
+def _pass(subject: Subject, stored: bool) -> Values:
+    if subject.kind == "hf":
+        refuse_foreign(subject.checkpoint.specs, subject.path)
+    checkpoint, source = sides(subject, stored)
+    specs, values = checkpoint.specs, Values()
+    groups = list(common_groups(checkpoint, source))
+    if source is not None:
+        values.only_source = [name for name in source.specs if name not in specs]
+        values.only_here = [name for name in specs if name not in source.specs]
+    with (
+        progress("reading values", sum(spec.nbytes for spec in specs.values())) as advance,
+        _parts(subject, stored, checkpoint, source, groups) as parts,
+    ):
+        for part in parts:
+            values.add(part)
+            advance(sum(stats.nbytes for stats in part.stats.values()))
+    return values
+
+
+@contextmanager
+def _parts(
+    subject: Subject, stored: bool, checkpoint: Checkpoint, source: Checkpoint | None, groups: Groups
+) -> Iterator[Iterator[Values]]:
+    """What is found of the groups, in their order: by threads, or by tasks on a Ray cluster."""
+    if subject.ray is not None:
+        # Imported here because few want it, and it needs this module.
+        from verify.evidence.on_ray import parts_on_ray
+
+        with closing(parts_on_ray(subject, stored, checkpoint, groups)) as parts:
+            yield parts
+        return
+    largest = max((sum(checkpoint.specs[name].nbytes for name in names) for names in groups), default=0)
+    with _threads(largest) as pool:
+        yield pool.map(partial(look, checkpoint, source), groups)
+
+
+@contextmanager
+def _threads(largest: int) -> Iterator[Executor]:
+    """A thread a core, memory permitting, each with torch to itself: threads of torch's own would only be in their way."""
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(_workers(largest), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(before)
+
+
+def _workers(largest: int) -> int:
+    """Threads to read and digest with (both let other threads run): as many as there are cores, memory permitting."""
+    # Both sides and what is computed from them are in memory at a time, for every thread.
+    return max(1, min(os.cpu_count() or 1, _MEMORY // (3 * largest or 1)))
+
+
+def look(checkpoint: Checkpoint, source: Checkpoint | None, names: Sequence[str]) -> Values:
+    """What there is to say of these tensors, which are read together."""
+    values = Values()
+    found = _read(checkpoint, names, values)
+    origin = source.read([name for name in found if name in source.specs]) if source is not None else {}
+    for name, tensor in found.items():
+        values.stats[name] = extremes(tensor)
+        if name in origin:
+            _compare(name, tensor, origin[name], values)
+    return values
+
+
+def _read(checkpoint: Checkpoint, names: Sequence[str], values: Values) -> Mapping[str, Tensor]:
+    try:
+        return checkpoint.read(names)
+    except CkptkitError as error:
+        if len(names) > 1:
+            return {key: tensor for name in names for key, tensor in _read(checkpoint, [name], values).items()}
+        values.unreadable[names[0]] = error.message
+        return {}
+
+
+def _compare(name: str, tensor: Tensor, origin: Tensor, values: Values) -> None:
+    stats = values.stats[name]
+    values.compared[name] = stats.nbytes
+    if same_bytes(tensor, origin):
+        values.source_names[stats.digest] = name
+        return
+    digest = digest_of(origin)
+    values.source_names[digest] = name
+    values.differences[name] = difference(name, tensor, origin)
+
+
+def difference(name: str, tensor: Tensor, origin: Tensor) -> Difference:
+    """How `tensor` differs from `origin`: the source is cast to the dtype found first, so that rounding alone is no difference."""
+    source, actual = (TensorSpec(name, tuple(one.shape), one.dtype) for one in (origin, tensor))
+    if source.shape != actual.shape:
+        return Difference(source, actual, tensor.numel(), float("nan"), 0, 0)
+    unequal, largest = 0, 0.0
+    for found, true in zip(_pieces(tensor), _pieces(origin), strict=True):
+        unequal += int((as_integers(true.to(found.dtype)) != as_integers(found)).sum())
+        largest = max(largest, float((found.double() - true.double()).abs().max()))
+    few = origin.numel() <= _COUNTED
+    distinct = [len(set(one.reshape(-1).tolist())) if few else 0 for one in (origin, tensor)]
+    return Difference(source, actual, unequal, largest, distinct[0], distinct[1])
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Flat pieces, small enough that float64 copies of them do not matter."""
+    flat = tensor.contiguous().reshape(-1)
+    return [flat[start : start + _PIECE] for start in range(0, flat.numel(), _PIECE)]
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """The bits of every element as an integer, in the tensor's shape."""
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(widths[tensor.dtype.itemsize])

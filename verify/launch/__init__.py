@@ -1,0 +1,4 @@
+"""How a training job finds its weights, read from its launch.
+
+May import evidence.
+"""

@@ -1,0 +1,158 @@
+"""Options and variables of a launch script: parallel sizes, how layers are distributed over the pipeline, and INT4 training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from ckptkit.core.errors import CkptkitError
+from converters.megatron.pipeline import Pipeline
+
+_NUMBERS = {
+    "--tensor-model-parallel-size": "tp",
+    "--pipeline-model-parallel-size": "pp",
+    "--expert-model-parallel-size": "ep",
+    "--expert-tensor-parallel-size": "etp",
+    "--decoder-first-pipeline-num-layers": "first",
+    "--decoder-last-pipeline-num-layers": "last",
+    "--num-virtual-stages-per-pipeline-rank": "vpp",
+    "--num-layers-per-virtual-pipeline-stage": "chunk",
+    "--mtp-num-layers": "mtp",
+    "--rollout-num-gpus-per-engine": "engine",
+    "--sglang-pp-size": "engine_pp",
+    "--sglang-pipeline-parallel-size": "engine_pp",
+    "--sglang-ep-size": "engine_ep",
+    "--sglang-expert-parallel-size": "engine_ep",
+    "--sglang-ep": "engine_ep",
+}
+_RANKS = frozenset({"tp", "pp", "ep", "etp", "engine", "engine_pp", "engine_ep"})
+_SWITCHES = {
+    "--account-for-embedding-in-pipeline-split": "embedding",
+    "--account-for-loss-in-pipeline-split": "loss",
+    "--sglang-enable-dp-attention": "dp_attention",
+}
+_LAYOUT = "--pipeline-model-parallel-layout"
+# Every option that is read.
+READ = frozenset({*_NUMBERS, *_SWITCHES, _LAYOUT})
+# Variables of slime's and miles' trainers, which a launch gives as NAME=value or inside the JSON of --runtime-env-json.
+QAT_FLAG, QAT_GROUP = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
+_VARIABLE = re.compile(rf"({QAT_FLAG}|{QAT_GROUP})\\*[\"']?\s*[:=]\s*\\*[\"']?(\w+)")
+
+
+@dataclass(frozen=True)
+class LaunchArguments:
+    """What these options say; None where one is not given. `chunk`: layers of a virtual pipeline stage; the others as in `Pipeline`.
+
+    `engine`: GPUs of a rollout engine, in `engine_pp` pipeline stages; over `engine_ep` ranks its experts are spread.
+    `dp_attention`: attention is cut over fewer ranks than the rest. `qat`: whether training rounds weights to INT4, `qat_group` in groups of how many.
+    """
+
+    tp: int | None = None
+    pp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    first: int | None = None
+    last: int | None = None
+    vpp: int | None = None
+    chunk: int | None = None
+    mtp: int | None = None
+    embedding: bool = False
+    loss: bool = False
+    layout: str | None = None
+    engine: int | None = None
+    engine_pp: int | None = None
+    engine_ep: int | None = None
+    dp_attention: bool = False
+    qat: bool | None = None
+    qat_group: int | None = None
+
+    @staticmethod
+    def read(words: Sequence[str], environment: Mapping[str, str] | None = None) -> LaunchArguments:
+        """From the words of a command line, as argparse reads them: `--name value` or `--name=value`, and the last one counts.
+
+        Variables count wherever a word has them, and else those of `environment`. Everything else is passed over. Raises
+        CkptkitError for a value that is missing or no number.
+        """
+        found: dict[str, int | bool | str] = dict(_qat(words, environment or {}))
+        for name, value in pairs(words):
+            if name in _SWITCHES:
+                found[_SWITCHES[name]] = True
+            elif name == _LAYOUT or name in _NUMBERS:
+                if value is None:
+                    raise CkptkitError(
+                        f"{name} among the launch arguments has no value",
+                        "copy the arguments as the launch script has them",
+                    )
+                if name in _NUMBERS and not (value.isdecimal() and len(value) < 10):
+                    raise CkptkitError(
+                        f"{name} {value} among the launch arguments is no number",
+                        "copy the arguments with their variables filled in",
+                    )
+                if _NUMBERS.get(name) in _RANKS and not int(value):
+                    raise CkptkitError(
+                        f"{name} {value} among the launch arguments is no number of ranks",
+                        "give 1 or more, or leave it out",
+                    )
+                found[_NUMBERS.get(name, "layout")] = value if name == _LAYOUT else int(value)
+        return LaunchArguments(**found)  # type: ignore[arg-type]
+
+    @property
+    def engine_tp(self) -> int:
+        """The tensor parallel size of a rollout engine, as slime works it out."""
+        return max((self.engine or 1) // (self.engine_pp or 1), 1)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether they say anything about the pipeline but the number of its stages."""
+        return (
+            self.layout is not None
+            or self.embedding
+            or self.loss
+            or any(value is not None for value in (self.first, self.last, self.vpp, self.chunk))
+        )
+
+    def pipeline(self, layers: int, pp: int) -> Pipeline:
+        """The pipeline of a model with that many layers, as Megatron-LM's `validate_args` works out its chunks.
+
+        Raises CkptkitError where that refuses the options.
+        """
+        if sum(value is not None for value in (self.vpp, self.chunk, self.layout)) > 1:
+            names = "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank and --pipeline-model-parallel-layout"
+            raise CkptkitError(f"more than one of {names}", "Megatron accepts one of them")
+        vpp = self.vpp or 1
+        if self.chunk is not None:
+            if self.first is not None or self.last is not None:
+                raise CkptkitError(
+                    "--num-layers-per-virtual-pipeline-stage with a first or last stage of its own size",
+                    "give --num-virtual-stages-per-pipeline-rank",
+                )
+            a_stage, rest = divmod(layers + self.embedding + self.loss, pp)
+            if rest or not self.chunk or a_stage % self.chunk:
+                said = f"{layers} layers over {pp} stages do not divide into chunks of --num-layers-per-virtual-pipeline-stage {self.chunk}"
+                raise CkptkitError(said, "choose another number of layers a chunk")
+            vpp = a_stage // self.chunk
+        return Pipeline(layers, pp, vpp, self.first, self.last, self.embedding, self.loss, self.layout, self.mtp or 0)
+
+
+def _qat(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple[str, int | bool]]:
+    said = {name: environment[name] for name in (QAT_FLAG, QAT_GROUP) if name in environment}
+    said |= {match[1]: match[2] for word in words for match in _VARIABLE.finditer(word)}
+    if QAT_FLAG in said:
+        yield "qat", said[QAT_FLAG].lower() not in ("", "0", "false")
+    if QAT_GROUP in said:
+        if not said[QAT_GROUP].isdecimal():
+            raise CkptkitError(
+                f"{QAT_GROUP} is {said[QAT_GROUP]!r}, which is no number",
+                "copy the variables with their values filled in",
+            )
+        yield "qat_group", int(said[QAT_GROUP])
+
+
+def pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Every option with the word that is its value, None where the next word is an option too or there is none."""
+    for word, after in zip_longest(words, words[1:]):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            yield name, value if equals else None if after is None or after.startswith("--") else after

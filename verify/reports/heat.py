@@ -1,0 +1,176 @@
+"""The heat map of a report: for each layer and kind of tensor, how many were looked at, how far they are off, and which findings name them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from verify.report import Finding, anchors
+
+if TYPE_CHECKING:
+    from verify.evidence.values import Values
+
+# A layer number, or the braces that a folded name has in its place; then what is numbered on from 0 again, for multi-token prediction.
+# At most four digits: names come from files that nobody vouches for, and one may claim a billion layers.
+_RANGE = r"[0-9]{1,4}(?:\.\.[0-9]{1,4})?"
+_LAYER = re.compile(
+    rf"(?P<mtp>mtp\.|model\.mtp_)?(?:model\.|language_model\.|decoder\.)*layers\.(?P<layers>[0-9]{{1,4}}|\{{{_RANGE}(?:,{_RANGE})*\}})\.(?P<tail>.+)"
+)
+_NUMBERS = re.compile(r"\.(?:\d+|\{[^}]*\})(?=\.|$)")
+_LEAF = re.compile(r"\.(?:weight\w*|\w*bias)$")
+_PACKED_PART = re.compile(r"\.weight_\w+$")
+_CONTAINERS = ("model.", "language_model.", "decoder.", "self_attn.", "self_attention.", "mlp.")
+_MORE = re.compile(r" and \d+ more$")
+_LINKS = 10  # findings that a cell names
+
+OUTSIDE = "outside layers"
+
+Place = tuple[str, str]  # layer and kind
+Heat = dict[str, dict[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One tensor that was looked at: its largest difference from the source (None: nothing to compare with), and whether that is wrong."""
+
+    error: float | None = None
+    steps: float | None = None
+    failed: bool = False
+
+
+@dataclass
+class _Cell:
+    names: set[str] = field(default_factory=set)
+    error: float | None = None
+    steps: float | None = None
+    wrong: set[str] = field(default_factory=set)
+    blamed: bool = False
+    findings: list[str] = field(default_factory=list)
+
+    def add(self, name: str, one: Measured) -> None:
+        self.names.add(name)
+        self.error = _larger(self.error, one.error)
+        self.steps = _larger(self.steps, one.steps)
+        if one.failed:
+            self.wrong.add(name)
+
+    def link(self, anchor: str, finding: Finding) -> None:
+        self.blamed |= finding.severity == "error"
+        if len(self.findings) < _LINKS:
+            self.findings.append(anchor)
+
+    def to_json(self) -> dict[str, Any]:
+        failed = max(len(self.wrong), int(self.blamed))
+        return {
+            "tensors": len(self.names),
+            "max_error": self.error,
+            "max_steps": self.steps,
+            "failed": failed,
+            "findings": self.findings,
+        }
+
+
+def of_values(values: Values) -> Iterator[tuple[str, Measured]]:
+    """What the pass over all bytes (CK2xx) tells of each tensor: unreadable, not finite, or this far from the source."""
+    for name in values.unreadable:
+        yield name, Measured(failed=True)
+    for name, stats in values.stats.items():
+        difference = values.differences.get(name)
+        error = difference.largest if difference else 0.0 if name in values.compared else None
+        yield name, Measured(error, failed=not stats.finite or (difference is not None and difference.unequal > 0))
+
+
+def of_rounding(rounding: Mapping[str, tuple[float, float]]) -> Iterator[tuple[str, Measured]]:
+    """What CK305 tells of each packed weight: how many quantization steps it is off, where `(steps, permitted steps)` is given."""
+    for name, (steps, permitted) in rounding.items():
+        yield name, Measured(steps=steps, failed=not steps <= permitted)
+
+
+def heat_map(measured: Iterable[tuple[str, Measured]], findings: Sequence[Finding]) -> Heat:
+    """Layer -> kind -> `{tensors, max_error, max_steps, failed, findings}`, as the report format has it; layers in order.
+
+    `findings` are named by their anchors (`CK202-1`), at most 10 a cell. A packed weight counts once, with its scale and shape.
+    `failed` counts tensors known to be wrong, and is at least 1 where a finding of severity error names the cell.
+    """
+    cells: dict[Place, _Cell] = {}
+    for name, one in measured:
+        cells.setdefault(_place(name), _Cell()).add(_PACKED_PART.sub(".weight", name), one)
+    shortened: list[tuple[str, Finding, frozenset[Place]]] = []
+    for anchor, finding in zip(anchors(findings), findings, strict=True):
+        named = frozenset(places(finding.tensor or ""))
+        for place in sorted(named):
+            cells.setdefault(place, _Cell()).link(anchor, finding)
+        if named and _MORE.search(finding.tensor or ""):
+            shortened.append((anchor, finding, named))
+    _link_shortened(cells, shortened)
+    heat: Heat = {}
+    for layer, kind in sorted(cells, key=lambda place: _order(place[0])):
+        heat.setdefault(layer, {})[kind] = cells[layer, kind].to_json()
+    return heat
+
+
+def _link_shortened(cells: Mapping[Place, _Cell], shortened: Sequence[tuple[str, Finding, frozenset[Place]]]) -> None:
+    """Wrong tensors that no finding names belong to one that ends in `and 3 more`: the one that names their layer, or their kind."""
+    for (layer, kind), cell in cells.items():
+        if cell.wrong and not cell.findings and shortened:
+            anchor, finding, _ = max(
+                shortened,
+                key=lambda one: (any(place[0] == layer for place in one[2]), any(place[1] == kind for place in one[2])),
+            )
+            cell.link(anchor, finding)
+
+
+def places(text: str) -> Iterator[Place]:
+    """The cells that a folded name (`model.layers.{0..3}.mlp.gate.weight`), or several joined with commas, stands for; each once."""
+    seen: set[Place] = set()
+    for name in _MORE.sub("", text).split(", ") if text else ():
+        match = _LAYER.match(name)
+        numbers = _expand(match["layers"]) if match else [0]
+        _, kind = _place(name)
+        found = {(_row(match, number), kind) for number in numbers} - seen
+        seen |= found
+        yield from sorted(found)
+
+
+def _place(name: str) -> Place:
+    match = _LAYER.match(name)
+    return _row(match, _expand(match["layers"])[0] if match else 0), _kind(match["tail"] if match else name)
+
+
+def _row(match: re.Match[str] | None, number: int) -> str:
+    return OUTSIDE if match is None else f"mtp {number}" if match["mtp"] else str(number)
+
+
+def _kind(tail: str) -> str:
+    """`self_attn.q_proj.weight` -> `q_proj`, `mlp.experts.3.up_proj.weight_packed` -> `experts.up_proj`; every kind of norm -> `norms`."""
+    kind = _NUMBERS.sub("", tail)
+    if "norm" in kind.removesuffix(".weight").rpartition(".")[2]:
+        return "norms"
+    kind = _LEAF.sub("", kind)
+    while container := next((one for one in _CONTAINERS if kind.startswith(one)), None):
+        kind = kind.removeprefix(container)
+    return kind
+
+
+def _expand(text: str) -> list[int]:
+    """The numbers of `{0..3,7}`, or of a bare `5`."""
+    numbers: list[int] = []
+    for part in text.strip("{}").split(","):
+        first, _, last = part.partition("..")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def _order(layer: str) -> tuple[int, int]:
+    if layer == OUTSIDE:
+        return 2, 0
+    return (1, int(layer.removeprefix("mtp "))) if layer.startswith("mtp ") else (0, int(layer))
+
+
+def _larger(one: float | None, other: float | None) -> float | None:
+    """The larger of two; what is not finite says nothing of a size, and JSON cannot hold it."""
+    sizes = [value for value in (one, other) if value is not None and math.isfinite(value)]
+    return max(sizes, default=None)

@@ -1,0 +1,95 @@
+"""What verify tells a Megatron rank to do, and what the rank tells back: both as JSON files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from verify.witnesses.megatron.layout import ParallelSizes
+
+Verdict = Literal["equal", "differs", "unwritten", "unknown"]
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """One rank's task. `store` is the file that the ranks meet through, `report` where the outcome goes.
+
+    `checkpoint` holds the weights, `hf` the config of a checkpoint that carries none; without `source`, the checkpoint's
+    own bytes, read without Megatron, are what its parameters are compared with. `dtype` is that of the parameters.
+    """
+
+    checkpoint: str
+    hf: str | None
+    source: str | None
+    sizes: ParallelSizes
+    rank: int
+    store: str
+    report: str
+    dtype: str
+    transformer_engine: bool = False
+
+    def save(self, path: Path) -> None:
+        """Writes the job as JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def load(path: Path) -> RankJob:
+        """The job written by `save`."""
+        values = json.loads(path.read_text())
+        return RankJob(**{**values, "sizes": ParallelSizes(**values["sizes"])})
+
+
+@dataclass(frozen=True)
+class TensorSeen:
+    """One parameter or persistent buffer of a rank, against the slice that it ought to hold.
+
+    `unwritten`: every element is still the poison set before loading. `unknown`: no rule, or nothing to compare with.
+    `largest` is the largest absolute difference; `layer` the other layer whose values it holds, where one could be told.
+    """
+
+    local: str
+    name: str
+    verdict: Verdict
+    nbytes: int
+    elements: int
+    differing: int = 0
+    largest: float = 0.0
+    layer: int | None = None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank saw. `layers`: global layers of each model chunk, as Megatron numbers them, from 0.
+
+    `missing`: keys on disk that no rank asked for. `unexpected`: keys that this rank asked for and the disk lacks.
+    `refused`: names on which `load_state_dict` was not strict. `requested`: how many keys it asked for.
+    """
+
+    rank: int
+    version: str
+    tp: int
+    pp: int
+    ep: int
+    layers: tuple[tuple[int, ...], ...]
+    requested: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    refused: tuple[str, ...]
+    tensors: tuple[TensorSeen, ...]
+
+    def save(self, path: Path) -> None:
+        """Writes the report as JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def load(path: Path) -> RankReport:
+        """The report written by `save`."""
+        values: Mapping[str, Any] = json.loads(path.read_text())
+        tuples = {key: tuple(values[key]) for key in ("missing", "unexpected", "refused")}
+        layers = tuple(tuple(chunk) for chunk in values["layers"])
+        return RankReport(
+            **{**values, **tuples, "layers": layers, "tensors": tuple(TensorSeen(**seen) for seen in values["tensors"])}
+        )

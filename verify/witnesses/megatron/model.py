@@ -1,0 +1,266 @@
+"""Builds the real megatron-core GPTModel of a checkpoint, as one rank of a parallel layout holds it.
+
+Works with megatron-core 0.16 and 0.19, on a GPU (NCCL) and without one (gloo). Only the processes of the witness import it:
+it changes torch in ways that must not leak.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch._dynamo
+
+import verify.witnesses.megatron.imports  # noqa: F401 - first
+
+# isort: split
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.fusions import fused_softmax
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from converters.config.dims import ModelDims
+from converters.megatron.arguments import megatron_args
+from verify.witnesses.megatron.layout import ParallelSizes, padded_vocab
+from verify.witnesses.megatron.variants import VARIANTS
+
+# Megatron-LM arguments that its `core_transformer_config_from_args` hands to TransformerConfig under another name.
+_RENAMED = {
+    "norm_epsilon": "layernorm_epsilon",
+    "num_experts": "num_moe_experts",
+    "swiglu": "gated_linear_unit",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+}
+
+
+@dataclass(frozen=True)
+class Build:
+    """How to build: parallel sizes, the dtype of parameters, and which layer spec (Transformer Engine or Megatron's own)."""
+
+    sizes: ParallelSizes
+    dtype: torch.dtype
+    transformer_engine: bool = False
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """Makes on the CPU what is asked for on the device "cuda" by that name."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wanted = dict(kwargs or {})
+        return function(*args, **wanted | ({"device": "cpu"} if wanted.get("device") == "cuda" else {}))
+
+
+def _on_the_cpu(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*args: Any) -> Tensor:
+        with _CpuForCuda():
+            return function(*args)
+
+    return run
+
+
+def pretend_cuda() -> None:
+    """Lets megatron-core build and run on a machine without CUDA: what it takes for the current GPU is the CPU."""
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda device=None: None
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    tensor_parallel.random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    # megatron-core 0.16 leaves this name undefined where Transformer Engine is missing, and then reads it.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    # Megatron compiles small functions; on the CPU that takes a C++ compiler, and longer than it saves.
+    torch._dynamo.config.disable = True
+    fused_softmax.get_sliding_window_causal_mask = _on_the_cpu(fused_softmax.get_sliding_window_causal_mask)
+
+
+def connect(sizes: ParallelSizes, rank: int, store: str) -> None:
+    """Joins the process group through the file `store` (no port to collide on) and lays out the parallel groups."""
+    if not torch.cuda.is_available():
+        pretend_cuda()
+    else:
+        torch.cuda.set_device(rank)
+    torch.distributed.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=sizes.world,
+    )
+    lay_out(sizes)
+    if torch.cuda.is_available():
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+
+
+def lay_out(sizes: ParallelSizes) -> None:
+    """Divides the ranks that there are into parallel groups of these sizes."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tp,
+        pipeline_model_parallel_size=sizes.pp,
+        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.etp,
+        create_gloo_process_groups=True,
+    )
+
+
+def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Build) -> TransformerConfig:
+    """TransformerConfig from Megatron-LM arguments, as Megatron-LM itself makes it, with everything off that needs a GPU or randomness."""
+    kind = MLATransformerConfig if dims.mla else TransformerConfig
+    known = {field.name for field in fields(kind)}
+    values = {_RENAMED.get(key, key): value for key, value in args.items()}
+    fixed: dict[str, Any] = {
+        "activation_func": torch.nn.functional.silu,
+        "params_dtype": build.dtype,
+        "pipeline_dtype": build.dtype,
+        "bf16": build.dtype == torch.bfloat16,
+        "fp16": build.dtype == torch.float16,
+        "tensor_model_parallel_size": build.sizes.tp,
+        "pipeline_model_parallel_size": build.sizes.pp,
+        "virtual_pipeline_model_parallel_size": build.sizes.vpp if build.sizes.vpp > 1 else None,
+        "num_layers_in_first_pipeline_stage": build.sizes.first,
+        "num_layers_in_last_pipeline_stage": build.sizes.last,
+        "account_for_embedding_in_pipeline_split": build.sizes.embedding,
+        "account_for_loss_in_pipeline_split": build.sizes.loss,
+        "pipeline_model_parallel_layout": build.sizes.layout,
+        "expert_model_parallel_size": build.sizes.ep,
+        "expert_tensor_parallel_size": build.sizes.etp,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "perform_initialization": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_router_load_balancing_type": "none",
+    }
+    values = {key: value for key, value in values.items() if key in known} | fixed
+    for variant in VARIANTS:
+        values |= variant.settings(dims)
+    return kind(**values)
+
+
+def build_chunks(dims: ModelDims, build: Build) -> list[GPTModel]:
+    """This rank's model, one GPTModel a virtual pipeline stage, with parameters of `build.dtype` whose values mean nothing.
+
+    Router biases stay fp32, as Megatron keeps them in training.
+    """
+    args = megatron_args(dims) | {"moe_grouped_gemm": build.transformer_engine and bool(dims.experts)}
+    config = transformer_config(dims, args, build)
+    vpp = build.sizes.vpp
+    chunks = [_build(dims, args, config, build, stage if vpp > 1 else None) for stage in range(vpp)]
+    for chunk in chunks:
+        _refuse_two_output_layers(chunk)
+        for parameter in chunk.parameters():
+            parameter.data = parameter.data.to(build.dtype)
+        for variant in VARIANTS:
+            variant.finish(dims, chunk)
+        chunk.eval()
+    return chunks
+
+
+def _refuse_two_output_layers(chunk: GPTModel) -> None:
+    """Raises RuntimeError where Megatron's own sharded_state_dict would stop on an assertion that explains nothing.
+
+    Source: https://github.com/NVIDIA/Megatron-LM/pull/7577; versions with that change make no second output layer.
+    """
+    tied_last_stage = (
+        chunk.share_embeddings_and_output_weights and chunk.mtp_process and chunk.post_process and not chunk.pre_process
+    )
+    if tied_last_stage and chunk.output_layer.weight is not None:
+        raise RuntimeError(
+            "this megatron-core neither saves nor loads tied embeddings with multi-token prediction over several pipeline stages: "
+            "use one stage, or leave out --mtp-num-layers"
+        )
+
+
+def block_spec(
+    dims: ModelDims, config: TransformerConfig, build: Build, stage: int | None
+) -> TransformerBlockSubmodules:
+    """The layers of this rank: Megatron's own spec, with the modules that a family's architecture has in place of the usual ones.
+
+    Each layer's spec knows the layer's number, from 0, as `metainfo["layer"]`.
+    """
+    # From 0.19 on the standard spec refuses a config with another attention, which is for the variants to put in.
+    standard = copy.copy(config)
+    standard.experimental_attention_variant = None
+    spec = get_gpt_decoder_block_spec(standard, build.transformer_engine, normalization="RMSNorm", vp_stage=stage)
+    first = get_transformer_layer_offset(config, vp_stage=stage)
+    spec.layer_specs = [
+        replace(layer, metainfo={**layer.metainfo, "layer": first + place})
+        for place, layer in enumerate(spec.layer_specs)
+    ]
+    for variant in VARIANTS:
+        variant.adapt(dims, config, spec, build.transformer_engine)
+    return spec
+
+
+def _build(
+    dims: ModelDims, args: Mapping[str, Any], config: TransformerConfig, build: Build, stage: int | None
+) -> GPTModel:
+    spec = block_spec(dims, config, build, stage)
+    mtp = get_gpt_mtp_block_spec(config, spec, build.transformer_engine, vp_stage=stage) if dims.mtp_layers else None
+    with _default_device():
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=padded_vocab(dims.vocab, build.sizes.tp),
+            max_sequence_length=args["max_position_embeddings"],
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+            parallel_output=False,
+            share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
+            position_embedding_type=args["position_embedding_type"],
+            rotary_percent=args["rotary_percent"],
+            rotary_base=args["rotary_base"],
+            rope_scaling=args.get("use_rope_scaling", False),
+            rope_scaling_factor=args.get("rope_scaling_factor", 8.0),
+            seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
+            mtp_block_spec=mtp,
+            vp_stage=stage,
+        )
+
+
+@contextlib.contextmanager
+def _default_device() -> Iterator[None]:
+    # Megatron's local norms are plain torch modules, which know nothing of the GPU that the other parameters are made on.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
+
+
+def logits(model: GPTModel, tokens: Tensor) -> Tensor:
+    """Logits [batch, sequence, padded vocabulary] of token ids [batch, sequence], on a model that is whole on one rank."""
+    return all_logits(model, tokens)[-1]
+
+
+def all_logits(model: GPTModel, tokens: Tensor) -> list[Tensor]:
+    """Logits [batch, sequence, padded vocabulary] of every multi-token prediction layer in turn, and last those of the model itself.
+
+    A multi-token prediction layer predicts the token after the next; it also sees the next token, with 0 after the last.
+    """
+    length = tokens.shape[1]
+    positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+    hidden = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
+    found: list[Tensor] = []
+
+    def keep(layer: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        # Megatron's cross entropy overwrites the logits that it is given.
+        found.append(outputs[0].transpose(0, 1).clone())
+
+    hook = model.output_layer.register_forward_hook(keep)
+    try:
+        with torch.no_grad():
+            # megatron-core 0.16 cannot run multi-token prediction layers without labels; it uses them for the loss alone.
+            model(tokens, positions, hidden, labels=tokens if model.mtp_process else None)
+    finally:
+        hook.remove()
+    return found

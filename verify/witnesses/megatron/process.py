@@ -1,0 +1,199 @@
+"""Ranks of a real Megatron that load a checkpoint: `python -m verify.witnesses.megatron.process FOLDER RANK...`, each by FOLDER/job-RANK.json.
+
+Builds the model, poisons every parameter, loads strictly with Megatron's own `dist_checkpointing`, and compares what it
+then holds with the slices predicted from the reference. An exception ends the process; its journal says what that means.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import verify.witnesses.megatron.imports  # noqa: F401 - first
+
+# isort: split
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.models.gpt import GPTModel
+from megatron.core.package_info import __version__
+from torch import Tensor
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.formats.detect import locate
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from converters.megatron.module_names import global_name
+from converters.open import open_megatron
+from converters.planner import dims_of, rules_of, to_megatron
+from converters.stored import as_stored
+from verify.evidence.plain import plain
+from verify.witnesses.ending import Journal, Phase, journal_of
+from verify.witnesses.megatron.job import RankJob, RankReport, TensorSeen
+from verify.witnesses.megatron.model import Build, build_chunks, connect
+from verify.witnesses.megatron.slices import Position, compare_all, poison
+
+
+def reference_of(source: str, hf: str | None) -> Checkpoint:
+    """The global Megatron tensors to compare with: an HF directory seen through the rules, or a Megatron one."""
+    location = locate(source)
+    return to_megatron(plain(location.path), source) if location.kind == "hf" else open_megatron(location, hf)
+
+
+def held_by(chunk: GPTModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, sharing memory with the model."""
+    state = chunk.state_dict()
+    return {
+        name: tensor
+        for name, tensor in state.items()
+        if isinstance(tensor, Tensor) and not name.endswith("_extra_state")
+    }
+
+
+def layers_of(chunk: GPTModel) -> tuple[int, ...]:
+    """Global numbers of a chunk's layers, from 0, by Megatron's own count (its `layer_number` starts at 1)."""
+    return tuple(int(layer.layer_number) - 1 for layer in chunk.decoder.layers)
+
+
+OPEN = Phase("opening the checkpoint and its reference")
+CONNECT = Phase("joining the process groups")
+BUILD = Phase("building the model")
+ASK = Phase("asking the model which keys it wants")
+LOAD = Phase("loading the weights", ("megatron", "torch"))
+COMPARE = Phase("comparing what was loaded")
+
+
+def _ignore(phase: Phase) -> None:
+    """For callers that keep no journal."""
+
+
+def load(
+    chunks: list[GPTModel], checkpoint: str, enter: Callable[[Phase], None] = _ignore
+) -> tuple[int, set[str], set[str], list[str]]:
+    """Megatron's load: keys requested, keys on disk that no rank requested, keys requested that the disk lacks, names refused.
+
+    `return_all` finds what `raise_all` finds, on all ranks, but goes on, so that the values can be looked at too.
+    """
+    enter(LOAD)
+    common = dist_checkpointing.load_common_state_dict(checkpoint)
+    metadata: dict[str, Any] = dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {})
+    metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    enter(ASK)
+    wanted = {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
+    requested = sum(1 for _ in nested_values(wanted))
+    enter(LOAD)
+    loaded, missing, unexpected = dist_checkpointing.load(wanted, checkpoint, strict="return_all")
+    refused: list[str] = []
+    for index, chunk in enumerate(chunks):
+        outcome = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
+        refused += [*outcome.missing_keys, *outcome.unexpected_keys]
+    return requested, missing, unexpected, refused
+
+
+def position(experts: int, ep: int, local_spec: bool) -> Position:
+    """Where this process stands, as Megatron says."""
+    count = experts // ep
+    first = parallel_state.get_expert_model_parallel_rank() * count
+    return Position(
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+        range(first, first + count),
+        local_spec,
+    )
+
+
+def _seen(chunks: list[GPTModel], config: Any, reference: Checkpoint, at: Position) -> Iterator[TensorSeen]:
+    rules = {rule.megatron: rule for rule in rules_of(config)}
+    for chunk in chunks:
+        name_of = partial(global_name, layers=layers_of(chunk), experts=at.experts, rules=rules)
+        yield from compare_all(held_by(chunk), name_of, rules, reference, at)
+
+
+def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
+    """Runs one rank to its report. Raises whatever Megatron raises."""
+    enter(OPEN)
+    checkpoint = TorchDistCheckpoint(job.checkpoint, hf=job.hf)
+    config = as_stored(checkpoint.config, checkpoint.specs)
+    dims = dims_of(config)
+    reference: Checkpoint = reference_of(job.source, job.hf) if job.source else checkpoint
+    enter(CONNECT)
+    connect(job.sizes, job.rank, job.store)
+    enter(BUILD)
+    chunks = build_chunks(dims, Build(job.sizes, getattr(torch, job.dtype), job.transformer_engine))
+    for chunk in chunks:
+        for tensor in held_by(chunk).values():
+            poison(tensor)
+    requested, missing, unexpected, refused = load(chunks, job.checkpoint, enter)
+    enter(COMPARE)
+    at = position(dims.experts, job.sizes.ep, not job.transformer_engine)
+    return RankReport(
+        rank=job.rank,
+        version=__version__,
+        tp=at.tp_rank,
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        ep=parallel_state.get_expert_model_parallel_rank(),
+        layers=tuple(layers_of(chunk) for chunk in chunks),
+        requested=requested,
+        missing=tuple(sorted(missing)),
+        unexpected=tuple(sorted(unexpected)),
+        refused=tuple(refused),
+        tensors=tuple(_seen(chunks, config, reference, at)),
+    )
+
+
+def _run(job: RankJob) -> None:
+    with Journal(journal_of(Path(job.report))) as journal:
+        witness(job, journal.enter).save(Path(job.report))
+    torch.distributed.destroy_process_group()
+
+
+def _forked(folder: Path, rank: int) -> None:
+    """One of several ranks, in a process of its own: stderr goes where the caller looks for what it said."""
+    _end_with_parent()
+    with (folder / f"stderr-{rank}").open("ab") as errors:
+        os.dup2(errors.fileno(), sys.stderr.fileno())
+    _run(RankJob.load(folder / f"job-{rank}.json"))
+
+
+def _end_with_parent() -> None:
+    """Has the kernel kill this process when its parent ends, however that ends (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _fork(folder: Path, ranks: Sequence[int]) -> None:
+    """Runs several ranks to their ends; the exit code of each stands in FOLDER/exit-RANK as soon as it is known."""
+    context = multiprocessing.get_context("fork")
+    processes = {rank: context.Process(target=_forked, args=(folder, rank), daemon=True) for rank in ranks}
+    for process in processes.values():
+        process.start()
+    running = {process.sentinel: rank for rank, process in processes.items()}
+    while running:
+        ended = multiprocessing.connection.wait(list(running))
+        for rank in [running.pop(sentinel) for sentinel in list(running) if sentinel in ended]:
+            processes[rank].join()
+            (folder / f"partial-{rank}").write_text(str(processes[rank].exitcode))
+            (folder / f"partial-{rank}").rename(folder / f"exit-{rank}")
+
+
+def main() -> None:
+    """Entry point of a rank, or of the process that forks several."""
+    _end_with_parent()
+    folder, ranks = Path(sys.argv[1]), [int(rank) for rank in sys.argv[2:]]
+    if len(ranks) == 1:
+        _run(RankJob.load(folder / f"job-{ranks[0]}.json"))
+    else:
+        _fork(folder, ranks)
+
+
+if __name__ == "__main__":
+    main()

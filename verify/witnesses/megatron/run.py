@@ -1,0 +1,252 @@
+"""Starts the ranks of a Megatron witness, a process each, and gathers what they report."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ckptkit.formats.hf.side_files import main_dtype
+from converters.planner import MCORE, dialect_of, dims_of, to_megatron
+from verify.check import Unable
+from verify.evidence.expected import config_of
+from verify.witnesses.ending import Ending, how_it_ended, journal_of
+from verify.witnesses.megatron.job import RankJob, RankReport
+from verify.witnesses.megatron.layout import ParallelSizes, check_sizes, default_etp, with_remainder
+
+if TYPE_CHECKING:
+    from verify.evidence.subject import Subject
+
+_WITNESS = "verify.witnesses.megatron.process"  # the module that ranks run
+_START_SECONDS = 600  # imports, process groups, building the model
+_BYTES_A_SECOND = 20_000_000  # slower than any disk that still works
+_INDEXER_SINCE = (0, 19)  # the megatron-core whose indexer turns the dimensions that the releases mean
+_QUERY_NORM_SINCE = (
+    0,
+    19,
+)  # the megatron-core whose latent attention normalizes queries that are not compressed (`mla_qk_norm_config.py`)
+_GRACE_SECONDS = 5.0  # between the first rank that failed and the end of those that wait for it
+
+
+@dataclass(frozen=True)
+class MegatronRun:
+    """The outcome of one launch. `failures`: what Megatron raised of the checkpoint, on the ranks that failed first.
+
+    `unable`: why Megatron could not be asked, where that is no verdict on the checkpoint.
+    """
+
+    sizes: ParallelSizes
+    device: str
+    reports: Sequence[RankReport]
+    failures: Mapping[int, str]
+    unable: str | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank gave no report: its own words, and how they are to be read."""
+
+    said: str
+    ending: Ending
+
+
+def sizes_of(subject: Subject) -> ParallelSizes:
+    """The parallel sizes asked for, known to be possible; costs nothing, so it can be called before anything is read.
+
+    Raises Unable where Megatron is not installed or the checkpoint is no Megatron one, CkptkitError where the model does not
+    divide into these sizes.
+    """
+    if subject.kind == "hf":
+        raise Unable("this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source")
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise Unable("megatron-core is not installed: pip install megatron-core")
+    dims = dims_of(config_of(subject))
+    etp = default_etp(subject.tp, subject.ep) if subject.etp is None else subject.etp
+    sizes = with_remainder(
+        ParallelSizes(subject.tp, subject.pp, subject.ep, etp if dims.experts else 1, subject.vpp), dims.layers
+    )
+    check_sizes(sizes, dims)
+    return sizes
+
+
+def run_megatron(subject: Subject) -> MegatronRun:
+    """Loads the checkpoint of `subject` into real Megatron, in as many processes as its parallel sizes need.
+
+    On GPUs (NCCL) where there are enough of them, else on the CPU (gloo). Raises as `sizes_of`, and CkptkitError where the
+    source does not fit its own config.
+    """
+    sizes = sizes_of(subject)
+    if (dialect := dialect_of(config_of(subject), subject.checkpoint.specs)) != MCORE:
+        raise Unable(f"these tensors are named for {dialect}'s own modules, which are no part of megatron-core")
+    dims, found = dims_of(config_of(subject)), version("megatron-core")
+    release = tuple(map(int, found.split(".")[:2]))
+    if dims.indexer and release < _INDEXER_SINCE:
+        raise Unable(
+            f"the indexer of megatron-core {found} wants other rows than that of 0.19, which this checkpoint is for; install 0.19"
+        )
+    if dims.mla and dims.mla.q_rank is None and release >= _QUERY_NORM_SINCE:
+        raise Unable(
+            f"megatron-core {found} puts a norm before linear_q_proj, which no model without q_lora_rank has; install one before 0.19"
+        )
+    if subject.source is not None and subject.source_kind == "hf":
+        to_megatron(subject.source, str(subject.source_path))
+    gpu = torch.cuda.device_count() >= sizes.world
+    with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
+        jobs = [_job(subject, sizes, rank, Path(scratch), gpu) for rank in range(sizes.world)]
+        nbytes = sum(spec.nbytes for spec in subject.checkpoint.specs.values())
+        failures = run_ranks(jobs, Path(scratch), gpu, _START_SECONDS + nbytes / _BYTES_A_SECOND)
+        reports = [] if failures else [RankReport.load(Path(job.report)) for job in jobs]
+    spec = "Transformer Engine spec" if jobs[0].transformer_engine else "local spec"
+    device = f"{'NCCL on GPUs' if gpu else 'gloo on the CPU'}, {spec}"
+    verdicts = {rank: failure.said for rank, failure in failures.items() if failure.ending.verdict}
+    return MegatronRun(sizes, device, reports, verdicts, _unable(failures) if failures and not verdicts else None)
+
+
+def _unable(failures: Mapping[int, Failure]) -> str:
+    rank, failure = min(failures.items())
+    return f"rank {rank} failed while {failure.ending.phase}, which says nothing about the checkpoint: {failure.said}"
+
+
+def _job(subject: Subject, sizes: ParallelSizes, rank: int, scratch: Path, gpu: bool) -> RankJob:
+    return RankJob(
+        checkpoint=str(subject.location.path.absolute()),
+        hf=str(subject.hf_path.absolute()) if subject.hf_path else None,
+        source=str(subject.source_path.absolute()) if subject.source_path else None,
+        sizes=sizes,
+        rank=rank,
+        store=str(scratch / "store"),
+        report=str(scratch / f"report-{rank}.json"),
+        dtype=main_dtype(subject.checkpoint.specs) or "bfloat16",
+        transformer_engine=gpu and find_spec("transformer_engine") is not None,
+    )
+
+
+def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float) -> dict[int, Failure]:
+    """Runs a process a job to the end and says why the first ones to fail failed; empty when all reported.
+
+    On the CPU they are forked from one that has imported Megatron, which takes longer than to load a small model. CUDA bears no fork.
+    """
+    processes = (
+        {job.rank: _start([job], scratch, gpu) for job in jobs} if gpu else {jobs[0].rank: _start(jobs, scratch, gpu)}
+    )
+    try:
+        first, soon_after = _wait([job.rank for job in jobs], processes, scratch, time.monotonic() + seconds)
+    finally:
+        for process in processes.values():
+            _end(process)
+
+    reports = {job.rank: Path(job.report) for job in jobs}
+
+    def words(codes: Mapping[int, int | None]) -> dict[int, str]:
+        late = f"no answer within {seconds:.0f} s"
+        return {
+            rank: late if code is None else _last_words(scratch / f"stderr-{rank}", reports[rank], code)
+            for rank, code in codes.items()
+        }
+
+    said = causes(words(first)) or causes(words(soon_after)) or words(first)
+    return {rank: Failure(words, Ending.load(journal_of(reports[rank]))) for rank, words in said.items()}
+
+
+# What gloo, NCCL and torch's store say of a rank that is gone.
+_LOST = re.compile(
+    r"Connection (?:reset|closed) by peer|Connection closed|Broken pipe|remote process exited|failed to recv|sendBytes failed|recvValue failed"
+)
+
+
+def causes(words: Mapping[int, str]) -> dict[int, str]:
+    """What ranks say that failed by themselves: those that only lost another one are left out."""
+    return {rank: said for rank, said in words.items() if not _LOST.search(said)}
+
+
+def _start(jobs: Sequence[RankJob], scratch: Path, gpu: bool) -> subprocess.Popen[bytes]:
+    for job in jobs:
+        job.save(scratch / f"job-{job.rank}.json")
+    here = str(Path(__file__).resolve().parents[3])
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])),
+        "OMP_NUM_THREADS": "1",
+    }
+    # A rank decides by what it sees: without GPUs for all ranks, none may find one.
+    environment |= {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", "-m", _WITNESS, str(scratch), *(str(job.rank) for job in jobs)]
+    with (scratch / f"stderr-{jobs[0].rank}").open("wb") as errors:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills what still runs of a process and of those that it forked, which a process that was itself killed leaves behind."""
+    if process.poll() != 0:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+_Codes = dict[int, int | None]
+
+
+def _wait(
+    ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]], scratch: Path, deadline: float
+) -> tuple[_Codes, _Codes]:
+    """Exit codes of the ranks that failed first, None for those still running at the deadline; and of all that had failed soon after.
+
+    Empty when all went well. Whoever waits for a rank that fails may be seen to fail before it.
+    """
+    while True:
+        codes = _codes(ranks, processes, scratch)
+        if failed := _failed(codes):
+            time.sleep(_GRACE_SECONDS)
+            return failed, _failed(_codes(ranks, processes, scratch))
+        if all(code == 0 for code in codes.values()):
+            return {}, {}
+        if time.monotonic() > deadline:
+            return {rank: None for rank, code in codes.items() if code is None}, {}
+        time.sleep(0.1)
+
+
+def _failed(codes: _Codes) -> _Codes:
+    return {rank: code for rank, code in codes.items() if code}
+
+
+def _codes(ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]], scratch: Path) -> _Codes:
+    ended = {rank: process.poll() for rank, process in processes.items()}
+    return {rank: _code(scratch / f"exit-{rank}", ended.get(rank)) for rank in ranks}
+
+
+def _code(file: Path, ended: int | None) -> int | None:
+    """Exit code of a rank: as the process that forked it wrote it down, or that of its own process; None while it runs."""
+    return int(file.read_text()) if file.exists() else ended
+
+
+def _last_words(errors: Path, report: Path, code: int) -> str:
+    """The exception that ended a rank, or the last lines of its stderr that say something where it left none."""
+    if ending := Ending.load(journal_of(report)).said:
+        said = [line.strip() for line in ending.splitlines()]
+    else:
+        lines = [
+            line.removeprefix(f"[rank{errors.name.partition('-')[2]}]:").strip()
+            for line in errors.read_text(errors="replace").splitlines()
+        ]
+        said = [line for line in lines if line and set(line) - set("^~ ")][-2:]
+    end = how_it_ended(code)
+    return f"{' | '.join(said)[-1000:]} ({end})" if said else str(end)

@@ -1,0 +1,96 @@
+"""Norms also after attention and MLP, before what they give is added to the residual stream.
+
+Not in megatron-core: GLM-4 has them as modules of the layer, as slime's patch of Megatron-LM adds them; Gemma 3 inside the linear
+layer whose output they take, as Megatron-Bridge does (`models/common/te_layers.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from converters.config.dims import ModelDims
+from verify.witnesses.megatron.variants.variant import Variant
+
+Norm = Callable[..., torch.nn.Module]
+
+
+class SandwichLayer(TransformerLayer):  # type: ignore[misc]
+    """Megatron's layer with slime's two norms, named as slime names them."""
+
+    self_attn_bda: Any
+    mlp_bda: Any
+
+    def __init__(self, config: TransformerConfig, *args: Any, norm: Norm, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.post_self_attn_layernorm = norm(
+            config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+        )
+        self.post_mlp_layernorm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        self.self_attn_bda = _after(self.post_self_attn_layernorm, self.self_attn_bda)
+        self.mlp_bda = _after(self.post_mlp_layernorm, self.mlp_bda)
+
+
+def _after(
+    norm: torch.nn.Module, add: Callable[[bool, bool], Callable[..., Tensor]]
+) -> Callable[[bool, bool], Callable[..., Tensor]]:
+    """Megatron's addition to the residual stream, of what the norm makes of an output (which has no bias)."""
+
+    def build(training: bool, fused: bool) -> Callable[..., Tensor]:
+        def run(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            return add(training, fused)((norm(output[0]), output[1]), residual, dropout)
+
+        return run
+
+    return build
+
+
+def _normed_linear(base: type, norm: Norm) -> type:
+    """A row parallel linear layer of Megatron's with a norm of its output, named as Megatron-Bridge names it."""
+
+    class NormedLinear(base):  # type: ignore[misc]
+        def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **kwargs)
+            self.post_layernorm = norm(config=config, hidden_size=output_size, eps=config.layernorm_epsilon)
+
+        def forward(self, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
+            output, bias = super().forward(tensor)
+            return self.post_layernorm(output), bias
+
+    return NormedLinear
+
+
+def mlp_submodules(layer: Any) -> Any:
+    """What the MLP of a layer spec is made of: megatron-core 0.16 has a ModuleSpec there, 0.19 a partial function."""
+    mlp = layer.submodules.mlp
+    return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+
+
+def _adapt(
+    dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSubmodules, transformer_engine: bool
+) -> None:
+    for layer in spec.layer_specs if dims.sandwich else ():
+        if dims.sandwich == "layer":
+            layer.module, layer.params = SandwichLayer, {"norm": spec.layer_norm}
+        else:
+            linear = _normed_linear(_row_parallel(transformer_engine), spec.layer_norm)
+            layer.submodules.self_attention.submodules.linear_proj = mlp_submodules(layer).linear_fc2 = linear
+
+
+def _row_parallel(transformer_engine: bool) -> type:
+    if transformer_engine:
+        from megatron.core.extensions.transformer_engine import TERowParallelLinear
+
+        return TERowParallelLinear  # type: ignore[no-any-return]
+    return LocalSpecProvider().row_parallel_linear()  # type: ignore[no-any-return]
+
+
+SANDWICH = Variant(adapt=_adapt)

@@ -1,0 +1,4 @@
+"""Real SGLang as a witness: the job, the load, and what each parameter should hold.
+
+May import evidence.
+"""

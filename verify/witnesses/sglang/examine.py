@@ -1,0 +1,154 @@
+"""What the witness does in the place of SGLang's loading: poison, the model's own `load_weights`, comparison, repacking."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verify.witnesses.ending import Journal
+from verify.witnesses.sglang.bits import WriteRecord, poison
+from verify.witnesses.sglang.compare import Comparison, Model, compare, dead_routers, dropped, unwritten
+from verify.witnesses.sglang.job import SglangReport, Trouble
+from verify.witnesses.sglang.load import COMPARE, LOAD, REPACK, Weights
+from verify.witnesses.sglang.marlin import (
+    after_repacking,
+    before_repacking,
+    free_to_change,
+    other_layout,
+    repacked_parameters,
+)
+from verify.witnesses.sglang.slots import is_draft
+
+
+class _NotFound(logging.Handler):
+    """Keeps what SGLang's loaders say of names that they do not know."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps the message when it says that something was not found."""
+        if "not found" in record.getMessage():
+            self.lines.append(record.getMessage())
+
+
+@dataclass
+class Examination:
+    """One loading, and what it showed; called by SGLang's loader with the model, the weights and the device.
+
+    `reference` gives every tensor that should be in the model, each time anew; `alter` stands between weights and model.
+    """
+
+    config: Mapping[str, Any]
+    fused_shared: bool
+    reference: Callable[[], Iterable[tuple[str, Tensor]]]
+    alter: Callable[[Weights], Weights]
+    journal: Journal
+    parameters: int = 0
+    landed: Mapping[str, set[str]] = field(default_factory=dict)
+    comparison: Comparison = field(default_factory=Comparison)
+    unwritten: tuple[Trouble, ...] = ()
+    dropped: tuple[Trouble, ...] = ()
+    routers: tuple[Trouble, ...] = ()
+    log: tuple[str, ...] = ()
+    repacked: tuple[Trouble, ...] | None = None
+    repacked_seen: int = 0
+    unchecked: tuple[str, ...] = ()
+
+    def __call__(self, model: torch.nn.Module, weights: Weights, device: torch.device) -> None:
+        seen = self._seen(model)
+        self.parameters = len(seen.owners)
+        poison(seen.tensors[name] for name in seen.owners.values())
+        handler = _NotFound()
+        logging.getLogger("sglang").addHandler(handler)
+        self.journal.enter(LOAD)
+        with WriteRecord(seen.owners) as record:
+            model.load_weights(record.feed(self.alter(weights)))  # type: ignore[operator]
+        logging.getLogger("sglang").removeHandler(handler)
+        self.journal.enter(COMPARE)
+        self.log = tuple(handler.lines)
+        self.landed = record.landed
+        self._examine(self._seen(model))
+        if device.type == "cuda":
+            self._repack(model)
+
+    def _seen(self, model: torch.nn.Module) -> Model:
+        return Model(self.config, model.state_dict(keep_vars=True), self.fused_shared)
+
+    def _examine(self, seen: Model) -> None:
+        names: list[str] = []
+        self.comparison = compare(seen, _noted(self.reference(), names))
+        equal = self.comparison.equal
+        self.unwritten = tuple(unwritten(seen, self.landed, equal))
+        self.dropped = tuple(dropped(seen, self.landed, equal, names))
+        self.routers = tuple(dead_routers(seen))
+
+    def _repack(self, model: torch.nn.Module) -> None:
+        """The quantization methods, module by module as SGLang's loader calls them; then everything else must be as before."""
+        troubles: list[Trouble] = []
+        changed: set[str] = set()
+        free: set[str] = set()
+        for name, module in model.named_modules():
+            method = getattr(module, "quant_method", None)
+            if method is None:
+                continue
+            if scheme := other_layout(module):
+                self.unchecked += (f"{name}: {scheme} has a layout of its own",)
+            changed |= {f"{name}.{parameter}" for parameter in repacked_parameters(module)}
+            free |= {f"{name}.{parameter}" for parameter in free_to_change(module)}
+            before = before_repacking(module)
+            self.journal.enter(REPACK)
+            method.process_weights_after_loading(module)
+            self.journal.enter(COMPARE)
+            troubles += after_repacking(module, name, before)
+        after = self._seen(model)
+        again = compare(after, self.reference(), lambda slot: slot.param not in changed)
+        moved = [trouble for trouble in again.differing if trouble.tensor in self.comparison.equal]
+        self.unchecked += tuple(
+            f"{trouble.tensor}: its kernel has a layout of its own" for trouble in moved if trouble.param in free
+        )
+        troubles += [trouble for trouble in moved if trouble.param not in free]
+        troubles += [trouble for trouble in dead_routers(after) if trouble not in self.routers]
+        self.repacked = tuple(troubles)
+        self.repacked_seen = len(changed) + len(again.equal)
+
+    def report(self, model: torch.nn.Module) -> SglangReport:
+        """Everything that was seen; `model` as it is after loading."""
+        seen = self._seen(model)
+        embedding = seen.tensors["model.embed_tokens.weight"]
+        return SglangReport(
+            version=version("sglang"),
+            model=type(model).__name__,
+            device=torch.cuda.get_device_name() if embedding.is_cuda else "cpu",
+            dtype=str(embedding.dtype).removeprefix("torch."),
+            fused_shared=self.fused_shared,
+            parameters=self.parameters,
+            fed=len(self.landed),
+            tensors=len(self.comparison.equal) + len(self.comparison.differing),
+            bytes=sum(self.comparison.equal.values()),
+            routers_seen=len(seen.dims.moe),
+            unwritten=self.unwritten,
+            dropped=self.dropped,
+            # What was dropped differs too, but that is said already.
+            differing=tuple(trouble for trouble in self.comparison.differing if self.landed.get(trouble.tensor)),
+            rounded=tuple(self.comparison.rounded),
+            routers=self.routers,
+            draft=tuple(name for name in self.landed if is_draft(name, seen.dims, self.config)),
+            log=self.log,
+            repacked=self.repacked,
+            repacked_seen=self.repacked_seen,
+            unchecked=self.unchecked,
+        )
+
+
+def _noted(pairs: Iterable[tuple[str, Tensor]], names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in pairs:
+        names.append(name)
+        yield name, tensor

@@ -1,0 +1,153 @@
+"""Builds the real SGLang model of an HF config in this process and loads it through the model's own `load_weights`.
+
+On a machine without a GPU the model is built on the CPU and loading stops before the quantization methods repack weights,
+which needs CUDA kernels; with a GPU they run. Seen with SGLang 0.5.16 and 0.5.23. Nothing here is imported before SGLang is wanted.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verify.witnesses.ending import Journal, Phase
+
+Weights = Iterator[tuple[str, Tensor]]
+
+# What SGLang raises before a model's constructor runs is about how we set it up, except of the quantization_config that it reads.
+SET_UP = Phase("setting SGLang up")
+BUILD = Phase("building the model", ("sglang.srt.models", "sglang.srt.layers.quantization"))
+LOAD = Phase("loading the weights", ("sglang",))
+COMPARE = Phase("comparing what was loaded")
+REPACK = Phase("repacking the weights", ("sglang.srt.layers",))
+
+
+def publish(model_path: Path, fused_shared: bool) -> Any:
+    """Makes the arguments of an SGLang server for this model those of this process, and returns them.
+
+    Tensor parallel size 1, and nothing that only serving needs.
+    `fused_shared`: keep the shared expert as one more routed expert, as `sglang_slots.fuses_shared` says.
+    """
+    from sglang.srt import runtime_context, server_args
+
+    cuda = torch.cuda.is_available()
+    args = server_args.ServerArgs(
+        model_path=str(model_path),
+        device="cuda" if cuda else "cpu",
+        skip_tokenizer_init=True,
+        trust_remote_code=False,
+        attention_backend="triton" if cuda else "torch_native",
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        disable_cuda_graph=True,
+        disable_shared_experts_fusion=not fused_shared,
+    )
+    if hasattr(runtime_context, "SpawnRanks"):  # since then the place of the process is published with the arguments
+        runtime_context.publish(
+            args, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=0, gpu_id=0 if cuda else None)
+        )
+    else:
+        server_args.set_global_server_args_for_scheduler(args)
+    return args
+
+
+def configure(model_path: Path, scratch: Path, fused_shared: bool) -> tuple[Any, Any]:
+    """Sets SGLang up in this process for one rank: its server arguments, process groups and flags. Returns the arguments and the ModelConfig."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers import dp_attention
+    from sglang.srt.layers.moe import initialize_moe_config
+
+    args = publish(model_path, fused_shared)
+    _called(initialize_moe_config, server_args=args)
+    allow_building_on_cpu()
+    start_process_groups(scratch)
+    model_config = ModelConfig.from_server_args(args)
+    for name in ("initialize_dp_attention", "init_dp_gathered_buffer"):  # one function up to 0.5.16, two in 0.5.23
+        if hasattr(dp_attention, name):
+            _called(getattr(dp_attention, name), server_args=args, model_config=model_config)
+    return args, model_config
+
+
+def _called(function: Callable[..., Any], **offered: Any) -> Any:
+    """Calls with those of the arguments that the function's own signature has: what SGLang's set-up functions take changes with releases."""
+    taken = inspect.signature(function).parameters
+    return function(**{name: value for name, value in offered.items() if name in taken})
+
+
+def start_process_groups(scratch: Path) -> None:
+    """SGLang's process groups for one rank, met through a file; once a process."""
+    from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+
+    if torch.distributed.is_initialized():
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    method = f"file://{scratch.absolute() / 'meeting_point'}"
+    init_distributed_environment(world_size=1, rank=0, local_rank=0, backend=backend, distributed_init_method=method)
+    initialize_model_parallel()  # without arguments: one rank in each group
+
+
+def allow_building_on_cpu() -> None:
+    """Answers for a missing GPU where SGLang asks for one to build a model: each matters only to the forward pass, which is not run.
+
+    The rotary embedding would import vLLM's kernels; compressed-tensors and GLM's fusion of shared experts ask for a capability.
+    """
+    if torch.cuda.is_available():
+        return
+    from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from sglang.srt.layers.rotary_embedding import base
+    from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
+
+    base._is_cpu = True
+    CompressedTensorsConfig._check_scheme_supported = lambda *_, **__: True
+    if hasattr(
+        Glm4MoeForCausalLM, "determine_num_fused_shared_experts"
+    ):  # up to 0.5.16 the model decides, in 0.5.23 the loader asks its class
+        Glm4MoeForCausalLM.determine_num_fused_shared_experts = _fuse_as_told
+    else:
+        Glm4MoeForCausalLM.shared_experts_fusion_disable_reason = classmethod(lambda *_: None)
+
+
+def _fuse_as_told(model: Any) -> None:
+    from sglang.srt.runtime_context import get_server_args
+
+    model.num_fused_shared_experts = (
+        0 if get_server_args().disable_shared_experts_fusion else model.config.n_shared_experts
+    )
+
+
+def load(
+    model_path: Path,
+    scratch: Path,
+    fused_shared: bool,
+    feed: Weights | None,
+    loading: Callable[[torch.nn.Module, Weights, torch.device], None],
+    journal: Journal,
+) -> torch.nn.Module:
+    """The model class that SGLang chooses for `model_path`, built by SGLang's default loader, which leaves loading to `loading`.
+
+    `loading` gets the model, the weights (`feed`, or what SGLang reads from `model_path` itself) and the device.
+    """
+    journal.enter(SET_UP)
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    class Loader(DefaultModelLoader):  # type: ignore[misc]
+        def _get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Weights:
+            return super()._get_all_weights(model_config, model) if feed is None else feed
+
+        def load_weights_and_postprocess(
+            self, model: torch.nn.Module, weights: Weights, target_device: torch.device
+        ) -> None:
+            loading(model, weights, target_device)
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+    args, model_config = configure(model_path, scratch, fused_shared)
+    loader = Loader(LoadConfig(load_format="auto"))
+    journal.enter(BUILD)
+    return loader.load_model(model_config=model_config, device_config=DeviceConfig(args.device))  # type: ignore[no-any-return]

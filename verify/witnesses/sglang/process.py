@@ -1,0 +1,88 @@
+"""Real SGLang as a witness: `python -m verify.witnesses.sglang.process JOB.json` loads a checkpoint into SGLang's own model and reports.
+
+Every parameter and persistent buffer is poisoned before the model's own `load_weights` runs. Afterwards three records that
+do not depend on one another are held together: which elements still hold the poison; which storage was written while each
+incoming tensor was being loaded (watched at the level of torch operations, so no loader can hide a write or skip one
+unseen); and whether each tensor's bits stand where our own prediction (`sglang_slots`) puts them. SGLang's mapping of names
+is never asked. With CUDA the quantization methods then repack weights, and that is checked too.
+
+An HF directory is read by SGLang's own weight iterator and, for the comparison, by the safetensors library. A Megatron
+checkpoint is streamed Megatron -> HF -> SGLang as a live weight update does, with no HF copy of the weights on disk.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.plan import View
+from ckptkit.formats.detect import locate
+from ckptkit.formats.hf.reader import HfCheckpoint, read_json
+from ckptkit.formats.hf.side_files import copy_side_files, write_config
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from converters.experts import is_fused, unfuse
+from converters.planner import to_hf
+from verify.witnesses.ending import Journal, journal_of
+from verify.witnesses.sglang.examine import Examination
+from verify.witnesses.sglang.job import SglangJob, SglangReport
+from verify.witnesses.sglang.load import Weights, load
+from verify.witnesses.sglang.slots import fuses_shared
+
+
+def run(job: SglangJob, alter: Callable[[Weights], Weights] = lambda weights: weights) -> None:
+    """Loads the checkpoint and writes the report; where that fails, the journal says how. `alter` stands between the checkpoint and SGLang."""
+    with Journal(journal_of(Path(job.report))) as journal:
+        witness(job, alter, journal).save(Path(job.report))
+
+
+def witness(job: SglangJob, alter: Callable[[Weights], Weights], journal: Journal) -> SglangReport:
+    """Loads the checkpoint into SGLang. Raises whatever SGLang raises."""
+    location = locate(job.checkpoint)
+    scratch = Path(job.scratch)
+    if location.kind == "hf":
+        fused = fuses_shared(HfCheckpoint(location.path).specs)
+        examination = Examination(
+            read_json(location.path / "config.json"), fused, lambda: safetensors_of(location.path), alter, journal
+        )
+        return examination.report(load(location.path, scratch, fused, None, examination, journal))
+    checkpoint = TorchDistCheckpoint(location.path, hf=job.hf)
+    view = to_hf(checkpoint, job.checkpoint)
+    copy_side_files(checkpoint.hf_path, scratch / "model")
+    write_config(scratch / "model", checkpoint.config, view.specs)
+    source = source_of(Path(job.source)) if job.source else view
+    examination = Examination(checkpoint.config, False, lambda: stream(source), alter, journal)
+    return examination.report(load(scratch / "model", scratch, False, stream(view), examination, journal))
+
+
+def safetensors_of(root: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that the index names, read by the safetensors library."""
+    for file in HfCheckpoint(root).shards:
+        with safe_open(root / file, "pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 - no mapping
+                yield name, shard.get_tensor(name)
+
+
+def stream(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint in the order it is cheapest to read."""
+    for names in checkpoint.groups:
+        yield from checkpoint.read(names).items()
+
+
+def source_of(path: Path) -> Checkpoint:
+    """The HF directory to compare with, with one tensor an expert."""
+    source = HfCheckpoint(path)
+    return View(source, unfuse(source.specs, source.config, str(path))) if is_fused(source.specs) else source
+
+
+def main() -> None:
+    """Runs the job named on the command line."""
+    run(SglangJob.load(Path(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()
