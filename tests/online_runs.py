@@ -154,7 +154,7 @@ def run(root: Path, orders: Mapping[str, Mapping[str, Path]]) -> dict[str, dict[
 
 
 def main() -> None:
-    from verify.witnesses.ending import Journal
+    from verify.witnesses.ending import PhaseLog
     from verify.witnesses.sglang.load import load
 
     path = Path(sys.argv[1])
@@ -169,7 +169,7 @@ def main() -> None:
             False,
             None,
             partial(examine, order, reports[name]),
-            Journal(scratch / "ending"),
+            PhaseLog(scratch / "ending"),
         )
     (path.parent / "report.json").write_text(json.dumps(reports))
 
