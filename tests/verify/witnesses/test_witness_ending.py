@@ -130,9 +130,9 @@ def test_what_torch_raises_below_the_record_of_writes_is_sglangs() -> None:
     torch_raises = raising(
         "torch._ops", "raise RuntimeError('The size of tensor a (640) must match the size of tensor b (352)')"
     )
-    around = calling("verify.witnesses.sglang.bits", torch_raises, "__torch_dispatch__")
+    around = calling("verify.witnesses.sglang.writes", torch_raises, "__torch_dispatch__")
     assert is_verdict(error_of(calling(OURS, calling(MODEL, around))), LOAD)
-    own = raising("verify.witnesses.sglang.bits", name="__torch_dispatch__")
+    own = raising("verify.witnesses.sglang.writes", name="__torch_dispatch__")
     assert not is_verdict(error_of(calling(OURS, calling(MODEL, own))), LOAD)
 
 

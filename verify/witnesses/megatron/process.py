@@ -28,10 +28,11 @@ from converters.open import open_megatron
 from converters.planner import dims_of, rules_of, to_megatron
 from converters.stored import as_stored
 from verify.evidence.plain import plain
+from verify.witnesses.bits import poison
 from verify.witnesses.ending import Phase, PhaseLog, ending_path
 from verify.witnesses.megatron.imports import importing_megatron
 from verify.witnesses.megatron.job import RankJob, RankReport, TensorSeen
-from verify.witnesses.megatron.slices import Position, compare_all, poison
+from verify.witnesses.megatron.slices import Position, compare_all
 
 with importing_megatron():
     from megatron.core import dist_checkpointing, parallel_state
@@ -131,8 +132,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     enter(BUILD)
     chunks = build_chunks(dims, Build(job.sizes, getattr(torch, job.dtype), job.transformer_engine))
     for chunk in chunks:
-        for tensor in held_by(chunk).values():
-            poison(tensor)
+        poison(held_by(chunk).values())
     requested, missing, unexpected, refused = load(chunks, job.checkpoint, enter)
     enter(COMPARE)
     at = position(dims.experts, job.sizes.ep, not job.transformer_engine)

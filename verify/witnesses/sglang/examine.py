@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verify.witnesses.bits import poison
 from verify.witnesses.ending import PhaseLog
-from verify.witnesses.sglang.bits import WriteRecord, poison
 from verify.witnesses.sglang.compare import Comparison, Model, compare, dead_routers, dropped, unwritten
 from verify.witnesses.sglang.job import SglangReport, Trouble
 from verify.witnesses.sglang.load import COMPARE, LOAD, REPACK, Weights
@@ -24,6 +24,7 @@ from verify.witnesses.sglang.marlin import (
     repacked_parameters,
 )
 from verify.witnesses.sglang.slots import is_draft
+from verify.witnesses.sglang.writes import WriteRecord
 
 
 class _NotFound(logging.Handler):

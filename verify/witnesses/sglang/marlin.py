@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from verify.witnesses.sglang.bits import difference
+from verify.witnesses.bits import difference
 from verify.witnesses.sglang.job import Trouble
 
 _TILE_ROWS, _TILE_COLUMNS, _BLOCK, _WORD = 16, 64, 16, 8
