@@ -10,6 +10,7 @@ import torch
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
+from quant.formats.part_names import PACKED
 from quant.formats.scheme import GROUP_SIZES, QuantScheme
 from quant.selection.class_tree import ClassTree, class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
@@ -19,7 +20,6 @@ from quant.selection.spelling import entries_for, spell
 from quant.selection.tiles import check_tiles
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_PACKED = ".weight_packed"
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ def _packed(matrix: Matrix, base: Reading, index: int) -> bool:
 
 
 def _packed_like(matrices: Sequence[Matrix], like: Collection[str]) -> list[bool]:
-    packed = [matrix.module + _PACKED in like for matrix in matrices]
+    packed = [matrix.module + PACKED in like for matrix in matrices]
     if wrong := [matrix for matrix, packs in zip(matrices, packed, strict=True) if packs and matrix.kept]:
         raise CkptkitError(
-            f"--like has {summarize(matrix.module + _PACKED for matrix in wrong)}, which can not be INT4: {wrong[0].kept}",
+            f"--like has {summarize(matrix.module + PACKED for matrix in wrong)}, which can not be INT4: {wrong[0].kept}",
             "give the INT4 release that your engine serves",
         )
     if missing := [
@@ -143,7 +143,7 @@ def default_ignore(config: Mapping[str, Any], like: Collection[str] | None = Non
     if like is None:
         return entries
     matrices = matrices_named(like, tree, config)
-    packed = {matrix.module for matrix in matrices if matrix.module + _PACKED in like}
+    packed = {matrix.module for matrix in matrices if matrix.module + PACKED in like}
     return tuple(
         dict.fromkeys(
             [
