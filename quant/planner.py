@@ -17,6 +17,7 @@ from ckptkit.core.plan import Plan, Step, View, identity, require
 from ckptkit.core.specs import TensorSpec
 from converters.stored import as_stored
 from quant.formats.packing import CODES_PER_WORD
+from quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT
 from quant.formats.scheme import QuantScheme, quantization_config, read_scheme
 from quant.formats.zero_points import check_zero_point_layout, for_sglang_experts, is_expert
 from quant.kernels.dispatch import quantize_pack
@@ -24,8 +25,6 @@ from quant.requantize import recorded, requantize, stored_parts
 from quant.selection.class_tree import class_tree
 from quant.selection.decision import default_ignore, resolve
 from quant.selection.readers import ALL_READERS, compressed_tensors
-
-PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
 
 
 def quantized(
@@ -137,8 +136,7 @@ def _parts(
 
 
 def _part_names(name: str) -> tuple[str, ...]:
-    module = name.removesuffix(".weight")
-    return tuple(f"{module}.{part}" for part in PARTS)
+    return tuple(name.removesuffix(".weight") + part for part in (PACKED, SCALE, SHAPE, ZERO_POINT))
 
 
 def quantized_layout(
@@ -154,7 +152,7 @@ def packed_less(names: Collection[str], ignore: Sequence[str]) -> list[str]:
     """The names of an INT4 checkpoint had it also ignored these entries: `N.weight` for every `N.weight_packed` that one covers."""
     less = []
     for name in names:
-        module = name.removesuffix(".weight_packed")
+        module = name.removesuffix(PACKED)
         spared = module != name and any(compressed_tensors(module, pattern) for pattern in ignore)
         less.append(f"{module}.weight" if spared else name)
     return less

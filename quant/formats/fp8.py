@@ -20,6 +20,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Step
 from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.buffers import ON_THE_WAY, row_cuts
+from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV, SCALE
 from quant.formats.release import DAMAGED, SCALE_DTYPES, Release
 
 _VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # of every byte
@@ -52,7 +53,7 @@ class Fp8:
     @property
     def parts(self) -> tuple[str, ...]:
         """Endings that only scales have; plain parameters may end in `_scale` too."""
-        return ("_scale_inv", ".weight_scale")
+        return (FP8_SCALE_INV, SCALE)
 
     def steps(self, release: Release) -> Iterator[Step]:
         """A step for every float8 tensor: the weight and its scale to bfloat16."""
@@ -105,7 +106,7 @@ def fp8_format(content: Mapping[str, Any]) -> Fp8:
     static = content.get("activation_scheme") == "static"
     size = (None, None) if block is None else (block[0], block[1])
     return Fp8(
-        size, ("_scale_inv", "_scale"), scale_fmt == "ue8m0", (".input_scale", ".activation_scale") if static else ()
+        size, (FP8_SCALE_INV, FP8_SCALE), scale_fmt == "ue8m0", (".input_scale", ".activation_scale") if static else ()
     )
 
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from ckptkit.core.specs import fold
 from ckptkit.formats.hf.side_files import quantization_of
-from quant.lint.subject import PACKED, Subject
+from quant.formats.part_names import PACKED
+from quant.lint.subject import Subject
 from quant.selection.class_tree import tail
 from quant.selection.readers import RULES
 

@@ -9,6 +9,7 @@ from typing import Any
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
+from quant.formats.part_names import PACKED
 from quant.formats.scheme import GROUP_SIZES, QuantScheme
 from quant.selection.class_tree import ClassTree, class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
@@ -16,8 +17,6 @@ from quant.selection.portable import Question, Reading, check_portable, read, re
 from quant.selection.readers import ALL_READERS, RULES, readers_of
 from quant.selection.spelling import entries_for, spell
 from quant.selection.tiles import check_tiles
-
-_PACKED = ".weight_packed"
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,10 @@ def _packed(matrix: Matrix, base: Reading, index: int) -> bool:
 
 
 def _packed_like(matrices: Sequence[Matrix], like: Collection[str]) -> list[bool]:
-    packed = [matrix.module + _PACKED in like for matrix in matrices]
+    packed = [matrix.module + PACKED in like for matrix in matrices]
     if wrong := [matrix for matrix, packs in zip(matrices, packed, strict=True) if packs and matrix.kept]:
         raise CkptkitError(
-            f"--like has {summarize(matrix.module + _PACKED for matrix in wrong)}, which can not be INT4: {wrong[0].kept}",
+            f"--like has {summarize(matrix.module + PACKED for matrix in wrong)}, which can not be INT4: {wrong[0].kept}",
             "give the INT4 release that your engine serves",
         )
     if missing := [
@@ -141,7 +140,7 @@ def default_ignore(config: Mapping[str, Any], like: Collection[str] | None = Non
     if like is None:
         return entries
     matrices = matrices_named(like, tree, config)
-    packed = {matrix.module for matrix in matrices if matrix.module + _PACKED in like}
+    packed = {matrix.module for matrix in matrices if matrix.module + PACKED in like}
     return tuple(
         dict.fromkeys(
             [

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.specs import TensorSpec
+from quant.formats.part_names import PACKED
 from quant.selection.class_tree import ClassTree, tail
 from quant.selection.sglang_classes import CLASSES, FUSED, SglangClass
 from quant.selection.spelling import spell
@@ -46,20 +47,18 @@ class Matrix:
 
 def matrices_of(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
     """What a reader without classes may take for a Linear: every `….weight` (or `….weight_packed`) with two or more axes."""
-    weights = (
-        name.removesuffix("_packed")
+    modules = (
+        name.removesuffix(PACKED).removesuffix(".weight")
         for name, spec in specs.items()
-        if name.endswith((".weight", ".weight_packed")) and len(spec.shape) >= 2
+        if name.endswith((".weight", PACKED)) and len(spec.shape) >= 2
     )
-    return _matrices((name.removesuffix(".weight") for name in weights), tree, config)
+    return _matrices(modules, tree, config)
 
 
 def matrices_named(names: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
     """As `matrices_of`, from names alone: every `….weight` that is no norm by its name."""
     modules = (
-        name.removesuffix("_packed").removesuffix(".weight")
-        for name in names
-        if name.endswith((".weight", ".weight_packed"))
+        name.removesuffix(PACKED).removesuffix(".weight") for name in names if name.endswith((".weight", PACKED))
     )
     return _matrices(
         (module for module in modules if not _NO_MATRIX.fullmatch(module.rpartition(".")[2])), tree, config

@@ -12,9 +12,10 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import main_dtype
 from ckptkit.formats.torch_save.unpickle import Dtype
 from converters.foreign import refuse_foreign
+from quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
 from verify.check import Tally, check
 from verify.checks.headers.files import home_of, names_of
-from verify.evidence.expected import PACKED, Expected, expected_of, is_quantized, usable_config
+from verify.evidence.expected import Expected, expected_of, is_quantized, usable_config
 from verify.evidence.folding import by_pattern
 from verify.evidence.packed import format_of
 from verify.evidence.subject import Subject
@@ -23,7 +24,7 @@ from verify.report import Finding
 _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8")
 # State of linear attention that is computed in float32 and that releases store in bfloat16 all the same (Qwen3-Next, Qwen3.5's dt_bias).
 _ROUNDED_BY_RELEASES = (".A_log", ".dt_bias")
-_INTEGER_PARTS = (PACKED, ".weight_shape", ".weight_zero_point", ".weight_g_idx")
+_INTEGER_PARTS = (PACKED, SHAPE, ZERO_POINT, G_IDX)
 
 
 @check(

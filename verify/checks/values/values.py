@@ -17,8 +17,17 @@ from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from ckptkit.core.specs import summarize
 from converters.planner import dims_of, rules_of, tied_head
 from converters.registry import family_of
+from quant.formats.part_names import (
+    FP8_SCALE_INV,
+    MXFP4_SCALES,
+    PACKED,
+    WEIGHT_G_IDX,
+    WEIGHT_SCALE,
+    WEIGHT_SHAPE,
+    WEIGHT_ZERO_POINT,
+)
 from verify.check import Skip, Tally, check
-from verify.evidence.expected import PACKED, is_quantized, usable_config
+from verify.evidence.expected import is_quantized, usable_config
 from verify.evidence.extremes import Extremes, same_bytes
 from verify.evidence.folding import by_pattern
 from verify.evidence.layers import layers_of, moved_layers, repeated_layers
@@ -32,8 +41,8 @@ _AT_BYTE = re.compile(r" at byte \d+(?=: )")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "word_embeddings.weight", "output_layer.weight")
 _FLOATS = frozenset({*COMPUTED, "float64"})
 UNREAD = "not run because no tensor can be read (CK201)"
-# What stands beside weight_packed and other quantized weights.
-PARTS = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "_scale_inv", "_scales")
+# What stands beside the words of quantized weights.
+PARTS = (WEIGHT_SCALE, WEIGHT_SHAPE, WEIGHT_ZERO_POINT, WEIGHT_G_IDX, FP8_SCALE_INV, MXFP4_SCALES)
 
 
 def needs_source(subject: Subject) -> str | None:
