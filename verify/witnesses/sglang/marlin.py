@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV, WEIGHT_ZERO_POINT
-from verify.witnesses.sglang.bits import difference
+from verify.witnesses.bits import difference
 from verify.witnesses.sglang.job import Trouble
 
 _TILE_ROWS, _TILE_COLUMNS, _BLOCK, _WORD = 16, 64, 16, 8

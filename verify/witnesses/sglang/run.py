@@ -16,7 +16,7 @@ from ckptkit.formats.hf.reader import read_json
 from verify.check import Unable
 from verify.evidence.expected import config_of, is_quantized
 from verify.evidence.subject import Subject
-from verify.witnesses.ending import Ending, how_it_ended, journal_of
+from verify.witnesses.ending import Ending, ending_path, how_it_ended
 from verify.witnesses.sglang.job import SglangJob, SglangReport
 from verify.witnesses.sglang.slots import PLACED, unplaced
 
@@ -74,7 +74,7 @@ def outcome(ended: str | None, report: Path, log: Path) -> SglangRun:
     """What became of a witness that was to write `report`; `ended`: how it ended, None when well."""
     if ended is None and report.exists():
         return SglangRun(SglangReport.load(report))
-    ending = Ending.load(journal_of(report))
+    ending = Ending.load(ending_path(report))
     if ending.verdict:
         return SglangRun(None, crash=f"{ended}; {ending.said}")
     how = f"{ended or 'no report'}; {ending.said or last_words(log)}"
