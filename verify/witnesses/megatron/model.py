@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from converters.config.dims import ModelDims
 from converters.megatron.arguments import megatron_args
-from verify.witnesses.megatron.layout import ParallelSizes, padded_vocab
+from converters.megatron.parallel import ParallelSizes, padded_vocab
 from verify.witnesses.megatron.variants import VARIANTS
 
 # Megatron-LM arguments that its `core_transformer_config_from_args` hands to TransformerConfig under another name.
