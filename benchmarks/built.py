@@ -42,7 +42,7 @@ def to_megatron_built(source: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from converters.megatron.module_names import global_name
-    from verify.witnesses.megatron.layout import ParallelSizes
+    from converters.megatron.parallel import ParallelSizes
     from verify.witnesses.megatron.model import Build, build_chunks, connect
     from verify.witnesses.megatron.process import held_by, layers_of
 

@@ -24,9 +24,9 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint, read_metadata
 from converters.experts import fuse, is_fused
 from converters.megatron.arguments import megatron_args
+from converters.megatron.parallel import ParallelSizes, refusals
 from converters.planner import dims_of, expected_hf, rules_of
 from verify.checks.config.arguments import mismatches
-from verify.checks.config.parallel import indivisible
 
 Config = dict[str, Any]
 
@@ -200,7 +200,10 @@ def test_arguments_of_another_model_are_found(change: Config, found: list[str]) 
 
 def test_key_heads_must_divide_over_the_ranks() -> None:
     dims = dims_of(changed(config_of("qwen3_5"), {"linear_num_key_heads": 2}))
-    assert [wrong.what for wrong in indivisible(dims, 4, 1)] == ["num_attention_heads", "linear_num_key_heads"]
+    assert [one.actual for one in refusals(dims, ParallelSizes(4, etp=4))] == [
+        "num_attention_heads = 10",
+        "linear_num_key_heads = 2",
+    ]
 
 
 def test_a_moe_config_of_qwen3_5_needs_no_intermediate_size() -> None:
