@@ -11,12 +11,13 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
 from quant.formats.part_names import PACKED
 from quant.formats.scheme import GROUP_SIZES, QuantScheme
-from quant.selection.class_tree import ClassTree, class_tree
+from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
 from quant.selection.portable import Question, Reading, check_portable, read, read_all
 from quant.selection.readers import ALL_READERS, RULES, readers_of
 from quant.selection.spelling import entries_for, spell
 from quant.selection.tiles import check_tiles
+from quant.selection.tree import ClassTree
 
 
 @dataclass(frozen=True)

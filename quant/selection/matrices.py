@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.specs import TensorSpec
+from converters.family import SglangClass
+from converters.hf_names import FUSED, GATE_UP_DOWN, tail
+from converters.registry import FAMILIES
 from quant.formats.part_names import PACKED
-from quant.selection.class_tree import ClassTree, tail
-from quant.selection.sglang_classes import CLASSES, FUSED, SglangClass
 from quant.selection.spelling import spell
+from quant.selection.tree import ClassTree
 
 # No reader asks about a single routed expert: about these names of the first one alone, whatever the release calls them.
-FIRST_EXPERT = ("0.gate_proj", "0.up_proj", "0.down_proj")
+FIRST_EXPERT = tuple(f"0.{name}" for name in GATE_UP_DOWN)
 _FUSED_OF: Mapping[str, str] = {shard: fused for fused, shards in FUSED.items() for shard in shards}
 # The indexer's key and head weights, which SGLang builds as one BF16 layer on CUDA.
 _DENSE_IN_SGLANG = (".indexer.wk", ".indexer.weights_proj")
@@ -66,7 +68,7 @@ def matrices_named(names: Iterable[str], tree: ClassTree, config: Mapping[str, A
 
 
 def _matrices(modules: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
-    known = CLASSES[str(config.get("model_type"))]
+    known = FAMILIES[str(config.get("model_type"))].sglang
     return [_matrix(module, tree, known) for module in dict.fromkeys(modules)]
 
 
@@ -82,7 +84,7 @@ def _matrix(module: str, tree: ClassTree, known: SglangClass) -> Matrix:
         entry = rf"re:.*{outside.split('.')[-2]}\..*"
         layer = (
             fused_layer(module, None).replace(".self_attn.out_proj", ".self_attn.proj")
-            if linear and known.outside
+            if linear and known.asks_outside
             else None
         )
         return Matrix(tensor, linear, kept, layer, module if linear else None, entry)

@@ -12,11 +12,12 @@ from typing import Any
 from ckptkit.core.specs import TensorSpec
 from quant.formats.part_names import PACKED
 from quant.formats.scheme import read_scheme
-from quant.selection.class_tree import ClassTree, class_tree
+from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
 from quant.selection.portable import Divergence, Question, advice, said
 from quant.selection.published import is_published
 from quant.selection.readers import RULES, severity_of
+from quant.selection.tree import ClassTree
 from verify.checks.quantization.quantization_config import Fault
 from verify.evidence.packed import packed_names
 from verify.report import Severity

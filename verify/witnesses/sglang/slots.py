@@ -28,9 +28,6 @@ from quant.formats.part_names import (
 )
 from verify.evidence.expected import weights_of
 
-# The model types whose SGLang class the table of this module was held against (tests/verify/test_sglang.py, tests/gpu).
-PLACED = frozenset({"glm4_moe", "qwen2", "qwen3_moe"})
-
 _SHARED = re.compile(r"(.+\.mlp)\.shared_experts\.((?:gate|up|down)_proj\.\w+)")
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(\w+)")
 _VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
