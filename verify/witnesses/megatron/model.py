@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from converters.config.dims import ModelDims
 from converters.megatron.arguments import megatron_args
+from converters.megatron.parallel import ParallelSizes, padded_vocab
 from verify.witnesses.megatron.imports import importing_megatron
-from verify.witnesses.megatron.layout import ParallelSizes, padded_vocab
 
 with importing_megatron():
     from megatron.core import parallel_state, tensor_parallel
