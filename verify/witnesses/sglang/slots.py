@@ -15,6 +15,7 @@ from typing import Any
 
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.dims import ModelDims
+from converters.hf_names import FUSED, GATE_UP, QKV
 from converters.planner import expected_hf
 from quant.formats.part_names import (
     INT4_PARTS,
@@ -114,13 +115,11 @@ def _fused(path: str, projection: str, dims: ModelDims) -> tuple[str, int, int]:
     """Module in SGLang, first row there and number of rows; 0 rows: the tensor has a module of its own."""
     query, key = dims.heads * dims.head_dim, dims.groups * dims.head_dim
     ffn = dims.shared_ffn if path.endswith(".shared_experts") else dims.ffn
-    attention = {"q_proj": (0, query), "k_proj": (query, key), "v_proj": (query + key, key)}
-    mlp = {"gate_proj": (0, ffn), "up_proj": (ffn, ffn)}
-    if projection in attention:
-        return f"{path}.qkv_proj", *attention[projection]
-    if projection in mlp:
-        return f"{path}.gate_up_proj", *mlp[projection]
-    return f"{path}.{projection}".lstrip("."), 0, 0
+    rows = dict(zip((*QKV, *GATE_UP), (query, key, key, ffn, ffn), strict=True))
+    if projection not in rows:
+        return f"{path}.{projection}".lstrip("."), 0, 0
+    fused, shards = next((name, shards) for name, shards in FUSED.items() if projection in shards)
+    return f"{path}.{fused}", sum(rows[one] for one in shards[: shards.index(projection)]), rows[projection]
 
 
 def _expert_slot(experts: str, expert: int, projection: str, leaf: str, dims: ModelDims, block: int) -> Slot:
