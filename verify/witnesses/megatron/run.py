@@ -21,8 +21,8 @@ import torch
 
 from ckptkit.formats.hf.side_files import main_dtype
 from converters.planner import MCORE, dialect_of, dims_of, to_megatron
-from verify.check import Unable
 from verify.evidence.expected import config_of
+from verify.skip import Unable
 from verify.witnesses.ending import Ending, how_it_ended, journal_of
 from verify.witnesses.megatron.job import RankJob, RankReport
 from verify.witnesses.megatron.layout import ParallelSizes, check_sizes, default_etp, with_remainder

@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ckptkit.formats.hf.reader import read_json
-from verify.check import Unable
 from verify.evidence.expected import config_of, is_quantized
 from verify.evidence.subject import Subject
+from verify.skip import Unable
 from verify.witnesses.ending import Ending, how_it_ended, journal_of
 from verify.witnesses.sglang.job import SglangJob, SglangReport
 from verify.witnesses.sglang.slots import PLACED, unplaced

@@ -16,8 +16,8 @@ from quant.selection.matrices import Matrix, matrices_named, matrices_of
 from quant.selection.portable import Divergence, Question, advice, said
 from quant.selection.published import is_published
 from quant.selection.readers import RULES, severity_of
-from verify.checks.quantization.quantization_config import Fault
 from verify.evidence.packed import packed_names
+from verify.issue import Issue
 from verify.report import Severity
 
 # slime packs by names alone, so it says nothing of what the model's classes make of the list.
@@ -29,7 +29,7 @@ class Agreement:
     """The modules of an INT4 checkpoint that readers do not find as they look for them.
 
     `forbidden`: packed, though the model's classes rule it out, with the reason. `unwanted`: packed, and no reader that knows
-    classes looks for it packed. `missing`: unquantized, or not there, and all of them look for it packed. `faults`: one for each
+    classes looks for it packed. `missing`: unquantized, or not there, and all of them look for it packed. `issues`: one for each
     reader that takes the list otherwise than the files are. `looked_at`: modules that are packed or should be.
     """
 
@@ -37,7 +37,7 @@ class Agreement:
     forbidden: Mapping[str, str]
     unwanted: Sequence[str]
     missing: Sequence[str]
-    faults: Sequence[Fault]
+    issues: Sequence[Issue]
 
 
 def agreement(
@@ -72,7 +72,7 @@ def agreement(
         forbidden,
         sorted(unwanted),
         sorted(missing),
-        list(_faults(others, question, ignore, severities)),
+        list(_issues(others, question, ignore, severities)),
     )
 
 
@@ -94,10 +94,10 @@ def _for_everybody(found: Collection[Divergence]) -> set[str]:
     return {tensor for tensor, who in readers.items() if who >= _BY_CLASS}
 
 
-def _faults(
+def _issues(
     found: Sequence[Divergence], question: Question, ignore: Sequence[str], severities: Mapping[str, Severity]
-) -> Iterator[Fault]:
+) -> Iterator[Issue]:
     hint = advice(found, question, ignore) if found else ""
     for reader in dict.fromkeys(one.reader for one in found):
         actual = "; ".join(said(one for one in found if one.reader == reader))
-        yield Fault("an ignore list that every reader takes alike", actual, hint, severities[reader])
+        yield Issue("an ignore list that every reader takes alike", actual, hint, severity=severities[reader])
