@@ -12,7 +12,7 @@ from torch import Tensor
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.writer import Cuts
-from converters.ops.basic import Op
+from converters.ops.basic import Op, Qkv
 from converters.ops.shapes import Shape, shape_of
 from converters.planner import mappings_of
 from converters.rules import ParamMapping
@@ -50,8 +50,10 @@ def _cuts(mapping: ParamMapping, nbytes: int) -> Cuts | None:
 
 
 def _of_ranks(op: Op, shape: Shape) -> Iterator[Cuts]:
-    """The cuts of every size that divides the tensor; none where each rank holds all of it."""
+    """The cuts of every size that divides the tensor; none where each rank holds all of it. Query groups stay whole."""
     for size in _SIZES:
+        if isinstance(op, Qkv) and op.groups % size:
+            continue
         try:
             part = shape_of(partial(_first_part, op, size), [shape])
         except CkptkitError:  # this size does not divide it

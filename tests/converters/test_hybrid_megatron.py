@@ -13,10 +13,10 @@ from test_hybrid import four_layers, tensors_of
 from ckptkit.app.api import convert
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.torch_dist.reader import read_metadata
+from converters.megatron.parallel import ParallelSizes
 from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.evidence.subject import Subject
-from verify.witnesses.megatron.layout import ParallelSizes
 from verify.witnesses.megatron.run import run_megatron
 
 pytest.importorskip("megatron.core")

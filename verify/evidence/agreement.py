@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.specs import TensorSpec
+from quant.formats.part_names import PACKED, packed_in
 from quant.formats.scheme import read_scheme
-from quant.selection.class_tree import ClassTree, class_tree
+from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
 from quant.selection.portable import Divergence, Question, advice, said
 from quant.selection.published import is_published
 from quant.selection.readers import RULES, severity_of
-from verify.evidence.packed import packed_names
+from quant.selection.tree import ClassTree
 from verify.issue import Issue
 from verify.report import Severity
 
@@ -48,7 +49,7 @@ def agreement(
     Which reader's disagreement is an error is for `severity_of`; `asked` and `updated` are as there. Raises CkptkitError as
     `read_scheme` and `class_tree` do.
     """
-    ignore, tree, stored = read_scheme(config).ignore, class_tree(config), set(packed_names(specs))
+    ignore, tree, stored = read_scheme(config).ignore, class_tree(config), set(packed_in(specs))
     matrices = [*matrices_of(specs, tree, config), *_absent(specs, tree, config)]
     packed = [matrix.module in stored for matrix in matrices]
     question = Question(matrices, packed, config, tuple(RULES))
@@ -81,7 +82,7 @@ def _absent(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[st
     absent = (
         name
         for name in sorted(tree.linears - {tree.head})
-        if f"{name}.weight" not in specs and f"{name}.weight_packed" not in specs
+        if f"{name}.weight" not in specs and name + PACKED not in specs
     )
     return matrices_named((f"{name}.weight" for name in absent), tree, config)
 

@@ -6,9 +6,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.core.specs import TensorSpec
+from quant.formats.part_names import (
+    SCALE,
+    SHAPE,
+    WEIGHT_G_IDX,
+    WEIGHT_PACKED,
+    WEIGHT_SCALE,
+    WEIGHT_SHAPE,
+    WEIGHT_ZERO_POINT,
+    packed_in,
+)
 from quant.formats.scheme import EXPERTS_ZERO_POINTS
-from verify.evidence.expected import PACKED, weights_of
+from verify.evidence.expected import weights_of
 from verify.evidence.subject import Subject
 
 
@@ -45,11 +54,6 @@ def format_of(config: Mapping[str, Any]) -> Format | None:
     return Format(bits, group, weights.get("symmetric", True) is not False, sglang_experts)
 
 
-def packed_names(specs: Mapping[str, TensorSpec]) -> Iterator[str]:
-    """Names of the modules whose weight is stored packed."""
-    return (name.removesuffix(PACKED) for name in specs if name.endswith(PACKED))
-
-
 @dataclass(frozen=True)
 class Scale:
     """The scale of one module: how many values, how many are not finite, how many zero or negative, and the median of the others.
@@ -67,14 +71,14 @@ class Scale:
 
 
 def read_scales(subject: Subject) -> list[Scale]:
-    """Every scale of the checkpoint, and the weight_shape beside it, in the order of `packed_names`. Raises CkptkitError."""
+    """Every scale of the checkpoint, and the weight_shape beside it, in the order of the module names. Raises CkptkitError."""
     return list(_scales(subject))
 
 
 def _scales(subject: Subject) -> Iterator[Scale]:
     specs = subject.checkpoint.specs
-    for module in packed_names(specs):
-        parts = [f"{module}.weight_scale", f"{module}.weight_shape"]
+    for module in packed_in(specs):
+        parts = [module + SCALE, module + SHAPE]
         found = subject.checkpoint.read([part for part in parts if part in specs])
         scale, shape = found.get(parts[0]), found.get(parts[1])
         nbytes = sum(tensor.nbytes for tensor in found.values())
@@ -100,14 +104,9 @@ def part_shapes(
     groups = form.groups(columns)
     turned = form.sglang_experts and ".experts." in module
     return {
-        "weight_packed": ((rows, form.words(columns)), ("int32",)),
-        "weight_scale": ((rows, groups), ("bfloat16", "float16", "float32")),
-        "weight_shape": ((2,), ("int64", "int32")),
-        "weight_zero_point": ((groups, form.words(rows)) if turned else (form.words(rows), groups), ("int32",)),
-        "weight_g_idx": ((columns,), ("int32",)),
+        WEIGHT_PACKED: ((rows, form.words(columns)), ("int32",)),
+        WEIGHT_SCALE: ((rows, groups), ("bfloat16", "float16", "float32")),
+        WEIGHT_SHAPE: ((2,), ("int64", "int32")),
+        WEIGHT_ZERO_POINT: ((groups, form.words(rows)) if turned else (form.words(rows), groups), ("int32",)),
+        WEIGHT_G_IDX: ((columns,), ("int32",)),
     }
-
-
-def dtype_of(spec: TensorSpec) -> str:
-    """The name of its dtype, without `torch.`."""
-    return str(spec.dtype).removeprefix("torch.")

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from ckptkit.core.specs import TensorSpec
 from converters.planner import expected_hf
+from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from verify.evidence.expected import config_of, packed_parts, weights_of
-from verify.evidence.packed import Format, dtype_of, format_of, packed_names, part_shapes
+from verify.evidence.packed import Format, format_of, part_shapes
 from verify.evidence.subject import Subject
 from verify.evidence.values import in_hf_space
 
@@ -70,7 +71,7 @@ def rounding_of(subject: Subject) -> dict[str, Rounding]:
         return {}
     source = in_hf_space(source, subject.source_path or subject.path)
     shapes, found = expected_hf(config), dict[str, Rounding]()
-    modules = {module for module in packed_names(specs) if _fits(module, specs, config, form, shapes)}
+    modules = {module for module in packed_in(specs) if _fits(module, specs, config, form, shapes)}
     for group in source.groups:
         names = [name for name in group if name.removesuffix(".weight") in modules]
         for name, original in source.read(names).items() if names else ():
@@ -85,7 +86,7 @@ def rounding_of(subject: Subject) -> dict[str, Rounding]:
 def _rounding(
     parts: Mapping[str, Tensor], module: str, form: Format, original: Tensor, config: Mapping[str, Any]
 ) -> Rounding:
-    scale, grid = parts[f"{module}.weight_scale"], grid_of(config)
+    scale, grid = parts[module + SCALE], grid_of(config)
     steps = worst_steps(parts, module, form, original)
     limit = bound_in_steps(scale.dtype, form.symmetric, is_searched(config))
     off = scale_off(scale, original, form, grid) if grid and steps <= limit else 0.0
@@ -105,7 +106,7 @@ def _fits(
         return False
     wanted = part_shapes(form, shape, module)
     found = [(specs.get(f"{module}.{part}"), wanted[part]) for part in packed_parts(config)]
-    return all(spec is not None and spec.shape == want and dtype_of(spec) in dtypes for spec, (want, dtypes) in found)
+    return all(spec is not None and spec.shape == want and spec.dtype in dtypes for spec, (want, dtypes) in found)
 
 
 def dequantized(
@@ -115,10 +116,10 @@ def dequantized(
     # Imported here because it brings transformers with it, which takes seconds that checks of plain checkpoints do not need.
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
-    codes = grouped(unpack_from_int32(parts[f"{module}.weight_packed"], form.bits, torch.Size(shape)).float(), form)
-    scale = parts[f"{module}.weight_scale"].float()
+    codes = grouped(unpack_from_int32(parts[module + PACKED], form.bits, torch.Size(shape)).float(), form)
+    scale = parts[module + SCALE].float()
     if not form.symmetric:
-        rows, groups, stored = shape[0], form.groups(shape[1]), parts[f"{module}.weight_zero_point"]
+        rows, groups, stored = shape[0], form.groups(shape[1]), parts[module + ZERO_POINT]
         if form.sglang_experts and ".experts." in module:
             zero = _in_rows(unpack_from_int32(stored, form.bits, torch.Size((groups, rows))))
         else:

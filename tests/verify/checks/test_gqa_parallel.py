@@ -45,3 +45,16 @@ def test_every_rank_holds_its_slice(tmp_path: Path, name: str) -> None:
     (report,) = (report for report in subject.once(run_megatron).reports if report.rank == 1)
     elements = {seen.name.removeprefix("decoder.layers.11."): seen.elements for seen in report.tensors}
     assert elements.items() >= HELD[name].items()
+
+
+@needs_megatron
+def test_more_ranks_than_query_groups_hold_their_slices(tmp_path: Path) -> None:
+    """2 query groups on 4 ranks: each holds half of a group's rows, 3 of its 6 heads (4 queries, a key and a value)."""
+    save("llama-biases", CASES["llama-biases"], tmp_path / "release", torch.bfloat16)
+    convert(tmp_path / "release", tmp_path / "megatron")
+    subject = Subject(tmp_path / "megatron", tmp_path / "release", tp=4)
+    for check in (strict_load, right_slices):
+        assert list(check(subject, Tally())) == []
+    for report in subject.megatron_run.reports:
+        elements = {seen.name: seen.elements for seen in report.tensors}
+        assert elements["decoder.layers.11.self_attention.linear_qkv.bias"] == 3 * 40

@@ -273,7 +273,7 @@ def test_a_witness_that_breaks_is_inconclusive(
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("qwen2-tied", {"tp": 4}, "2 query groups do not divide by --tp 4"),
+        ("qwen2-tied", {"tp": 4}, "10 attention heads do not divide by --tp 4"),
         ("qwen2-tied", {"pp": 5}, "12 layers do not divide by --pp 5"),
         ("qwen2-tied", {"pp": 8}, "12 layers do not divide by --pp 8"),
         ("qwen2-tied", {"pp": 2, "vpp": 4}, "12 layers do not divide by --pp x --vpp 8"),

@@ -10,17 +10,16 @@ from ckptkit.core.errors import CkptkitError
 from converters.config.dims import ModelDims
 from converters.config.values import rope_of
 from converters.megatron.arguments import comparable_args
+from converters.megatron.parallel import ParallelSizes, refusals, with_remainder
 from converters.megatron.pipeline import Pipeline
 from converters.planner import dims_of
 from verify.check import Skip, Tally, check
 from verify.checks.config.arguments import compared, mismatches
 from verify.checks.config.config_keys import keys_behind
-from verify.checks.config.parallel import indivisible
 from verify.evidence.expected import config_of, stated_config_of
 from verify.evidence.folding import chunk_ranges
 from verify.evidence.subject import Subject
 from verify.report import Finding, Severity
-from verify.witnesses.megatron.layout import ParallelSizes, with_remainder
 
 # Keys that say how a checkpoint is stored or run, and the rotary settings, which have two spellings.
 _STORAGE = (
@@ -179,19 +178,17 @@ def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, An
     ),
 )
 def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Heads, key-value heads, MLP sizes and experts against tp, etp and ep; layers against pp and the pipeline options of a launch.
+    """What Megatron refuses at these tp, etp and ep; layers against pp and the pipeline options of a launch.
 
-    Where nobody said etp, Megatron's default is looked at, and what does not divide by it is only a warning.
+    Without an etp Megatron's default, tp, is looked at, and what it refuses there is only a warning.
     """
     dims = dims_of(_config(subject))
     tally.compared(0)
     yield from _stages(dims, subject, tally)
-    for wrong in indivisible(dims, subject.tp, subject.ep, subject.etp):
-        expected = f"{wrong.what} that divides by {wrong.parallel} = {wrong.ranks}"
-        severity: Severity = "warning" if wrong.parallel == "etp" and subject.etp is None else "error"
-        yield Finding(
-            "CK703", expected, f"{wrong.what} = {wrong.size}", wrong.hint, file=str(subject.path), severity=severity
-        )
+    etp = subject.tp if subject.etp is None else subject.etp
+    for one in refusals(dims, ParallelSizes(subject.tp, ep=subject.ep, etp=etp)):
+        severity: Severity = "warning" if one.option == "etp" and subject.etp is None else "error"
+        yield Finding("CK703", one.expected, one.actual, one.hint, file=str(subject.path), severity=severity)
 
 
 def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Finding]:

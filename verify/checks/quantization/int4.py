@@ -11,12 +11,18 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.planner import expected_hf, rules_of
+from quant.formats.part_names import (
+    PACKED,
+    SCALE,
+    SHAPE,
+    packed_in,
+)
 from quant.selection.spelling import spell
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.quantization_config import config_issue
-from verify.evidence.expected import PACKED, config_of, is_quantized, packed_parts, usable_config
+from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config
 from verify.evidence.folding import alike
-from verify.evidence.packed import Format, dtype_of, format_of, packed_names, part_shapes, read_scales
+from verify.evidence.packed import Format, format_of, part_shapes, read_scales
 from verify.evidence.rounding import grid_of, rounding_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -51,7 +57,7 @@ def _quantized(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, Tensor
 def packed_weights(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Format]:
     """As `_quantized`, and raises Skip where nothing at all is packed, which CK302 judges."""
     config, specs, form = _quantized(subject)
-    if not any(packed_names(specs)):
+    if not any(packed_in(specs)):
         raise Skip("nothing is packed (CK302)")
     return config, specs, form
 
@@ -123,7 +129,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if (reason := not_quantized(subject)) is not None:
         raise Skip(reason)
     config, specs, where = config_of(subject), subject.checkpoint.specs, str(subject.path)
-    packed = set(packed_names(specs))
+    packed = set(packed_in(specs))
     tally.compared(0, len(packed))
     if (issue := config_issue(config)) is not None:
         if not packed:
@@ -187,7 +193,7 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     config, specs, form = packed_weights(subject)
     shapes = expected_hf(config)
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for module in packed_names(specs):
+    for module in packed_in(specs):
         shape = shapes.get(f"{module}.weight")
         if shape is None or len(shape) != 2:
             continue
@@ -196,8 +202,8 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
             if spec is None or part not in packed_parts(config):
                 continue
             tally.compared(0)
-            if spec.shape != want_shape or dtype_of(spec) not in dtypes:
-                actual = f"{list(spec.shape)} {dtype_of(spec)}"
+            if spec.shape != want_shape or spec.dtype not in dtypes:
+                actual = f"{list(spec.shape)} {spec.dtype}"
                 wrong[f"{list(want_shape)} {' or '.join(dtypes)}", actual].append(spec.name)
     for (expected, actual), found in wrong.items():
         group = "one scale a row" if form.group is None else f"group_size {form.group}"
@@ -220,9 +226,9 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
     for scale in subject.once(read_scales):
         tally.compared(scale.nbytes)
-        want, name = shapes.get(f"{scale.module}.weight"), f"{scale.module}.weight_scale"
+        want, name = shapes.get(f"{scale.module}.weight"), scale.module + SCALE
         if want is not None and scale.shape is not None and scale.shape != want:
-            wrong[str(list(want)), str(list(scale.shape))].append(f"{scale.module}.weight_shape")
+            wrong[str(list(want)), str(list(scale.shape))].append(scale.module + SHAPE)
         if scale.not_finite:
             wrong["finite scales", "NaN or infinity"].append(name)
         elif scale.not_positive:
@@ -266,6 +272,6 @@ def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
             expected,
             actual,
             "quantize again, or correct observer_kwargs",
-            names=[name + "_scale" for name in found],
+            names=[name.removesuffix(".weight") + SCALE for name in found],
             file=subject.path,
         )

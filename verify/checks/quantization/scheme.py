@@ -6,16 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from statistics import median
 
-import torch
-
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from converters.planner import expected_hf
+from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.int4 import not_quantized, packed_weights
-from verify.evidence.expected import PACKED, usable_config
+from verify.evidence.expected import usable_config
 from verify.evidence.folding import alike, by_pattern
-from verify.evidence.packed import format_of, packed_names, read_scales
+from verify.evidence.packed import format_of, read_scales
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.report import Severity
@@ -27,7 +26,7 @@ _FUSED_OF: Mapping[str, str] = {part: ", ".join(parts) for parts in _FUSED for p
 _FAR = 32.0
 
 # Group size (0: one scale a row), dtype of the scales and whether there are zero points; None: not packed.
-Scheme = tuple[int, torch.dtype, bool] | tuple[()] | None
+Scheme = tuple[int, str, bool] | tuple[()] | None
 _PACKED: Scheme = ()  # packed, however
 
 
@@ -42,7 +41,7 @@ _PACKED: Scheme = ()  # packed, however
 def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Packed or not, group size, dtype of scales and zero points, over the parts of each fused layer and the experts of each layer."""
     specs = subject.hf_files.specs
-    if not any(packed_names(specs)):
+    if not any(packed_in(specs)):
         raise Skip("nothing is packed (CK302)")
     together: dict[tuple[str, str], dict[Scheme, list[str]]] = defaultdict(lambda: defaultdict(list))
     for module, scheme in _schemes(specs):
@@ -65,10 +64,10 @@ def _schemes(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Scheme]]:
     for name, spec in specs.items():
         if name.endswith(PACKED) and len(spec.shape) == 2:
             module = name.removesuffix(PACKED)
-            scale = specs.get(f"{module}.weight_scale")
+            scale = specs.get(module + SCALE)
             if scale is not None and len(scale.shape) == 2 and scale.shape[1]:
                 group = 0 if scale.shape[1] == 1 else -(-spec.shape[1] * 8 // scale.shape[1])
-                yield module, (group, scale.dtype, f"{module}.weight_zero_point" in specs)
+                yield module, (group, scale.dtype, module + ZERO_POINT in specs)
         elif name.endswith(".weight"):
             yield name.removesuffix(".weight"), None
 
@@ -78,7 +77,7 @@ def _in_words(scheme: Scheme) -> str:
         return "unquantized" if scheme is None else "INT4"
     group, dtype, zero_points = scheme
     size = f"groups of {group}" if group else "one scale a row"
-    return f"INT4, {size}, scales in {str(dtype).removeprefix('torch.')}" + ", zero points" * zero_points
+    return f"INT4, {size}, scales in {dtype}" + ", zero points" * zero_points
 
 
 def _together(module: str, scheme: Scheme) -> Iterator[tuple[tuple[str, str], Scheme]]:
@@ -119,7 +118,7 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     form = format_of(config) if config else None
     if config is None or form is None:
         raise Skip("there is no usable config.json with packed integer weights (CK101, CK302)")
-    packed, shapes = set(packed_names(subject.hf_files.specs)), expected_hf(config)
+    packed, shapes = set(packed_in(subject.hf_files.specs)), expected_hf(config)
     chosen = [
         TensorSpec(name, shape, subject.hf_files.specs[_packed(name)].dtype)
         for name, shape in shapes.items()
@@ -203,7 +202,7 @@ def _far_off(
             expected,
             actual,
             "quantize again from the release",
-            names=[name + ".weight_scale" for name in names],
+            names=[name + SCALE for name in names],
             file=where,
             severity=severity,
         )

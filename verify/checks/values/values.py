@@ -13,16 +13,25 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sized
 
-import torch
-
+from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from converters.planner import dims_of, rules_of, tied_head
 from converters.registry import family_of
+from quant.formats.part_names import (
+    FP8_SCALE_INV,
+    MXFP4_SCALES,
+    PACKED,
+    WEIGHT_G_IDX,
+    WEIGHT_SCALE,
+    WEIGHT_SHAPE,
+    WEIGHT_ZERO_POINT,
+    packed_in,
+)
 from verify.check import Skip, Tally, check
-from verify.evidence.expected import PACKED, is_quantized, usable_config
+from verify.evidence.expected import is_quantized, usable_config
 from verify.evidence.extremes import Extremes, same_bytes
 from verify.evidence.folding import alike
 from verify.evidence.layers import layers_of, moved_layers, repeated_layers
-from verify.evidence.packed import format_of, packed_names
+from verify.evidence.packed import format_of
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
 from verify.evidence.values import Difference
@@ -32,10 +41,10 @@ from verify.report import Severity
 # Where in its file a tensor lies, in the message that says why it cannot be read.
 _AT_BYTE = re.compile(r" at byte \d+(?=: )")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "word_embeddings.weight", "output_layer.weight")
-_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+_FLOATS = frozenset({*COMPUTED, "float64"})
 UNREAD = "not run because no tensor can be read (CK201)"
-# What stands beside weight_packed and other quantized weights.
-PARTS = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "_scale_inv", "_scales")
+# What stands beside the words of quantized weights.
+PARTS = (WEIGHT_SCALE, WEIGHT_SHAPE, WEIGHT_ZERO_POINT, WEIGHT_G_IDX, FP8_SCALE_INV, MXFP4_SCALES)
 
 
 def counted(tally: Tally, names: Sized, none: str) -> None:
@@ -140,7 +149,7 @@ def _judged_by_steps(subject: Subject) -> frozenset[str]:
     ):
         return frozenset()
     values = subject.once(read_values)
-    return frozenset(f"{module}.weight" for module in packed_names(subject.checkpoint.specs)) & frozenset(
+    return frozenset(f"{module}.weight" for module in packed_in(subject.checkpoint.specs)) & frozenset(
         values.only_source
     )
 
@@ -204,7 +213,7 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
     counted(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
     config = usable_config(subject)
     fp32 = _fp32_names(config) if config else frozenset()
-    changed: dict[tuple[torch.dtype, torch.dtype, bool], list[str]] = defaultdict(list)
+    changed: dict[tuple[str, str, bool], list[str]] = defaultdict(list)
     for name, one in values.differences.items():
         if one.source.dtype != one.actual.dtype:
             changed[one.source.dtype, one.actual.dtype, name in fp32].append(name)
@@ -217,20 +226,16 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 if state and severity == "error"
                 else ""
             )
-            yield Issue(_words(before), _words(after) + counts, hint, names=names, file=subject.path, severity=severity)
+            yield Issue(before, after + counts, hint, names=names, file=subject.path, severity=severity)
 
 
-def _cast(before: torch.dtype, after: torch.dtype, state: bool) -> tuple[Severity, str]:
+def _cast(before: str, after: str, state: bool) -> tuple[Severity, str]:
     """How bad a change of dtype is, and what to do: only between floats of at least 16 bits is there a legal one, for fp32 state only a widening one."""
     if not {before, after} <= _FLOATS:
         return "error", "convert again: integers and floats of 8 bits mean nothing in another dtype"
-    if state and after.itemsize < before.itemsize:
+    if state and ITEMSIZE[after] < ITEMSIZE[before]:
         return "error", "convert again: this state must stay fp32"
     return "warning", "convert with --dtype auto, unless the change was meant"
-
-
-def _words(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _fp32_names(config: Mapping[str, object]) -> frozenset[str]:

@@ -13,8 +13,8 @@ from families.case import save
 from megatron_saves import Save, save_with_megatron
 
 from ckptkit.app.api import convert
+from converters.megatron.parallel import ParallelSizes
 from converters.planner import rules_of
-from verify.witnesses.megatron.layout import ParallelSizes
 
 pytest.importorskip("megatron.core")
 
