@@ -7,9 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
@@ -18,6 +16,9 @@ from quant.formats.packing import CODES_PER_WORD
 from quant.formats.scheme import QuantScheme
 from quant.selection.readers import compressed_tensors
 from quant.selection.spelling import spell
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PACKED = ".weight_packed"
 _PARTS = (".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
