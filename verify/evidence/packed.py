@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from ckptkit.core.specs import TensorSpec
+from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from quant.formats.scheme import EXPERTS_ZERO_POINTS
-from verify.evidence.expected import PACKED, weights_of
+from verify.evidence.expected import weights_of
 
 # The code, as a number, that the largest weight of a group stands at before it is rounded.
 _LARGEST = {"qmax7": 7.0, "minmax": 7.5}
@@ -71,7 +72,7 @@ def format_of(config: Mapping[str, Any]) -> Format | None:
 
 def packed_names(specs: Mapping[str, TensorSpec]) -> Iterator[str]:
     """Names of the modules whose weight is stored packed."""
-    return (name.removesuffix(PACKED) for name in specs if name.endswith(PACKED))
+    return packed_in(specs)
 
 
 def dequantized(
@@ -81,10 +82,10 @@ def dequantized(
     # Imported here because it brings transformers with it, which takes seconds that checks of plain checkpoints do not need.
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
-    codes = grouped(unpack_from_int32(parts[f"{module}.weight_packed"], form.bits, torch.Size(shape)).float(), form)
-    scale = parts[f"{module}.weight_scale"].float()
+    codes = grouped(unpack_from_int32(parts[module + PACKED], form.bits, torch.Size(shape)).float(), form)
+    scale = parts[module + SCALE].float()
     if not form.symmetric:
-        rows, groups, stored = shape[0], form.groups(shape[1]), parts[f"{module}.weight_zero_point"]
+        rows, groups, stored = shape[0], form.groups(shape[1]), parts[module + ZERO_POINT]
         if form.sglang_experts and ".experts." in module:
             zero = _in_rows(unpack_from_int32(stored, form.bits, torch.Size((groups, rows))))
         else:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quant.formats.part_names import SCALE, SHAPE
 from verify.evidence.packed import packed_names
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def read_scales(subject: Subject) -> Iterator[Scale]:
     """Every scale of the checkpoint, and the weight_shape beside it, in the order of `packed_names`."""
     specs = subject.checkpoint.specs
     for module in packed_names(specs):
-        parts = [f"{module}.weight_scale", f"{module}.weight_shape"]
+        parts = [module + SCALE, module + SHAPE]
         found = subject.checkpoint.read([part for part in parts if part in specs])
         scale, shape = found.get(parts[0]), found.get(parts[1])
         nbytes = sum(tensor.nbytes for tensor in found.values())

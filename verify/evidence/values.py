@@ -26,7 +26,7 @@ from converters.foreign import refuse_foreign
 from converters.megatron.legacy import LegacyCheckpoint
 from converters.passthrough import carried_beside
 from converters.planner import to_hf
-from verify.evidence.extremes import Extremes, digest_of, extremes, same_bytes
+from verify.evidence.extremes import Extremes, as_integers, digest_of, extremes, same_bytes
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 
@@ -219,7 +219,7 @@ def _compare(name: str, tensor: Tensor, origin: Tensor, values: Values) -> None:
 
 def difference(name: str, tensor: Tensor, origin: Tensor) -> Difference:
     """How `tensor` differs from `origin`: the source is cast to the dtype found first, so that rounding alone is no difference."""
-    source, actual = (TensorSpec(name, tuple(one.shape), one.dtype) for one in (origin, tensor))
+    source, actual = (TensorSpec.of(name, one) for one in (origin, tensor))
     if source.shape != actual.shape:
         return Difference(source, actual, tensor.numel(), float("nan"), 0, 0)
     unequal, largest = 0, 0.0
@@ -235,9 +235,3 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     """Flat pieces, small enough that float64 copies of them do not matter."""
     flat = tensor.contiguous().reshape(-1)
     return [flat[start : start + _PIECE] for start in range(0, flat.numel(), _PIECE)]
-
-
-def as_integers(tensor: Tensor) -> Tensor:
-    """The bits of every element as an integer, in the tensor's shape."""
-    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(widths[tensor.dtype.itemsize])

@@ -24,11 +24,12 @@ from transformers.integrations import hub_kernels
 from transformers.models.auto import auto_factory, configuration_auto
 
 from ckptkit.core.errors import CkptkitError
+from converters.registry import FAMILIES
 from quant.lint.lint import lint
-from quant.selection.class_tree import class_tree
+from quant.selection.class_tree import class_tree, release_of
 from quant.selection.meta_model import text_model, whole_model
-from quant.selection.released import RELEASED, released
 
+RELEASES = {model_type: family.release for model_type, family in FAMILIES.items() if family.release}
 REPOSITORY = "kernels-community/flash-attn2@0123456789abcdef"
 ATTENTION = (
     REPOSITORY,
@@ -87,19 +88,19 @@ def parameters(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
     }
 
 
-NAMES = sorted(name for name, one in CASES.items() if one.config().model_type in RELEASED)
+NAMES = sorted(name for name, one in CASES.items() if one.config().model_type in RELEASES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_language_model_from_sizes_has_the_parameters_of_the_whole_config(name: str) -> None:
     """All but biases and norms of queries and keys, which are no Linear layers and take no part."""
     config = content(name)
-    names = released(config)
+    names = release_of(config)
     fields = {
-        key: value for key, value in names.config(config).items() if key not in ("model_type", "quantization_config")
+        key: value for key, value in names.text(config).items() if key not in ("model_type", "quantization_config")
     }
     with torch.device("meta"):
-        expected = AutoModel.from_config(AutoConfig.for_model(names.model_type, **fields))
+        expected = AutoModel.from_config(AutoConfig.for_model(names.model_type or config["model_type"], **fields))
     assert matrices(text_model(names, config)) == matrices(expected)
 
 
@@ -110,7 +111,7 @@ def matrices(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 @pytest.mark.parametrize("config", [VL, GEMMA], ids=["qwen3_vl_moe", "gemma3"])
 def test_whole_model_holds_the_vision_tower_beside_the_language_model(config: dict[str, Any]) -> None:
-    names = released(config)
+    names = release_of(config)
     whole = whole_model(names, config)
     assert whole is not None
     assert matrices(whole.get_submodule("language_model")) == matrices(text_model(names, config))
@@ -121,7 +122,7 @@ def test_whole_model_holds_the_vision_tower_beside_the_language_model(config: di
 
 def test_whole_model_of_a_config_without_vision_is_not_made_up() -> None:
     config = {key: value for key, value in VL.items() if key != "vision_config"}
-    assert whole_model(released(config), config) is None
+    assert whole_model(release_of(config), config) is None
 
 
 class Imports:
@@ -163,7 +164,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Any]], l
         monkeypatch.setattr(module, "resolve_trust_remote_code", note("trust", True))
 
     def build(config: Mapping[str, Any]) -> list[str]:
-        names = released(config)
+        names = release_of(config)
         text_model(names, config)
         whole_model(names, config)
         return seen
@@ -269,7 +270,7 @@ def every_name() -> set[str]:
         *(root / "models" / "auto").glob("*.py"),
         *(root / "generation").glob("config*.py"),
     ]
-    kinds = {names.model_type.removesuffix("_text") for names in RELEASED.values()} | {"siglip"}
+    kinds = {(names.model_type or kind).removesuffix("_text") for kind, names in RELEASES.items()} | {"siglip"}
     files += [file for kind in kinds for file in (root / "models" / kind).glob("*.py")]
     return {word for file in files for word in re.findall(r"[A-Za-z_]\w+", file.read_text())}
 
@@ -288,7 +289,7 @@ def test_only_sizes_reach_transformers_whatever_its_version_reads(
 
     monkeypatch.setattr(AutoConfig, "for_model", noted)
     class_tree({**config, "clean": True})
-    whole_model(released(config), config)
+    whole_model(release_of(config), config)
     clean, known = list(passed), names_in(passed)
     passed.clear()
     poison = {word: REPOSITORY for word in every_name() if word not in known and word not in ALLOWED}
@@ -306,7 +307,7 @@ def test_only_sizes_reach_transformers_whatever_its_version_reads(
         "vision_config": {**poison, **config["vision_config"]},
     }
     class_tree(poisoned)
-    whole_model(released(poisoned), poisoned)
+    whole_model(release_of(poisoned), poisoned)
     assert passed == clean
 
 
@@ -425,7 +426,7 @@ def test_a_value_that_is_no_size_is_refused_by_its_key(key: str) -> None:
 def test_a_value_of_the_vision_tower_that_is_no_size_is_refused_by_its_key(key: str) -> None:
     config = with_key(VL, "vision_config", key, REPOSITORY)
     with pytest.raises(CkptkitError, match=rf"from config\.json: vision_config\.{key} "):
-        whole_model(released(config), config)
+        whole_model(release_of(config), config)
 
 
 NO_MODEL = (
@@ -467,13 +468,13 @@ def test_the_hub_is_offline_while_a_class_is_built_and_as_before_after_it(monkey
     for before in (False, True):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", before)
         with pytest.raises(CkptkitError, match="no such thing"):
-            text_model(released(published.QWEN), published.QWEN)
+            text_model(release_of(published.QWEN), published.QWEN)
         assert constants.HF_HUB_OFFLINE is before
     assert seen == [True, True]
 
 
 def test_attention_and_experts_are_fixed() -> None:
-    model = whole_model(released(VL), VL)
+    model = whole_model(release_of(VL), VL)
     assert model is not None
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from converters.planner import Rule, rules_of
-from verify.witnesses.megatron.slices import Position, compare, poison
+from verify.witnesses.bits import poison
+from verify.witnesses.megatron.slices import Position, compare
 
 RULES: dict[str, Rule] = {rule.megatron: rule for rule in rules_of(models.configs()["glm4_moe"].to_dict())}
 
@@ -56,7 +57,7 @@ def test_bits_decide(dtype: torch.dtype) -> None:
     negative[1] = -0.0
     assert compare("x", rule, whole, negative, at(0, 1)).differing == 1
     untouched = torch.empty(128, dtype=dtype)
-    poison(untouched)
+    poison([untouched])
     assert bool(untouched.isnan().all())
     assert compare("x", rule, whole, untouched, at(0, 1)).verdict == "unwritten"
     # NaN in the source is not taken for the poison

@@ -12,8 +12,9 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import INDEX
 from converters.planner import tied_head
+from quant.formats.part_names import PACKED, SCALE, SHAPE
 from verify.check import Skip, Tally, check
-from verify.evidence.expected import PACKED, Expected, config_of, expected_of, remarks_of, usable_config
+from verify.evidence.expected import Expected, config_of, expected_of, remarks_of, usable_config
 from verify.evidence.folding import by_pattern
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.layer_counts import layer_table, uneven
@@ -211,7 +212,7 @@ def _verdict(
     """What should be, what is and the next move, for a name that is not everywhere that it should be."""
     holder = "shard" if subject.kind == "hf" else ".metadata"
     if not promised:
-        if PACKED in name or name.endswith((".weight_scale", ".weight_shape")):
+        if PACKED in name or name.endswith((SCALE, SHAPE)):
             return (
                 "no packed tensor, by config.json",
                 "stored",

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.specs import TensorSpec
+from quant.formats.part_names import PACKED
 from quant.formats.scheme import read_scheme
-from quant.selection.class_tree import ClassTree, class_tree
+from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
 from quant.selection.portable import Divergence, Question, advice, said
 from quant.selection.published import is_published
 from quant.selection.readers import RULES, severity_of
+from quant.selection.tree import ClassTree
 from verify.checks.quantization.quantization_config import Fault
 from verify.evidence.packed import packed_names
 from verify.report import Severity
@@ -81,7 +83,7 @@ def _absent(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[st
     absent = (
         name
         for name in sorted(tree.linears - {tree.head})
-        if f"{name}.weight" not in specs and f"{name}.weight_packed" not in specs
+        if f"{name}.weight" not in specs and name + PACKED not in specs
     )
     return matrices_named((f"{name}.weight" for name in absent), tree, config)
 

@@ -10,10 +10,20 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.planner import expected_hf, rules_of
+from quant.formats.part_names import (
+    PACKED,
+    SCALE,
+    SHAPE,
+    WEIGHT_G_IDX,
+    WEIGHT_PACKED,
+    WEIGHT_SCALE,
+    WEIGHT_SHAPE,
+    WEIGHT_ZERO_POINT,
+)
 from quant.selection.spelling import spell
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.quantization_config import Fault, config_fault
-from verify.evidence.expected import PACKED, config_of, is_quantized, packed_parts, usable_config
+from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config
 from verify.evidence.folding import by_pattern
 from verify.evidence.packed import (
     Format,
@@ -195,8 +205,8 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Finding]:
             if spec is None or part not in packed_parts(config):
                 continue
             tally.compared(0)
-            if spec.shape != want_shape or _short(spec) not in dtypes:
-                actual = f"{list(spec.shape)} {_short(spec)}"
+            if spec.shape != want_shape or spec.dtype not in dtypes:
+                actual = f"{list(spec.shape)} {spec.dtype}"
                 wrong[f"{list(want_shape)} {' or '.join(dtypes)}", actual].append(spec.name)
     for (expected, actual), found in wrong.items():
         for text, names in by_pattern(found):
@@ -214,11 +224,11 @@ def _wanted(form: Format, shape: tuple[int, ...], module: str) -> dict[str, tupl
     groups = form.groups(columns)
     turned = form.sglang_experts and ".experts." in module
     return {
-        "weight_packed": ((rows, form.words(columns)), ("int32",)),
-        "weight_scale": ((rows, groups), ("bfloat16", "float16", "float32")),
-        "weight_shape": ((2,), ("int64", "int32")),
-        "weight_zero_point": ((groups, form.words(rows)) if turned else (form.words(rows), groups), ("int32",)),
-        "weight_g_idx": ((columns,), ("int32",)),
+        WEIGHT_PACKED: ((rows, form.words(columns)), ("int32",)),
+        WEIGHT_SCALE: ((rows, groups), ("bfloat16", "float16", "float32")),
+        WEIGHT_SHAPE: ((2,), ("int64", "int32")),
+        WEIGHT_ZERO_POINT: ((groups, form.words(rows)) if turned else (form.words(rows), groups), ("int32",)),
+        WEIGHT_G_IDX: ((columns,), ("int32",)),
     }
 
 
@@ -236,9 +246,9 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Finding]:
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
     for scale in subject.scales:
         tally.compared(scale.nbytes)
-        want, name = shapes.get(f"{scale.module}.weight"), f"{scale.module}.weight_scale"
+        want, name = shapes.get(f"{scale.module}.weight"), scale.module + SCALE
         if want is not None and scale.shape is not None and scale.shape != want:
-            wrong[str(list(want)), str(list(scale.shape))].append(f"{scale.module}.weight_shape")
+            wrong[str(list(want)), str(list(scale.shape))].append(scale.module + SHAPE)
         if scale.not_finite:
             wrong["finite scales", "NaN or infinity"].append(name)
         elif scale.not_positive:
@@ -283,11 +293,11 @@ def near_source(subject: Subject, tally: Tally) -> Iterator[Finding]:
             parts = subject.checkpoint.read([f"{module}.{part}" for part in packed_parts(config)])
             tally.compared(sum(tensor.nbytes for tensor in parts.values()))
             steps = worst_steps(parts, module, form, original)
-            limit = bound_in_steps(parts[f"{module}.weight_scale"].dtype, form.symmetric, is_searched(config))
+            limit = bound_in_steps(parts[module + SCALE].dtype, form.symmetric, is_searched(config))
             subject.rounding[name] = steps, limit
             if not steps <= limit:
                 wrong[name] = steps, limit
-            elif grid and (off := scale_off(parts[f"{module}.weight_scale"], original, form, grid)):
+            elif grid and (off := scale_off(parts[module + SCALE], original, form, grid)):
                 coarse[name] = off
     for text, found in by_pattern(wrong):
         worst = max(found, key=lambda name: wrong[name][0])
@@ -331,8 +341,4 @@ def _fits(
         return False
     wanted = _wanted(form, shape, module)
     found = [(specs.get(f"{module}.{part}"), wanted[part]) for part in packed_parts(config)]
-    return all(spec is not None and spec.shape == want and _short(spec) in dtypes for spec, (want, dtypes) in found)
-
-
-def _short(spec: TensorSpec) -> str:
-    return str(spec.dtype).removeprefix("torch.")
+    return all(spec is not None and spec.shape == want and spec.dtype in dtypes for spec, (want, dtypes) in found)

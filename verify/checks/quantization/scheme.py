@@ -6,14 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from statistics import median
 
-import torch
-
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from converters.planner import expected_hf
+from quant.formats.part_names import PACKED, SCALE, ZERO_POINT
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.int4 import not_quantized, packed_weights
-from verify.evidence.expected import PACKED, usable_config
+from verify.evidence.expected import usable_config
 from verify.evidence.folding import by_pattern
 from verify.evidence.packed import format_of, packed_names
 from verify.evidence.subject import Subject
@@ -26,7 +25,7 @@ _FUSED_OF: Mapping[str, str] = {part: ", ".join(parts) for parts in _FUSED for p
 _FAR = 32.0
 
 # Group size (0: one scale a row), dtype of the scales and whether there are zero points; None: not packed.
-Scheme = tuple[int, torch.dtype, bool] | tuple[()] | None
+Scheme = tuple[int, str, bool] | tuple[()] | None
 _PACKED: Scheme = ()  # packed, however
 
 
@@ -64,10 +63,10 @@ def _schemes(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Scheme]]:
     for name, spec in specs.items():
         if name.endswith(PACKED) and len(spec.shape) == 2:
             module = name.removesuffix(PACKED)
-            scale = specs.get(f"{module}.weight_scale")
+            scale = specs.get(module + SCALE)
             if scale is not None and len(scale.shape) == 2 and scale.shape[1]:
                 group = 0 if scale.shape[1] == 1 else -(-spec.shape[1] * 8 // scale.shape[1])
-                yield module, (group, scale.dtype, f"{module}.weight_zero_point" in specs)
+                yield module, (group, scale.dtype, module + ZERO_POINT in specs)
         elif name.endswith(".weight"):
             yield name.removesuffix(".weight"), None
 
@@ -77,7 +76,7 @@ def _in_words(scheme: Scheme) -> str:
         return "unquantized" if scheme is None else "INT4"
     group, dtype, zero_points = scheme
     size = f"groups of {group}" if group else "one scale a row"
-    return f"INT4, {size}, scales in {str(dtype).removeprefix('torch.')}" + ", zero points" * zero_points
+    return f"INT4, {size}, scales in {dtype}" + ", zero points" * zero_points
 
 
 def _together(module: str, scheme: Scheme) -> Iterator[tuple[tuple[str, str], Scheme]]:
@@ -202,7 +201,7 @@ def _far_off(
             expected,
             actual,
             "quantize again from the release",
-            f"{text}.weight_scale",
+            text + SCALE,
             len(names),
             where,
             severity=severity,

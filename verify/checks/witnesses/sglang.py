@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from converters.planner import dims_of, expected_hf
+from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE
 from verify.check import Skip, Tally, Unable, check
 from verify.evidence.expected import config_of, is_quantized, usable_config, weights_of
 from verify.evidence.folding import LAYER, by_pattern
@@ -19,7 +20,6 @@ from verify.witnesses.sglang.job import SglangReport, Trouble
 
 KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
 _NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
-_PACKED = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
 
 
 def no_routers(subject: Subject) -> str | None:
@@ -156,12 +156,12 @@ def none_dropped(subject: Subject, tally: Tally) -> Iterator[Finding]:
 def _why_unpacked(name: str) -> str | None:
     """The hint where SGLang wants the tensor quantized and it is not, or the other way round."""
     module = name.rpartition(".")[0]
-    if name.endswith(_PACKED) and module.endswith(".mlp.gate"):
+    if name.endswith(INT4_ENDINGS) and module.endswith(".mlp.gate"):
         return (
             "SGLang builds the router unquantized and silently ignores packed tensors for it; "
             f"add `{KEEP_ROUTER}` to quantization_config.ignore and leave the router in its own dtype"
         )
-    if name.endswith(_PACKED):
+    if name.endswith(INT4_ENDINGS):
         return f"SGLang builds {module} unquantized: store it unpacked and keep it in quantization_config.ignore"
     if name.endswith("_proj.weight"):
         return f"SGLang builds {module} quantized: pack it, or ignore it by a regex that also matches the fused name (qkv_proj, gate_up_proj)"
@@ -231,7 +231,7 @@ def repacked(subject: Subject, tally: Tally) -> Iterator[Finding]:
 
 
 def _why_not_repacked(trouble: Trouble) -> str:
-    if trouble.param.partition("[")[0].endswith(("weight_packed", "weight_scale")):
+    if trouble.param.partition("[")[0].endswith((WEIGHT_PACKED, WEIGHT_SCALE)):
         return "the sizes may be outside the kernel's limits; try another group size, or load with an unquantized checkpoint to compare"
     return "the kernel's limits are not the cause: please report it, with the version of SGLang"
 

@@ -22,7 +22,7 @@ from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp
 from converters.planner import MCORE, dialect_of, dims_of, to_megatron
 from verify.check import Unable
 from verify.evidence.expected import config_of
-from verify.witnesses.ending import Ending, how_it_ended, journal_of
+from verify.witnesses.ending import Ending, ending_path, how_it_ended
 from verify.witnesses.megatron.job import RankJob, RankReport
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float)
         }
 
     said = causes(words(first)) or causes(words(soon_after)) or words(first)
-    return {rank: Failure(words, Ending.load(journal_of(reports[rank]))) for rank, words in said.items()}
+    return {rank: Failure(words, Ending.load(ending_path(reports[rank]))) for rank, words in said.items()}
 
 
 # What gloo, NCCL and torch's store say of a rank that is gone.
@@ -244,7 +244,7 @@ def _code(file: Path, ended: int | None) -> int | None:
 
 def _last_words(errors: Path, report: Path, code: int) -> str:
     """The exception that ended a rank, or the last lines of its stderr that say something where it left none."""
-    if ending := Ending.load(journal_of(report)).said:
+    if ending := Ending.load(ending_path(report)).said:
         said = [line.strip() for line in ending.splitlines()]
     else:
         lines = [

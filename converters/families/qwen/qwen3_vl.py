@@ -5,14 +5,17 @@ Multimodal rotary embedding is the plain one wherever there is only text, since 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
+from converters.blocks.vision import qwen_vision
 from converters.config.dims import ModelDims, base_dims, layers_without_experts
-from converters.config.values import flag, integer, text_part
-from converters.rules import FusedExperts, ModelFamily, ParamMapping
+from converters.config.values import NESTED_ROOT, flag, integer, text_part
+from converters.family import FusedExperts, ModelFamily, Release, SglangClass
+from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -43,11 +46,36 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims), *(moe_mlp(dims) if dims.experts else ()))
 
 
-FAMILY = ModelFamily(
-    ("qwen3_vl", "qwen3_vl_moe"),
+def _linears_outside(config: Mapping[str, Any]) -> Iterator[str]:
+    """The Linear layers of the vision tower, which has a merger for every layer that it also hands on."""
+    indexes = config["vision_config"].get("deepstack_visual_indexes")
+    return qwen_vision(config, mergers=3 if indexes is None else len(indexes))
+
+
+_RELEASE = Release(NESTED_ROOT, nested=True, linears_outside=_linears_outside, model_type="qwen3_vl_text")
+_DENSE = ModelFamily(
+    ("qwen3_vl",),
     ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
     read_dims,
     mappings,
     carried=("model.visual.",),
     fused=FusedExperts(transposed=True),
+    release=_RELEASE,
+    sglang=SglangClass(
+        entries=(
+            (NESTED_ROOT, "language_model.model."),
+            ("model.visual.", "visual."),
+            ("lm_head.", "language_model.lm_head."),
+            ("model.", "language_model.model."),
+        )
+    ),
+)
+_CLASSES = {"Router": "Qwen3VLMoeTextTopKRouter"}
+FAMILIES = (
+    _DENSE,
+    replace(
+        _DENSE,
+        model_types=("qwen3_vl_moe",),
+        release=replace(_RELEASE, model_type="qwen3_vl_moe_text", classes=_CLASSES),
+    ),
 )

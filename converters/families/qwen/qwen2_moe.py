@@ -8,7 +8,8 @@ from typing import Any
 from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
 from converters.config.dims import ModelDims, base_dims, layers_without_experts
 from converters.config.values import flag, integer, without_windows
-from converters.rules import ModelFamily, ParamMapping
+from converters.family import ModelFamily, Release
+from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -33,4 +34,12 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims), *moe_mlp(dims, "shared_expert"))
 
 
-FAMILY = ModelFamily(("qwen2_moe",), ("Qwen2MoeForCausalLM",), read_dims, mappings)
+FAMILIES = (
+    ModelFamily(
+        ("qwen2_moe",),
+        ("Qwen2MoeForCausalLM",),
+        read_dims,
+        mappings,
+        release=Release(classes={"Router": "Qwen2MoeTopKRouter"}),
+    ),
+)

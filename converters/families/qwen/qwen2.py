@@ -8,7 +8,8 @@ from typing import Any
 from converters.blocks.decoder import ROTARY_FREQUENCIES, attention, dense_mlp, embeddings
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import without_windows
-from converters.rules import ModelFamily, ParamMapping
+from converters.family import ModelFamily, SglangClass
+from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -22,4 +23,13 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
 
 
-FAMILY = ModelFamily(("qwen2",), ("Qwen2ForCausalLM",), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES)
+FAMILIES = (
+    ModelFamily(
+        ("qwen2",),
+        ("Qwen2ForCausalLM",),
+        read_dims,
+        mappings,
+        carried_ends=ROTARY_FREQUENCIES,
+        sglang=SglangClass(placed=True),
+    ),
+)

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from converters.blocks.latent_attention import read_mla
+from converters.blocks.decoder import appended_drafts
+from converters.blocks.latent_attention import SGLANG_DENSE, read_mla
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import integer
-from converters.families import deepseek_v3
-from converters.rules import ModelFamily
+from converters.families.deepseek import deepseek_v3
+from converters.family import ModelFamily, Release, SglangClass
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -51,4 +52,13 @@ def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     return dense
 
 
-FAMILY = ModelFamily(("glm4_moe_lite",), ("Glm4MoeLiteForCausalLM",), read_dims, deepseek_v3.mappings)
+FAMILIES = (
+    ModelFamily(
+        ("glm4_moe_lite",),
+        ("Glm4MoeLiteForCausalLM",),
+        read_dims,
+        deepseek_v3.mappings,
+        release=Release(drafts=appended_drafts, classes={"Router": "Glm4MoeLiteTopkRouter"}),
+        sglang=SglangClass(dense=SGLANG_DENSE),
+    ),
+)

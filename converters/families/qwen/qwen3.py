@@ -9,7 +9,8 @@ from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, dense_mlp, embeddings
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, integer, without_windows
-from converters.rules import ModelFamily, ParamMapping
+from converters.family import ModelFamily
+from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -28,4 +29,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
 
 
-FAMILY = ModelFamily(("qwen3",), ("Qwen3ForCausalLM",), read_dims, mappings)
+FAMILIES = (ModelFamily(("qwen3",), ("Qwen3ForCausalLM",), read_dims, mappings),)

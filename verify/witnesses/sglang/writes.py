@@ -1,34 +1,12 @@
-"""Bits of tensors: a poison that shows what a loader never wrote, a record of what it did write, and exact comparison."""
+"""Which of SGLang's parameters were written while each tensor was loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-# All floats: a NaN that no computation makes. Integers: an unlikely number. A place that a file fills with exactly this is
-# told apart by comparing it with the file.
-_POISON = {1: 0x7F, 2: 0x7FFD, 4: 0x7FFDBEEF, 8: 0x7FFDBEEF7FFDBEEF}
-_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers of the same width."""
-    return tensor.detach().view(_INTEGER[tensor.element_size()])
-
-
-def poison(tensors: Iterable[Tensor]) -> None:
-    """Fills every element with the poison of its width."""
-    for tensor in tensors:
-        bits(tensor).fill_(_POISON[tensor.element_size()])
-
-
-def poisoned(tensor: Tensor) -> Tensor:
-    """Which elements hold the poison: bool, of the tensor's shape."""
-    return bits(tensor) == _POISON[tensor.element_size()]
 
 
 def place(tensor: Tensor) -> int:
@@ -61,15 +39,3 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ):
                 self._current.add(self._owners[place(value)])
         return func(*args, **(kwargs or {}))
-
-
-def difference(actual: Tensor, expected: Tensor) -> str | None:
-    """None when the two are equal bit for bit; else how they differ, for people."""
-    if actual.shape != expected.shape:
-        return f"shape {list(actual.shape)} instead of {list(expected.shape)}"
-    unequal = bits(actual) != bits(expected)
-    count = int(unequal.sum())
-    if not count:
-        return None
-    at = unequal.nonzero()[0].tolist()
-    return f"{count} of {actual.numel()} elements differ, first at {at}: {actual[tuple(at)].item()} instead of {expected[tuple(at)].item()}"

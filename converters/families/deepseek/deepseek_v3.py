@@ -7,17 +7,19 @@ from typing import Any
 
 from converters.blocks.decoder import (
     ROTARY_FREQUENCIES,
+    appended_drafts,
     dense_mlp,
     embeddings,
     moe_mlp,
     mtp_copies,
     multi_token_prediction,
 )
-from converters.blocks.latent_attention import mla_attention, read_mla
+from converters.blocks.latent_attention import SGLANG_DENSE, mla_attention, read_mla
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import integer
-from converters.rules import ModelFamily, ParamMapping
+from converters.family import ModelFamily, Release, SglangClass
+from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -47,6 +49,25 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return tuple(rules)
 
 
-FAMILY = ModelFamily(
-    ("deepseek_v3", "kimi_k2"), ("DeepseekV3ForCausalLM",), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES
+# Kimi K2 Thinking, whose config.json calls it a DeepSeek V3.
+PUBLISHED_IGNORE = frozenset(
+    {"lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"}
+)
+RELEASE = Release(
+    drafts=appended_drafts,
+    published_ignore=(PUBLISHED_IGNORE,),
+    model_type="deepseek_v3",
+    classes={"Router": "DeepseekV3TopkRouter"},
+)
+SGLANG = SglangClass(("fused_qkv_a_proj_with_mqa",), dense=SGLANG_DENSE)
+FAMILIES = (
+    ModelFamily(
+        ("deepseek_v3", "kimi_k2"),
+        ("DeepseekV3ForCausalLM",),
+        read_dims,
+        mappings,
+        carried_ends=ROTARY_FREQUENCIES,
+        release=RELEASE,
+        sglang=SGLANG,
+    ),
 )

@@ -8,8 +8,9 @@ from typing import Any
 from converters.blocks.decoder import attention, embeddings
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag
+from converters.family import ModelFamily
 from converters.ops.basic import Copy, GateUpInOne
-from converters.rules import ModelFamily, ParamMapping, decoder
+from converters.rules import ParamMapping, decoder
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -37,4 +38,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     )
 
 
-FAMILY = ModelFamily(("glm4",), ("Glm4ForCausalLM",), read_dims, mappings)
+FAMILIES = (ModelFamily(("glm4",), ("Glm4ForCausalLM",), read_dims, mappings),)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from converters.blocks.decoder import appended_drafts
 from converters.config.dims import ModelDims
-from converters.families import deepseek_v32
-from converters.rules import ModelFamily
+from converters.families.deepseek import deepseek_v3, deepseek_v32
+from converters.family import ModelFamily, Release
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -17,10 +18,14 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     )
 
 
-FAMILY = ModelFamily(
-    ("glm_moe_dsa",),
-    ("GlmMoeDsaForCausalLM",),
-    read_dims,
-    deepseek_v32.mappings,
-    {"slime": deepseek_v32.slime_mappings},
+FAMILIES = (
+    ModelFamily(
+        ("glm_moe_dsa",),
+        ("GlmMoeDsaForCausalLM",),
+        read_dims,
+        deepseek_v32.mappings,
+        {"slime": deepseek_v32.slime_mappings},
+        release=Release(drafts=appended_drafts, classes={"Router": "GlmMoeDsaTopkRouter"}),
+        sglang=deepseek_v3.SGLANG,
+    ),
 )

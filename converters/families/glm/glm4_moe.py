@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp, mtp_copies, multi_token_prediction
+from converters.blocks.decoder import (
+    appended_drafts,
+    attention,
+    dense_mlp,
+    embeddings,
+    moe_mlp,
+    mtp_copies,
+    multi_token_prediction,
+)
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import flag, integer
-from converters.rules import ModelFamily, ParamMapping
+from converters.family import ModelFamily, Release, SglangClass
+from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -38,4 +47,13 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return tuple(rules)
 
 
-FAMILY = ModelFamily(("glm4_moe",), ("Glm4MoeForCausalLM",), read_dims, mappings)
+FAMILIES = (
+    ModelFamily(
+        ("glm4_moe",),
+        ("Glm4MoeForCausalLM",),
+        read_dims,
+        mappings,
+        release=Release(drafts=appended_drafts, classes={"Router": "Glm4MoeTopkRouter"}),
+        sglang=SglangClass(joins_shared_expert=True, placed=True),
+    ),
+)

@@ -9,7 +9,8 @@ from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
 from converters.config.dims import ModelDims, base_dims, layers_without_experts
 from converters.config.values import flag, integer, without_windows
-from converters.rules import ModelFamily, ParamMapping
+from converters.family import QKV_GATE_UP, ModelFamily, Release, SglangClass
+from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -34,4 +35,13 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims), *moe_mlp(dims))
 
 
-FAMILY = ModelFamily(("qwen3_moe",), ("Qwen3MoeForCausalLM",), read_dims, mappings)
+FAMILIES = (
+    ModelFamily(
+        ("qwen3_moe",),
+        ("Qwen3MoeForCausalLM",),
+        read_dims,
+        mappings,
+        release=Release(classes={"Router": "Qwen3MoeTopKRouter"}),
+        sglang=SglangClass(QKV_GATE_UP, placed=True),
+    ),
+)

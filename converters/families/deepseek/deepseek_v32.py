@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from converters.blocks.decoder import ROTARY_FREQUENCIES, multi_token_prediction
+from converters.blocks.decoder import ROTARY_FREQUENCIES, appended_drafts, multi_token_prediction
 from converters.blocks.indexer import indexer, read_indexer, slime_indexer
 from converters.blocks.latent_attention import read_mla
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import integer
-from converters.families import deepseek_v3
-from converters.rules import ModelFamily, ParamMapping
+from converters.families.deepseek import deepseek_v3
+from converters.family import ModelFamily, Release
+from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -71,11 +72,15 @@ def _with_indexer(dims: ModelDims, rules: Callable[..., tuple[ParamMapping, ...]
     return (*deepseek_v3.mappings(dims), *(rule for at in (None, *places) for rule in rules(dims, at)))
 
 
-FAMILY = ModelFamily(
-    ("deepseek_v32",),
-    ("DeepseekV32ForCausalLM",),
-    read_dims,
-    mappings,
-    {"slime": slime_mappings},
-    carried_ends=ROTARY_FREQUENCIES,
+FAMILIES = (
+    ModelFamily(
+        ("deepseek_v32",),
+        ("DeepseekV32ForCausalLM",),
+        read_dims,
+        mappings,
+        {"slime": slime_mappings},
+        carried_ends=ROTARY_FREQUENCIES,
+        release=Release(drafts=appended_drafts, classes={"Router": "DeepseekV32TopkRouter"}),
+        sglang=deepseek_v3.SGLANG,
+    ),
 )

@@ -7,16 +7,19 @@ from typing import Any
 
 from converters.blocks.decoder import attention, embeddings, moe_mlp
 from converters.blocks.linear_attention import (
+    SGLANG_DENSE,
     gated_delta_net,
     hf_linear_attention,
     qwen_mtp,
+    qwen_next_drafts,
     read_linear_attention,
     read_mtp_layers,
     refuse_unsupported,
 )
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, integer
-from converters.rules import ModelFamily, ParamMapping
+from converters.family import QKV_GATE_UP, ModelFamily, Release, SglangClass
+from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -61,4 +64,14 @@ def _all_but_linear_attention(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return tuple(rules)
 
 
-FAMILY = ModelFamily(("qwen3_next",), ("Qwen3NextForCausalLM",), read_dims, mappings, {"slime": slime_mappings})
+FAMILIES = (
+    ModelFamily(
+        ("qwen3_next",),
+        ("Qwen3NextForCausalLM",),
+        read_dims,
+        mappings,
+        {"slime": slime_mappings},
+        release=Release(drafts=qwen_next_drafts, classes={"Router": "Qwen3NextTopKRouter"}),
+        sglang=SglangClass(QKV_GATE_UP, dense=SGLANG_DENSE),
+    ),
+)

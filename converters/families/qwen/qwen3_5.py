@@ -7,20 +7,25 @@ axes of a text token's position are the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
 from converters.blocks.linear_attention import (
+    SGLANG_DENSE,
     gated_delta_net,
     hf_linear_attention,
+    qwen_drafts,
     qwen_mtp,
     read_linear_attention,
     read_mtp_layers,
     refuse_unsupported,
 )
+from converters.blocks.vision import qwen_vision
 from converters.config.dims import ModelDims, base_dims
-from converters.config.values import integer, text_part
-from converters.rules import ModelFamily, ParamMapping
+from converters.config.values import NESTED_ROOT, integer, text_part
+from converters.family import QKV_GATE_UP, ModelFamily, Release, SglangClass
+from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -80,23 +85,37 @@ def _all_but_linear_attention(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return tuple(rules)
 
 
-TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-ARCHITECTURES = (
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5TextForCausalLM",
-    "Qwen3_5MoeTextForCausalLM",
-)
+_CLASSES = {"Router": "Qwen3_5MoeTopKRouter"}
+_WHOLE = Release(NESTED_ROOT, nested=True, drafts=qwen_drafts, linears_outside=qwen_vision, classes=_CLASSES)
+
+
+def _family(model_type: str, release: Release, language_models: Mapping[str, str]) -> ModelFamily:
+    return ModelFamily(
+        (model_type,),
+        (
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5ForCausalLM",
+            "Qwen3_5MoeForConditionalGeneration",
+            "Qwen3_5MoeForCausalLM",
+            "Qwen3_5TextForCausalLM",
+            "Qwen3_5MoeTextForCausalLM",
+        ),
+        read_dims,
+        mappings,
+        {"slime": slime_mappings},
+        carried=("model.visual.",),
+        language_models=language_models,
+        release=release,
+        sglang=SglangClass((*QKV_GATE_UP, "in_proj_qkvz", "in_proj_ba"), dense=SGLANG_DENSE),
+    )
+
+
 # transformers loads the language model alone under either spelling (its conversion mapping of `qwen3_5_text`).
-LANGUAGE_MODELS = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
-FAMILY = ModelFamily(
-    TYPES,
-    ARCHITECTURES,
-    read_dims,
-    mappings,
-    {"slime": slime_mappings},
-    carried=("model.visual.",),
-    language_models=LANGUAGE_MODELS,
+FAMILIES = tuple(
+    family
+    for whole, text in (("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text"))
+    for family in (
+        _family(whole, replace(_WHOLE, model_type=text), {}),
+        _family(text, Release(drafts=qwen_drafts, classes=_CLASSES), {text: whole}),
+    )
 )
