@@ -27,7 +27,7 @@ class InMemory:
 
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self.config, self._tensors = config, tensors
-        self.specs = {name: TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        self.specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
         self.groups = [(name,) for name in tensors]
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:

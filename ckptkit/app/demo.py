@@ -102,7 +102,7 @@ def pack_routers(path: Path) -> None:
             tensors[name] = tensor
     for file in [*path.glob("*.safetensors"), path / INDEX]:
         file.unlink(missing_ok=True)
-    specs = {name: TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
     writer = FilesWriter(path, SafetensorsFiles(specs, cut_shards(specs)))
     for name, tensor in tensors.items():
         writer.write(name, tensor)

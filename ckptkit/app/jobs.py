@@ -154,7 +154,7 @@ def planned(job: Job) -> Work:
 def _hf_to_megatron(location: Location, job: Job) -> Work:
     source = plain(location.path)
     dialect = job.dialect or MCORE
-    view = to_megatron(source, str(location.path), DTYPES[job.dtype], dialect)
+    view = to_megatron(source, str(location.path), _cast_to(job), dialect)
     args = megatron_args(dims_of(view.config), dialect) | _dtype_args(view)
     # In the order in which it is written, which is also the order in which the way back will read it.
     specs = {name: view.specs[name] for names in view.groups for name in names}
@@ -165,6 +165,11 @@ def _hf_to_megatron(location: Location, job: Job) -> Work:
     notes = tuple(remarks(source.config, source.specs))
     work = Work("megatron", location, tuple(outputs), location.path, _layout(source, job), source.config, notes=notes)
     return replace(work, dequantized=_words(source.source.config)) if isinstance(source, View) else work
+
+
+def _cast_to(job: Job) -> str | None:
+    """The dtype to write floating tensors in; None: as they are."""
+    return None if job.dtype == "auto" else job.dtype
 
 
 def _dtype_args(view: Checkpoint) -> dict[str, Any]:
@@ -188,7 +193,7 @@ def _megatron_to_hf(location: Location, job: Job) -> Work:
     if job.scheme is not None:
         _refuse_int4(source.config)
     view: Checkpoint = to_hf(
-        source, str(location.path), fused=fused and job.scheme is None, dtype=DTYPES[job.dtype], release=release
+        source, str(location.path), fused=fused and job.scheme is None, dtype=_cast_to(job), release=release
     )
     if untouched := carried_beside(source, location.root, plain):
         view = Joined(view, untouched)

@@ -80,7 +80,7 @@ def digest_of(work: Work) -> str:
     digest = hashlib.sha256()
     for file, output in work.files().items():
         specs = [output.files.specs[name] for name in output.files.names[file]]
-        tensors = [[spec.name, list(spec.shape), str(spec.dtype)] for spec in specs]
+        tensors = [[spec.name, list(spec.shape), spec.dtype] for spec in specs]
         digest.update(json.dumps([file, output.files.size(file), tensors]).encode())
     return digest.hexdigest()
 

@@ -57,7 +57,7 @@ class _Joined:
     def read(self) -> Tensor:
         if self.axis is None:
             return _same(self.parts[0])
-        whole = torch.empty(self.spec.shape, dtype=self.spec.dtype)
+        whole = torch.empty(self.spec.shape, dtype=self.spec.torch_dtype)
         for copies, place in zip(self.parts, self.places, strict=True):
             whole.index_copy_(self.axis, place, _same(copies))
         return whole

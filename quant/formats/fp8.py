@@ -57,7 +57,7 @@ class Fp8:
     def steps(self, release: Release) -> Iterator[Step]:
         """A step for every float8 tensor: the weight and its scale to bfloat16."""
         for spec in release.specs.values():
-            if spec.dtype is torch.float8_e4m3fn:
+            if spec.dtype == "float8_e4m3fn":
                 yield self._step(release, spec)
 
     def _step(self, release: Release, spec: TensorSpec) -> Step:
@@ -80,13 +80,11 @@ class Fp8:
                 raise release.refused(spec.name, "holds NaN, which some quantizers make of a block of zeros", DAMAGED)
             return [scaled(weight, factors, block)]
 
-        return Step(
-            (spec.name, scale.name), (TensorSpec(spec.name, spec.shape, torch.bfloat16),), run, "dequantize FP8"
-        )
+        return Step((spec.name, scale.name), (TensorSpec(spec.name, spec.shape, "bfloat16"),), run, "dequantize FP8")
 
     @cached_property
-    def _dtypes(self) -> tuple[torch.dtype, ...]:
-        return (*SCALE_DTYPES, torch.float8_e8m0fnu, *([torch.uint8] if self.exponents else []))
+    def _dtypes(self) -> tuple[str, ...]:
+        return (*SCALE_DTYPES, "float8_e8m0fnu", *(["uint8"] if self.exponents else []))
 
 
 def fp8_format(content: Mapping[str, Any]) -> Fp8:

@@ -23,7 +23,7 @@ from quant.formats.release import SCALE_DTYPES, Release
 
 _PACKED, _SCALE, _SHAPE, _ZERO = ".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point"
 _WIDEST = 15  # steps between a code and a zero point
-_INTEGERS = (torch.int64, torch.int32)
+_INTEGERS = ("int64", "int32")
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class PackedInt4:
         rows, groups = packed.shape[0], scale.shape[1] if self.group else 1
         shape = rows, groups * self.group if self.group else packed.shape[1] * CODES_PER_WORD
         release.check(scale.name, (rows, groups), SCALE_DTYPES, self.words, packed)
-        release.check(packed.name, (rows, -(-shape[1] // CODES_PER_WORD)), (torch.int32,), self.words, scale)
+        release.check(packed.name, (rows, -(-shape[1] // CODES_PER_WORD)), ("int32",), self.words, scale)
         release.check(stored_shape.name, (2,), _INTEGERS, self.words, packed)
         if not self.symmetric:
-            release.check(module + _ZERO, (-(-rows // CODES_PER_WORD), groups), (torch.int32,), self.words, packed)
+            release.check(module + _ZERO, (-(-rows // CODES_PER_WORD), groups), ("int32",), self.words, packed)
 
         # A large model has 70,000 of these: what a step knows is kept small.
         run = partial(_dequantized, release, packed, scale, stored_shape.name, shape)

@@ -44,14 +44,14 @@ class Mxfp4:
 def _step(release: Release, blocks: TensorSpec) -> Step:
     name = blocks.name.removesuffix(_BLOCKS)
     scales = release.require(name + _SCALES, blocks.name)
-    if len(blocks.shape) != 4 or blocks.shape[-1] != _BYTES or blocks.dtype is not torch.uint8:
+    if len(blocks.shape) != 4 or blocks.shape[-1] != _BYTES or blocks.dtype != "uint8":
         raise release.refused(
             blocks.name,
             f"must be [experts, rows, groups, {_BYTES}] uint8",
             "only gpt-oss's layout of MXFP4 is supported",
         )
     experts, rows, groups, _ = blocks.shape
-    release.check(scales.name, (experts, rows, groups), (torch.uint8,), blocks)
+    release.check(scales.name, (experts, rows, groups), ("uint8",), blocks)
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         if bool((tensors[1] > _LARGEST_SCALE).any()):
@@ -60,7 +60,7 @@ def _step(release: Release, blocks: TensorSpec) -> Step:
             )
         return [unpacked(*tensors)]
 
-    output = TensorSpec(name, (experts, groups * 2 * _BYTES, rows), torch.bfloat16)
+    output = TensorSpec(name, (experts, groups * 2 * _BYTES, rows), "bfloat16")
     return Step((blocks.name, scales.name), (output,), run, "dequantize MXFP4")
 
 

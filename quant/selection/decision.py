@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
 from quant.formats.scheme import GROUP_SIZES, QuantScheme
@@ -19,7 +18,6 @@ from quant.selection.spelling import entries_for, spell
 from quant.selection.tiles import check_tiles
 from quant.selection.tree import ClassTree
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PACKED = ".weight_packed"
 
 
@@ -168,7 +166,7 @@ def default_entries(tree: ClassTree, config: Mapping[str, Any]) -> tuple[str, ..
 
 
 def _check_quantizable(chosen: list[TensorSpec], scheme: QuantScheme) -> None:
-    if odd := [spec for spec in chosen if len(spec.shape) != 2 or spec.dtype not in _DTYPES]:
+    if odd := [spec for spec in chosen if len(spec.shape) != 2 or spec.dtype not in COMPUTED]:
         raise CkptkitError(
             f"{odd[0]} cannot be quantized" + (f", nor can {len(odd) - 1} more" if odd[1:] else ""),
             "only matrices in bfloat16, float16 or float32 can; start from the unquantized release",

@@ -293,9 +293,9 @@ def test_float32_state_is_never_rounded_and_the_norm_is_exact(release: Path, tmp
     assert before[layer + "A_log"].dtype == before[layer + "norm.weight"].dtype == torch.float32
     convert(release, tmp_path / "same")
     convert(release, tmp_path / "narrow", dtype="bfloat16")
-    for name, dtype in (("same", torch.float64), ("narrow", torch.float32)):
+    for name, dtype in (("same", "float64"), ("narrow", "float32")):
         megatron = TorchDistCheckpoint(tmp_path / name / "release").specs
-        assert megatron["decoder.layers.1.self_attention.A_log"].dtype == torch.float32
+        assert megatron["decoder.layers.1.self_attention.A_log"].dtype == "float32"
         assert megatron["decoder.layers.1.self_attention.out_norm.weight"].dtype == dtype
         convert(tmp_path / name, tmp_path / f"{name}-back")
     same, narrow = tensors_of(tmp_path / "same-back"), tensors_of(tmp_path / "narrow-back")
@@ -392,7 +392,7 @@ def test_experts_are_fused_only_where_the_release_has_them_so() -> None:
     """Qwen3.5 has the decoder's in one tensor and the MTP layer's one by one; Qwen3.6 all in one."""
     config = config_of("qwen3_5_moe")
     names = expected_hf(config)
-    specs = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in names.items()}
+    specs = {name: TensorSpec(name, shape, "bfloat16") for name, shape in names.items()}
     decoder, mtp = "model.language_model.layers.3.mlp.experts.gate_up_proj", "mtp.layers.0.mlp.experts.gate_up_proj"
 
     def fused_like(*release: str) -> set[str]:

@@ -249,9 +249,7 @@ def qwen3_8b_boxes(key: str, size: tuple[int, ...], rank: int, ranks: int) -> li
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_what_ranks_of_a_large_model_read(ranks: int) -> None:
-    specs = {
-        rule.megatron: TensorSpec(rule.megatron, rule.megatron_shape, torch.bfloat16) for rule in rules_of(QWEN3_8B)
-    }
+    specs = {rule.megatron: TensorSpec(rule.megatron, rule.megatron_shape, "bfloat16") for rule in rules_of(QWEN3_8B)}
     cut, whole = (
         TorchDistFiles(specs, {}, cuts=cuts)._metadata() for cuts in (rank_cuts.rank_cuts(QWEN3_8B, "mcore", specs), {})
     )

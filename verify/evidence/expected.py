@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan
 from ckptkit.core.specs import TensorSpec
@@ -108,7 +106,7 @@ def _expected(subject: Subject, config: Mapping[str, Any], names: Collection[str
     plain = {name: shape for rule in rules for name, shape in rule.hf.items()}
     shapes: dict[str, Shape | None] = dict(plain)
     if is_fused(kind[0] for kind in subject.kinds):
-        specs = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in plain.items()}
+        specs = {name: TensorSpec(name, shape, "bfloat16") for name, shape in plain.items()}
         shapes = {name: spec.shape for name, spec in _outputs(fuse(specs, config, "config.json", names)).items()}
     if (tied := tied_head(config)) and tied[0] in names:
         shapes[tied[0]] = plain[tied[1]]

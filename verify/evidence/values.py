@@ -219,7 +219,7 @@ def _compare(name: str, tensor: Tensor, origin: Tensor, values: Values) -> None:
 
 def difference(name: str, tensor: Tensor, origin: Tensor) -> Difference:
     """How `tensor` differs from `origin`: the source is cast to the dtype found first, so that rounding alone is no difference."""
-    source, actual = (TensorSpec(name, tuple(one.shape), one.dtype) for one in (origin, tensor))
+    source, actual = (TensorSpec.of(name, one) for one in (origin, tensor))
     if source.shape != actual.shape:
         return Difference(source, actual, tensor.numel(), float("nan"), 0, 0)
     unequal, largest = 0, 0.0

@@ -30,7 +30,7 @@ class Source:
 
     config: ClassVar[dict[str, Any]] = {}
     specs: ClassVar = {
-        name: TensorSpec(name, (size * MIB,), torch.uint8) for name, size in (("a", 100), ("b", 50), ("c", 80))
+        name: TensorSpec(name, (size * MIB,), "uint8") for name, size in (("a", 100), ("b", 50), ("c", 80))
     }
     groups: ClassVar = [("a",), ("b",), ("c",)]
 
@@ -57,7 +57,7 @@ class TwoFiles:
 
 
 def planned() -> Work:
-    halved = Step(("a", "b"), (TensorSpec("ab", (75 * MIB,), torch.uint8),), list, "halve")
+    halved = Step(("a", "b"), (TensorSpec("ab", (75 * MIB,), "uint8"),), list, "halve")
     view = View(Source(), Plan((halved, identity(Source.specs["c"])), Source.specs))
     return SimpleNamespace(
         outputs=(Output(view, TwoFiles()),),

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
+from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import main_dtype
+from ckptkit.formats.torch_save.unpickle import Dtype
 from converters.foreign import refuse_foreign
 from verify.check import Tally, check
 from verify.checks.headers.files import home_of, names_of
@@ -20,8 +20,7 @@ from verify.evidence.packed import format_of
 from verify.evidence.subject import Subject
 from verify.report import Finding
 
-_COMPUTED = (torch.bfloat16, torch.float16, torch.float32)
-_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.int8, torch.uint8)
+_EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8")
 # State of linear attention that is computed in float32 and that releases store in bfloat16 all the same (Qwen3-Next, Qwen3.5's dt_bias).
 _ROUNDED_BY_RELEASES = (".A_log", ".dt_bias")
 _INTEGER_PARTS = (PACKED, ".weight_shape", ".weight_zero_point", ".weight_g_idx")
@@ -50,24 +49,24 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Finding]:
         usual, _ = Counter(specs[name].dtype for name in (names if len(dtypes) > 1 else names[:1])).most_common(1)[0]
         odd = [name for name in names if specs[name].dtype != usual] if len(dtypes) > 1 else []
         for text, group in by_pattern(odd):
-            actual = _short(specs[group[0]].dtype)
+            actual = specs[group[0]].dtype
             hint = "one shard comes from another conversion; convert again"
             yield Finding(
                 "CK107",
-                f"{_short(usual)}, as in the other layers",
+                f"{usual}, as in the other layers",
                 actual,
                 hint,
                 text,
                 len(group),
                 home_of(subject, group[0]),
             )
-        if names[0] in fp32 and usual.itemsize < 4 and not names[0].endswith(_ROUNDED_BY_RELEASES):
+        if names[0] in fp32 and ITEMSIZE[usual] < 4 and not names[0].endswith(_ROUNDED_BY_RELEASES):
             text = next(by_pattern(names))[0]
             hint = "compare with the release: `ckptkit verify --source RELEASE` counts the values that were lost"
             yield Finding(
                 "CK107",
                 "float32",
-                _short(usual),
+                usual,
                 hint,
                 text,
                 len(names),
@@ -75,9 +74,9 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Finding]:
                 severity="warning",
             )
         # A norm that Megatron holds less one is written in the next wider dtype, so that nothing is lost in that.
-        wide = usual == torch.float64 and names[0] in expected.wide
+        wide = usual == "float64" and names[0] in expected.wide
         if (
-            usual not in _COMPUTED
+            usual not in COMPUTED
             and not wide
             and not names[0].endswith(_INTEGER_PARTS)
             and not (usual in _EIGHT_BITS and config and _eight_bits(config))
@@ -87,7 +86,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Finding]:
             yield Finding(
                 "CK107",
                 "bfloat16, float16 or float32",
-                _short(usual),
+                usual,
                 hint,
                 text,
                 len(names),
@@ -133,18 +132,14 @@ def _trained_dtype(subject: Subject, stored: str) -> Iterator[Finding]:
         said = subject.megatron_files.args.get("params_dtype")
     except CkptkitError:
         return  # CK111 says why they cannot be read
-    if isinstance(said, torch.dtype) and _short(said) != stored:
+    if isinstance(said, Dtype) and said.name != stored:
         where = str(subject.megatron_files.weights / "common.pt")
         hint = "Megatron casts all weights to the dtype of the launch: check --bf16 and --fp16"
         yield Finding(
             "CK107",
             f"params_dtype {stored}, as most weights are",
-            f"params_dtype {_short(said)}",
+            f"params_dtype {said.name}",
             hint,
             file=where,
             severity="warning",
         )
-
-
-def _short(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")

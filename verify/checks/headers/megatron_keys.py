@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
+from ckptkit.core.dtypes import ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges, summarize
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS
@@ -247,10 +248,10 @@ def entries_long_enough(subject: Subject, tally: Tally) -> Iterator[Finding]:
     for key, stored in files.metadata.tensors.items():
         for chunk in stored.chunks:
             tally.compared(0)
-            need = math.prod(chunk.sizes) * stored.dtype.itemsize
+            need = math.prod(chunk.sizes) * ITEMSIZE[stored.dtype]
             if chunk.blob.length < need:
                 short[
-                    f"at least {need} bytes for {list(chunk.sizes)} {str(stored.dtype).removeprefix('torch.')}",
+                    f"at least {need} bytes for {list(chunk.sizes)} {stored.dtype}",
                     f"{chunk.blob.length} bytes",
                 ].append(key)
     for (want, actual), keys in short.items():

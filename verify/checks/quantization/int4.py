@@ -195,8 +195,8 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Finding]:
             if spec is None or part not in packed_parts(config):
                 continue
             tally.compared(0)
-            if spec.shape != want_shape or _short(spec) not in dtypes:
-                actual = f"{list(spec.shape)} {_short(spec)}"
+            if spec.shape != want_shape or spec.dtype not in dtypes:
+                actual = f"{list(spec.shape)} {spec.dtype}"
                 wrong[f"{list(want_shape)} {' or '.join(dtypes)}", actual].append(spec.name)
     for (expected, actual), found in wrong.items():
         for text, names in by_pattern(found):
@@ -331,8 +331,4 @@ def _fits(
         return False
     wanted = _wanted(form, shape, module)
     found = [(specs.get(f"{module}.{part}"), wanted[part]) for part in packed_parts(config)]
-    return all(spec is not None and spec.shape == want and _short(spec) in dtypes for spec, (want, dtypes) in found)
-
-
-def _short(spec: TensorSpec) -> str:
-    return str(spec.dtype).removeprefix("torch.")
+    return all(spec is not None and spec.shape == want and spec.dtype in dtypes for spec, (want, dtypes) in found)

@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from statistics import median
 
-import torch
-
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from converters.planner import expected_hf
@@ -26,7 +24,7 @@ _FUSED_OF: Mapping[str, str] = {part: ", ".join(parts) for parts in _FUSED for p
 _FAR = 32.0
 
 # Group size (0: one scale a row), dtype of the scales and whether there are zero points; None: not packed.
-Scheme = tuple[int, torch.dtype, bool] | tuple[()] | None
+Scheme = tuple[int, str, bool] | tuple[()] | None
 _PACKED: Scheme = ()  # packed, however
 
 
@@ -77,7 +75,7 @@ def _in_words(scheme: Scheme) -> str:
         return "unquantized" if scheme is None else "INT4"
     group, dtype, zero_points = scheme
     size = f"groups of {group}" if group else "one scale a row"
-    return f"INT4, {size}, scales in {str(dtype).removeprefix('torch.')}" + ", zero points" * zero_points
+    return f"INT4, {size}, scales in {dtype}" + ", zero points" * zero_points
 
 
 def _together(module: str, scheme: Scheme) -> Iterator[tuple[tuple[str, str], Scheme]]:

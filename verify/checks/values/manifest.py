@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.core.specs import TensorSpec
-from ckptkit.storage.digest import dtype_name
 from ckptkit.transfer.manifest import Manifest, file_digest, read_manifest
 from verify.check import Tally, check
 from verify.checks.headers.files import home_of
@@ -64,6 +63,6 @@ def _tensors(subject: Subject, manifest: Manifest, tally: Tally) -> Iterator[Fin
 
 def _difference(manifest: Manifest, spec: TensorSpec, digest: bytes) -> str | None:
     promised = manifest.tensors[spec.name]
-    if (promised.dtype, promised.shape) != (dtype_name(spec.dtype), spec.shape):
-        return f"{list(spec.shape)} {dtype_name(spec.dtype)}, in the manifest {list(promised.shape)} {promised.dtype}"
+    if (promised.dtype, promised.shape) != (spec.dtype, spec.shape):
+        return f"{list(spec.shape)} {spec.dtype}, in the manifest {list(promised.shape)} {promised.dtype}"
     return None if promised.blake3 == digest.hex() else "its bytes are others"

@@ -13,8 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sized
 
-import torch
-
+from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from ckptkit.core.specs import summarize
 from converters.planner import dims_of, rules_of, tied_head
 from converters.registry import family_of
@@ -31,7 +30,7 @@ from verify.report import Finding, Severity
 # Where in its file a tensor lies, in the message that says why it cannot be read.
 _AT_BYTE = re.compile(r" at byte \d+(?=: )")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "word_embeddings.weight", "output_layer.weight")
-_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+_FLOATS = frozenset({*COMPUTED, "float64"})
 UNREAD = "not run because no tensor can be read (CK201)"
 # What stands beside weight_packed and other quantized weights.
 PARTS = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "_scale_inv", "_scales")
@@ -217,7 +216,7 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Finding]:
     counted(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
     config = usable_config(subject)
     fp32 = _fp32_names(config) if config else frozenset()
-    changed: dict[tuple[torch.dtype, torch.dtype, bool], list[str]] = defaultdict(list)
+    changed: dict[tuple[str, str, bool], list[str]] = defaultdict(list)
     for name, one in values.differences.items():
         if one.source.dtype != one.actual.dtype:
             changed[one.source.dtype, one.actual.dtype, name in fp32].append(name)
@@ -232,8 +231,8 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Finding]:
             )
             yield Finding(
                 "CK203",
-                _words(before),
-                _words(after) + counts,
+                before,
+                after + counts,
                 hint,
                 text,
                 len(names),
@@ -242,17 +241,13 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Finding]:
             )
 
 
-def _cast(before: torch.dtype, after: torch.dtype, state: bool) -> tuple[Severity, str]:
+def _cast(before: str, after: str, state: bool) -> tuple[Severity, str]:
     """How bad a change of dtype is, and what to do: only between floats of at least 16 bits is there a legal one, for fp32 state only a widening one."""
     if not {before, after} <= _FLOATS:
         return "error", "convert again: integers and floats of 8 bits mean nothing in another dtype"
-    if state and after.itemsize < before.itemsize:
+    if state and ITEMSIZE[after] < ITEMSIZE[before]:
         return "error", "convert again: this state must stay fp32"
     return "warning", "convert with --dtype auto, unless the change was meant"
-
-
-def _words(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _fp32_names(config: Mapping[str, object]) -> frozenset[str]:
