@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verify.report import Finding, anchors
 
 if TYPE_CHECKING:
+    from verify.evidence.rounding import Rounding
     from verify.evidence.values import Values
 
 # A layer number, or the braces of a folded name. Layers for multi-token prediction are numbered from 0 again.
@@ -84,10 +85,10 @@ def of_values(values: Values) -> Iterator[tuple[str, Measured]]:
         yield name, Measured(error, failed=not stats.finite or (difference is not None and difference.unequal > 0))
 
 
-def of_rounding(rounding: Mapping[str, tuple[float, float]]) -> Iterator[tuple[str, Measured]]:
-    """What CK305 found of each packed weight, given as `(steps off, permitted steps)`."""
-    for name, (steps, permitted) in rounding.items():
-        yield name, Measured(steps=steps, failed=not steps <= permitted)
+def of_rounding(rounding: Mapping[str, Rounding]) -> Iterator[tuple[str, Measured]]:
+    """What CK305 found of each packed weight: how many quantization steps it is off, and whether that is too many."""
+    for name, one in rounding.items():
+        yield name, Measured(steps=one.steps, failed=one.failed)
 
 
 def heat_map(measured: Iterable[tuple[str, Measured]], findings: Sequence[Finding]) -> Heat:
