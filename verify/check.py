@@ -107,14 +107,14 @@ def check(
     gate: bool = False,
     preflight: bool = False,
     unless: Unless = _always,
-) -> Callable[[Callable[[Subject, Tally], Iterator[Issue | Finding]]], Run]:
+) -> Callable[[Callable[[Subject, Tally], Iterator[Issue]]], Run]:
     """Registers a generator function as the check `code` (fields as in `Check`); called, it then gives findings."""
 
-    def register(issues: Callable[[Subject, Tally], Iterator[Issue | Finding]]) -> Run:
+    def register(issues: Callable[[Subject, Tally], Iterator[Issue]]) -> Run:
         @wraps(issues)
         def run(subject: Subject, tally: Tally) -> Iterator[Finding]:
-            for one in issues(subject, tally):
-                yield from [one] if isinstance(one, Finding) else one.findings(code)
+            for issue in issues(subject, tally):
+                yield from issue.findings(code)
 
         if code in _CHECKS:
             raise ValueError(f"{code} is registered twice")

@@ -17,7 +17,7 @@ from verify.evidence.folding import LAYER, alike, by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.report import Severity
-from verify.witnesses.sglang.job import SglangReport, Trouble
+from verify.witnesses.sglang.job import Observation, SglangReport
 from verify.witnesses.sglang.run import run_sglang
 
 KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
@@ -58,18 +58,22 @@ def _count(tally: Tally, tensors: int, nbytes: int = 0) -> None:
 
 
 def _findings(
-    code: str, troubles: Iterable[Trouble], expected: str, hint: Callable[[Trouble], str], severity: Severity = "error"
+    code: str,
+    observations: Iterable[Observation],
+    expected: str,
+    hint: Callable[[Observation], str],
+    severity: Severity = "error",
 ) -> Iterator[Issue]:
     """Troubles of one kind whose names differ only in layer and expert numbers as one finding, described by the first of them."""
-    kinds: dict[str, dict[str, Trouble]] = defaultdict(dict)
-    for trouble in troubles:
-        kinds[_NUMBER.sub("#", trouble.what)][trouble.tensor] = trouble
+    kinds: dict[str, dict[str, Observation]] = defaultdict(dict)
+    for seen in observations:
+        kinds[_NUMBER.sub("#", seen.what)][seen.tensor] = seen
     for kind in kinds.values():
         for names in alike(kind):
-            trouble = kind[names[0]]
-            place = "" if trouble.param == trouble.tensor else f", at {trouble.param} in SGLang"
+            seen = kind[names[0]]
+            place = "" if seen.param == seen.tensor else f", at {seen.param} in SGLang"
             example = "" if len(names) == 1 else f" ({names[0]}, for one)"
-            yield Issue(expected, trouble.what + place + example, hint(trouble), names=names, severity=severity)
+            yield Issue(expected, seen.what + place + example, hint(seen), names=names, severity=severity)
 
 
 @check(
@@ -127,12 +131,12 @@ def all_written(subject: Subject, tally: Tally) -> Iterator[Issue]:
         "CK502",
         report.unwritten,
         "every element written by load_weights",
-        lambda trouble: _why_unwritten(trouble, promised),
+        lambda seen: _why_unwritten(seen, promised),
     )
 
 
-def _why_unwritten(trouble: Trouble, promised: Collection[str]) -> str:
-    if trouble.tensor == trouble.param and trouble.tensor not in promised:
+def _why_unwritten(seen: Observation, promised: Collection[str]) -> str:
+    if seen.tensor == seen.param and seen.tensor not in promised:
         return "SGLang's class has a parameter that config.json promises no tensor for: it builds that layer otherwise; CK503 says which tensors it drops"
     return "the tensor is missing from the checkpoint, or CK503 says under which name it was dropped; convert or quantize again"
 
@@ -152,8 +156,8 @@ def none_dropped(subject: Subject, tally: Tally) -> Iterator[Issue]:
     config = config_of(subject)
     packed = subject.kind == "hf" and bool(weights_of(config))
 
-    def why(trouble: Trouble) -> str:
-        return (_why_unpacked(trouble.tensor) if packed else None) or _why_unknown(trouble, report.model, config)
+    def why(seen: Observation) -> str:
+        return (_why_unpacked(seen.tensor) if packed else None) or _why_unknown(seen, report.model, config)
 
     yield from _findings("CK503", report.dropped, "written into its own parameter", why)
 
@@ -173,12 +177,12 @@ def _why_unpacked(name: str) -> str | None:
     return None
 
 
-def _why_unknown(trouble: Trouble, model: str, config: Mapping[str, Any]) -> str:
-    if trouble.tensor.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+def _why_unknown(seen: Observation, model: str, config: Mapping[str, Any]) -> str:
+    if seen.tensor.endswith((".experts.gate_up_proj", ".experts.down_proj")):
         return "SGLang reads one tensor an expert: save with save_original_format=True, or convert to Megatron and back"
-    unknown = f"SGLang's {model} has no parameter {trouble.param}"
-    layer = LAYER.match(trouble.tensor)
-    if ".mlp." in trouble.tensor and layer and int(layer[1]) in (config.get("mlp_only_layers") or ()):
+    unknown = f"SGLang's {model} has no parameter {seen.param}"
+    layer = LAYER.match(seen.tensor)
+    if ".mlp." in seen.tensor and layer and int(layer[1]) in (config.get("mlp_only_layers") or ()):
         return f"{unknown}: it does not read mlp_only_layers of config.json and builds experts in layer {layer[1]}, so it cannot serve this model"
     return f"{unknown}: compare model_type and num_hidden_layers with the release, or remove the tensor"
 
@@ -196,10 +200,10 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
     report = _report(subject)
     _count(tally, report.tensors, report.bytes)
     hint = "the values went into the wrong place, or the tensor was changed on the way: convert again, and compare with --source"
-    yield from _findings("CK504", report.differing, "the bits of the checkpoint", lambda trouble: hint)
+    yield from _findings("CK504", report.differing, "the bits of the checkpoint", lambda seen: hint)
     expected = "a dtype that holds the value exactly"
     harmless = "nothing is wrong with the files; convert with --dtype if the loss matters"
-    yield from _findings("CK504", report.rounded, expected, lambda trouble: harmless, "warning")
+    yield from _findings("CK504", report.rounded, expected, lambda seen: harmless, "warning")
 
 
 @check(
@@ -216,7 +220,7 @@ def routers_alive(subject: Subject, tally: Tally) -> Iterator[Issue]:
     report = _report(subject)
     _count(tally, report.routers_seen)
     hint = f"if the router was packed, add `{KEEP_ROUTER}` to quantization_config.ignore and quantize again; else restore it from the source"
-    yield from _findings("CK505", report.routers, "a router that tells experts apart", lambda trouble: hint)
+    yield from _findings("CK505", report.routers, "a router that tells experts apart", lambda seen: hint)
 
 
 @check(
@@ -241,8 +245,8 @@ def repacked(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from _findings("CK506", report.repacked, "the loaded values in the kernel's order", _why_not_repacked)
 
 
-def _why_not_repacked(trouble: Trouble) -> str:
-    if trouble.param.partition("[")[0].endswith((WEIGHT_PACKED, WEIGHT_SCALE)):
+def _why_not_repacked(seen: Observation) -> str:
+    if seen.param.partition("[")[0].endswith((WEIGHT_PACKED, WEIGHT_SCALE)):
         return "the sizes may be outside the kernel's limits; try another group size, or load with an unquantized checkpoint to compare"
     return "the kernel's limits are not the cause: please report it, with the version of SGLang"
 

@@ -33,8 +33,8 @@ class SglangJob:
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """What is wrong with one HF tensor (or, where none is known, one SGLang parameter); `param` is SGLang's name for its place."""
+class Observation:
+    """What is wrong with one HF tensor, or with an SGLang parameter that has none; `param` is SGLang's name for its place."""
 
     tensor: str
     param: str
@@ -62,14 +62,14 @@ class SglangReport:
     tensors: int
     bytes: int
     routers_seen: int
-    unwritten: tuple[Trouble, ...]
-    dropped: tuple[Trouble, ...]
-    differing: tuple[Trouble, ...]
-    rounded: tuple[Trouble, ...]
-    routers: tuple[Trouble, ...]
+    unwritten: tuple[Observation, ...]
+    dropped: tuple[Observation, ...]
+    differing: tuple[Observation, ...]
+    rounded: tuple[Observation, ...]
+    routers: tuple[Observation, ...]
     draft: tuple[str, ...]
     log: tuple[str, ...]
-    repacked: tuple[Trouble, ...] | None
+    repacked: tuple[Observation, ...] | None
     repacked_seen: int
     unchecked: tuple[str, ...] = ()
 
@@ -83,5 +83,5 @@ class SglangReport:
         values: dict[str, Any] = json.loads(path.read_text())
         for key in ("unwritten", "dropped", "differing", "rounded", "routers", "repacked"):
             if values[key] is not None:
-                values[key] = tuple(Trouble(**trouble) for trouble in values[key])
+                values[key] = tuple(Observation(**trouble) for trouble in values[key])
         return SglangReport(**{**values, **{key: tuple(values[key]) for key in ("draft", "log", "unchecked")}})
