@@ -60,7 +60,8 @@ def _source_config(subject: Subject) -> Mapping[str, Any]:
     "Megatron's stored arguments describe the model of config.json",
     stage="configuration",
     preflight=True,
-    rationale="Training takes sizes from a launch script, generation from config.json. Where they differ, training runs on and gives another model.",
+    rationale="Training takes sizes from a launch script, generation from config.json. Where they differ, training "
+    "runs on and gives another model.",
     fix="Correct the launch script's model arguments (or config.json), then convert or train again.",
     unless=lambda subject: None if subject.kind == "megatron" else "an HF directory stores no training arguments",
 )

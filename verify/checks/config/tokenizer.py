@@ -59,8 +59,10 @@ def _rows(subject: Subject) -> int:
     "every token id has a row in the embedding",
     stage="configuration",
     preflight=True,
-    rationale="A vocabulary cut to another tokenizer's size has no row for the last tokens; looking one up reads memory that is not the embedding's.",
-    fix="Take the tokenizer of the release that the weights come from; vocab_size must be the number of rows, not of tokens.",
+    rationale="A vocabulary cut to another tokenizer's size has no row for the last tokens; looking one up reads "
+    "memory that is not the embedding's.",
+    fix="Take the tokenizer of the release that the weights come from; vocab_size must be the number of rows, not of "
+    "tokens.",
     unless=lambda subject: _no_vocabulary(side_of(subject)),
 )
 def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -103,8 +105,10 @@ def _one_place_only(subject: Subject) -> str | None:
     "config, generation_config and tokenizer agree on the special tokens",
     stage="configuration",
     preflight=True,
-    rationale="Trainer and server stop at different tokens: answers run on to the length limit, or end too soon, and rewards are given for it.",
-    fix="Make eos_token_id in config.json and generation_config.json that of the tokenizer's eos_token, as in the release.",
+    rationale="Trainer and server stop at different tokens: answers run on to the length limit, or end too soon, and "
+    "rewards are given for it.",
+    fix="Make eos_token_id in config.json and generation_config.json that of the tokenizer's eos_token, as in the "
+    "release.",
     unless=_one_place_only,
 )
 def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -215,7 +219,8 @@ def _nothing_to_carry(subject: Subject) -> str | None:
     stage="configuration",
     needs=("source",),
     preflight=True,
-    rationale="Without its template a server answers with a default one, or not at all; with another tokenizer every id means another word.",
+    rationale="Without its template a server answers with a default one, or not at all; with another tokenizer every "
+    "id means another word.",
     fix="Copy the tokenizer files and chat_template.jinja from the source.",
     unless=_nothing_to_carry,
 )

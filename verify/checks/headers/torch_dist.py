@@ -38,12 +38,14 @@ def _readable(subject: Subject) -> None:
     "Megatron would find and accept the directory",
     stage="headers",
     gate=True,
-    rationale="With a tracker or a file missing Megatron starts from random weights, or from another checkpoint, and training goes on.",
-    fix="Convert again, or copy the named file from the original save. Give the directory that holds the tracker, not the iteration.",
+    rationale="With a tracker or a file missing Megatron starts from random weights, or from another checkpoint, and "
+    "training goes on.",
+    fix="Convert again, or copy the named file from the original save. Give the directory that holds the tracker, not "
+    "the iteration.",
     unless=only_megatron,
 )
 def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The tracker names a directory; `.metadata`, `metadata.json` and `common.pt` (or `common_state`) are there and readable."""
+    """The tracker names a directory, in which `.metadata`, `metadata.json` and the common state can be read."""
     files = subject.megatron_files
     try:
         weights = files.weights
@@ -52,7 +54,10 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     tally.compared(0)
     if is_legacy(weights):
-        hint = "Megatron loads it at the same parallel sizes only, and nothing more can be checked: export it and convert the export"
+        hint = (
+            "Megatron loads it at the same parallel sizes only, and nothing more can be checked: export it and "
+            "convert the export"
+        )
         yield Issue(
             "a torch_dist checkpoint", "Megatron's legacy format (mp_rank_*)", hint, file=weights, severity="warning"
         )
@@ -67,7 +72,10 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _backend(weights: Path) -> Iterator[Issue]:
-    """metadata.json: that it is there, and names formats and versions that Megatron has. Source: megatron-core `dist_checkpointing/core.py`."""
+    """metadata.json is there and names formats and versions that Megatron has.
+
+    Source: megatron-core `dist_checkpointing/core.py`.
+    """
     where = weights / "metadata.json"
     try:
         content = read_json(weights / "metadata.json")
@@ -132,7 +140,8 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "chunks tile every tensor exactly",
     stage="headers",
     gate=True,
-    rationale="A part of a tensor that no chunk holds is left random at load; slime and miles switch off Megatron's own check of this.",
+    rationale="A part of a tensor that no chunk holds is left random at load; slime and miles switch off Megatron's "
+    "own check of this.",
     fix="Convert again, or save again from the training run: the save is incomplete.",
     unless=only_megatron,
 )

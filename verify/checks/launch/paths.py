@@ -30,7 +30,8 @@ def _issues(subject: Subject, tally: Tally, option: str) -> Iterator[Issue]:
     "CK711",
     "--load is what the actor loads",
     stage="launch",
-    rationale="Where --load has no tracker file, the actor takes --ref-load without a word: a resumed run starts again, or from the wrong weights.",
+    rationale="Where --load has no tracker file, the actor takes --ref-load without a word: a resumed run starts "
+    "again, or from the wrong weights.",
     fix="Give the directory that holds latest_checkpointed_iteration.txt, not one of its iterations.",
     unless=_no_launch,
 )
@@ -43,7 +44,8 @@ def load_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "CK712",
     "--ref-load is what the reference loads",
     stage="launch",
-    rationale="Of an iteration directory, which has no tracker, Megatron makes random weights with a warning: the KL term pulls towards noise. Others stop.",
+    rationale="Of an iteration directory, which has no tracker, Megatron makes random weights with a warning: the KL "
+    "term pulls towards noise. Others stop.",
     fix="Give the directory that `ckptkit convert` wrote, the one with latest_checkpointed_iteration.txt.",
     unless=_no_launch,
 )
@@ -56,7 +58,8 @@ def reference_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "CK713",
     "--ckpt-step is an iteration that is there",
     stage="launch",
-    rationale="--ckpt-step replaces what the tracker says; an iteration that was deleted since is found missing only after the job started.",
+    rationale="--ckpt-step replaces what the tracker says; an iteration that was deleted since is found missing only "
+    "after the job started.",
     fix="Choose an iteration that is there, or leave --ckpt-step out.",
     unless=_no_launch,
 )
@@ -88,8 +91,10 @@ def _no_words(subject: Subject) -> str | None:
     "CK717",
     "every path and size among the launch arguments is read",
     stage="launch",
-    rationale="A size that only a configuration file or an override says is not the one that was looked at: the job may stop after the GPUs were booked.",
-    fix="Give paths and sizes as options of preflight, or as the options of Megatron-LM, slime and SGLang; the reasons say which words were not read.",
+    rationale="A size that only a configuration file or an override says is not the one that was looked at: the job "
+    "may stop after the GPUs were booked.",
+    fix="Give paths and sizes as options of preflight, or as the options of Megatron-LM, slime and SGLang; the reasons "
+    "say which words were not read.",
     unless=_no_words,
 )
 def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:

@@ -1,10 +1,11 @@
-"""CK201 to CK206: what the bytes tell, with a source to compare with and without one. Everything is read once, streamed.
+"""CK201 to CK206: what the bytes tell, with and without a source. Everything is read once, streamed.
 
 What may legally be constant, so that a fresh or tiny model raises no false alarm:
 - norm weights: all ones is how training starts, so any constant but zero is a warning only where it is not one;
 - biases and the router's selection bias: all zero is how training starts, so it is a warning, never an error;
 - matrices: never. Initialization is random, and nothing makes a trained matrix constant, so it is an error.
-Rows of zeros inside a matrix are a warning (a hole in a file, or a dead neuron), and normal in the vocabulary's matrices.
+Rows of zeros inside a matrix are a warning (a hole in a file, or a dead neuron), and normal in the vocabulary's
+matrices.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ PARTS = (WEIGHT_SCALE, WEIGHT_SHAPE, WEIGHT_ZERO_POINT, WEIGHT_G_IDX, FP8_SCALE_
 
 
 def counted(tally: Tally, names: Sized, none: str) -> None:
-    """Counts tensors whose bytes CK201 or CK202 has counted already. Raises Skip with the reason `none` where there are none."""
+    """Counts tensors whose bytes CK201 or CK202 has counted. Raises Skip, saying `none`, where there are none."""
     if not len(names):
         raise Skip(none)
     tally.tensors += len(names)
@@ -59,7 +60,8 @@ def counted(tally: Tally, names: Sized, none: str) -> None:
     "every tensor can be read",
     stage="values",
     needs=("sound headers",),
-    rationale="Headers can be whole while the bytes behind them are not, after a disk error or a copy that was cut short.",
+    rationale="Headers can be whole while the bytes behind them are not, after a disk error or a copy that was cut "
+    "short.",
     fix="Copy the named file again, or convert again.",
 )
 def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -90,11 +92,13 @@ def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
         "sound headers",
         "source",
     ),
-    rationale="A swap of gate and up, experts off by one, or a layer in the wrong place keeps every name and shape right.",
-    fix="Convert again from the source. If the finding says whose values are there instead, the mapping between the two is the defect.",
+    rationale="A swap of gate and up, experts off by one, or a layer in the wrong place keeps every name and shape "
+    "right.",
+    fix="Convert again from the source. If the finding says whose values are there instead, the mapping between the "
+    "two is the defect.",
 )
 def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """HF <-> Megatron <-> HF in any combination, both seen as HF; the source is cast where the dtype differs (CK203 names that)."""
+    """Every value, with both sides seen as HF; where the dtype differs (CK203), the source is cast."""
     values = subject.once(read_values)
     if not values.stats:
         raise Skip(UNREAD)
@@ -140,7 +144,7 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _judged_by_steps(subject: Subject) -> frozenset[str]:
-    """Weights of the source that are packed here in a format whose rounding CK305 can judge, so that they are neither lost nor extra."""
+    """Weights of the source that are packed here, and whose rounding CK305 can judge: neither lost nor extra."""
     if (
         subject.kind == "megatron"
         or subject.source is None
@@ -161,7 +165,10 @@ def _dropped(subject: Subject) -> frozenset[str]:
 
 
 def _repeated_head(subject: Subject) -> frozenset[str]:
-    """The output layer of tied embeddings where only one side stores it: here, for CK211 to judge, or in the source, where it repeats the embedding."""
+    """The output layer of tied embeddings where only one side stores it.
+
+    Stored here it is for CK211 to judge; stored in the source it must repeat the embedding.
+    """
     config = usable_config(subject)
     tied = tied_head(config) if config else None
     values, source = subject.once(read_values), subject.source
@@ -204,11 +211,12 @@ def _described(difference: Difference, name: str, whose: str | None) -> str:
         "sound headers",
         "source",
     ),
-    rationale="A router bias rounded to bfloat16 loses most of its distinct values, and the top-k experts of almost every token change.",
+    rationale="A router bias rounded to bfloat16 loses most of its distinct values, and the top-k experts of almost "
+    "every token change.",
     fix="Convert again with --dtype auto; fp32 state (e_score_correction_bias, expert_bias) must stay fp32.",
 )
 def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Each change of dtype: an error where none is legal and for fp32 state that was rounded, a warning for other tensors."""
+    """Each change of dtype: an error where none is legal and for rounded fp32 state, else a warning."""
     values = subject.once(read_values)
     counted(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
     config = usable_config(subject)
@@ -230,7 +238,10 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _cast(before: str, after: str, state: bool) -> tuple[Severity, str]:
-    """How bad a change of dtype is, and what to do: only between floats of at least 16 bits is there a legal one, for fp32 state only a widening one."""
+    """How bad a change of dtype is, and what to do.
+
+    Only floats of at least 16 bits may change, and fp32 state only to a wider one.
+    """
     if not {before, after} <= _FLOATS:
         return "error", "convert again: integers and floats of 8 bits mean nothing in another dtype"
     if state and ITEMSIZE[after] < ITEMSIZE[before]:
@@ -268,7 +279,8 @@ def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "no tensor is all zero or constant",
     stage="values",
     needs=("sound headers",),
-    rationale="A router of zeros sends every token to the same experts; the server still answers, fluently and wrongly.",
+    rationale="A router of zeros sends every token to the same experts; the server still answers, fluently and "
+    "wrongly.",
     fix="Convert again from the release. A hole in a file reads as zeros: compare the file with its source.",
 )
 def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -311,8 +323,10 @@ def _constant(name: str, stats: Extremes) -> tuple[str, str] | None:
     "experts and layers differ from one another",
     stage="values",
     needs=("sound headers",),
-    rationale="Two experts with the same bytes are an expert read by its rank-local number; two equal layers are an offset by a pipeline stage.",
-    fix="Convert again. Only a model whose experts were all copied from one dense MLP, and never trained since, may be so.",
+    rationale="Two experts with the same bytes are an expert read by its rank-local number; two equal layers are an "
+    "offset by a pipeline stage.",
+    fix="Convert again. Only a model whose experts were all copied from one dense MLP, and never trained since, may be "
+    "so.",
 )
 def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """By digest: no two experts of a layer and no two layers hold the same matrix."""
