@@ -69,13 +69,7 @@ def verify(
         ray=ray,
     )
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
-    if subject.source_path:
-        locate(subject.source_path)
-    if hf is not None and "megatron" not in (subject.kind, subject.source_path and subject.source_kind):
-        refuse_hf(hf, path)
-    _refuse_legacy(subject.path)
-    if "megatron" in against:
-        _check_sizes_early(subject)
+    _check_early(subject, hf, path)
     chosen, left_out = choose(subject, [one for one in all_checks() if one.stage != "launch"])
     outcome = run_checks(subject, chosen)
     return Report(
@@ -116,10 +110,15 @@ def _refuse_legacy(path: Path) -> None:
         raise CkptkitError(f"{weights} is in Megatron's legacy format (mp_rank_*), which verify cannot look into", hint)
 
 
-def _check_sizes_early(subject: Subject) -> None:
-    """Refuses impossible parallel sizes before every byte has been read; the rest is for the checks to say."""
+def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> None:
+    """Raises CkptkitError, before every byte has been read, for what is no matter of the checkpoint."""
+    if subject.source_path:
+        locate(subject.source_path)
+    if hf is not None and "megatron" not in (subject.kind, subject.source_path and subject.source_kind):
+        refuse_hf(hf, path)
+    _refuse_legacy(subject.path)
     with suppress(Skip):
-        if usable_config(subject) is not None:
+        if "megatron" in subject.against and usable_config(subject) is not None:
             sizes_of(subject)
 
 

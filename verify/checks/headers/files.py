@@ -33,9 +33,15 @@ def only_hf(subject: Subject) -> str | None:
 
 def names_of(subject: Subject) -> Mapping[str, TensorSpec]:
     """Every tensor that headers or `.metadata` name. Raises Skip where `.metadata` cannot be read (CK111)."""
-    if subject.kind == "megatron" and not subject.megatron_files.readable:
-        raise Skip("not run because .metadata cannot be read (CK111)")
+    if subject.kind == "megatron":
+        require_metadata(subject)
     return subject.specs
+
+
+def require_metadata(subject: Subject) -> None:
+    """Raises Skip where the `.metadata` of a Megatron checkpoint cannot be read, which CK111 reports."""
+    if not subject.megatron_files.readable:
+        raise Skip("not run because .metadata cannot be read (CK111)")
 
 
 @check(
@@ -49,8 +55,8 @@ def names_of(subject: Subject) -> Mapping[str, TensorSpec]:
 )
 def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The config is there, is JSON, is of a supported family, and its sizes make sense."""
-    if subject.kind == "megatron" and not subject.megatron_files.readable:
-        raise Skip("not run because .metadata cannot be read (CK111)")
+    if subject.kind == "megatron":
+        require_metadata(subject)
     try:
         config_of(subject)
         tally.compared(0)

@@ -13,6 +13,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges, summarize
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS
 from verify.check import Skip, Tally, check
+from verify.checks.headers.files import require_metadata
 from verify.checks.headers.torch_dist import only_megatron
 from verify.evidence.folding import LAYER, MTP_LAYER
 from verify.evidence.subject import Subject
@@ -33,8 +34,7 @@ _SHARD = re.compile(r"(.+)\._extra_state/shard_([\d.]+)_([\d.]+)")
 
 def _weights(subject: Subject) -> list[str]:
     """Keys of the weights. Raises Skip where `.metadata` cannot be read, which CK111 reports."""
-    if not subject.megatron_files.readable:
-        raise Skip("not run because .metadata cannot be read (CK111)")
+    require_metadata(subject)
     return [key for key in subject.megatron_files.metadata.tensors if not NOT_WEIGHTS.fullmatch(key)]
 
 
@@ -264,8 +264,7 @@ def entries_long_enough(subject: Subject, tally: Tally) -> Iterator[Issue]:
             need = math.prod(chunk.sizes) * ITEMSIZE[stored.dtype]
             if chunk.blob.length < need:
                 short[
-                    f"at least {need} bytes for {list(chunk.sizes)} {stored.dtype}",
-                    f"{chunk.blob.length} bytes",
+                    f"at least {need} bytes for {list(chunk.sizes)} {stored.dtype}", f"{chunk.blob.length} bytes"
                 ].append(key)
     for (want, actual), keys in short.items():
         hint = ".metadata and the .distcp files are of different saves: save or convert again"

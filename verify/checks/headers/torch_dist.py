@@ -9,7 +9,8 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import TRACKER, is_legacy
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.torch_dist.reader import tiling_problem
-from verify.check import Skip, Tally, check
+from verify.check import Tally, check
+from verify.checks.headers.files import require_metadata
 from verify.evidence.folding import alike
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -26,11 +27,6 @@ _BACKEND: Mapping[str, str | int] = {
 def only_megatron(subject: Subject) -> str | None:
     """For checks of torch_dist files."""
     return None if subject.kind == "megatron" else "an HF directory has no torch_dist files"
-
-
-def _readable(subject: Subject) -> None:
-    if not subject.megatron_files.readable:
-        raise Skip("not run because .metadata cannot be read (CK111)")
 
 
 @check(
@@ -100,7 +96,7 @@ def _backend(weights: Path) -> Iterator[Issue]:
 )
 def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """File, offset and length of every entry against the files that are there; entries share bytes only as aliases."""
-    _readable(subject)
+    require_metadata(subject)
     files = subject.megatron_files
     for path, stored in files.blobs.items():
         tally.compared(0, len(stored))
@@ -147,7 +143,7 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
 )
 def chunks_tile(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No hole, no overlap, nothing outside, for every tensor of `.metadata`."""
-    _readable(subject)
+    require_metadata(subject)
     problems: dict[str, str] = {}
     for key, stored in subject.megatron_files.metadata.tensors.items():
         tally.compared(0)

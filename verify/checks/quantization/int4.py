@@ -11,12 +11,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.planner import expected_hf, rules_of
-from quant.formats.part_names import (
-    PACKED,
-    SCALE,
-    SHAPE,
-    packed_in,
-)
+from quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
 from quant.selection.spelling import spell
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.quantization_config import config_issue

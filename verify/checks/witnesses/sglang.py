@@ -139,10 +139,7 @@ def all_written(subject: Subject, tally: Tally) -> Iterator[Issue]:
     _count(tally, report.parameters)
     promised = expected_hf(config_of(subject))
     yield from _findings(
-        "CK502",
-        report.unwritten,
-        "every element written by load_weights",
-        lambda seen: _why_unwritten(seen, promised),
+        "CK502", report.unwritten, "every element written by load_weights", lambda seen: _why_unwritten(seen, promised)
     )
 
 
