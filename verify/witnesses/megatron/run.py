@@ -17,8 +17,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from ckptkit.formats.hf.side_files import main_dtype
 from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, with_remainder
 from converters.planner import MCORE, dialect_of, dims_of, to_megatron
@@ -109,6 +107,8 @@ def run_megatron(subject: Subject) -> MegatronRun:
         )
     if subject.source is not None and subject.source_kind == "hf":
         to_megatron(subject.source, str(subject.source_path))
+    import torch
+
     gpu = torch.cuda.device_count() >= sizes.world
     with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
         jobs = [_job(subject, sizes, rank, Path(scratch), gpu) for rank in range(sizes.world)]
