@@ -19,7 +19,7 @@ from converters.config.dims import ModelDims
 from converters.experts import fuse, is_fused, unfuse
 from converters.ops.basic import Copy, GateUp, GateUpInOne
 from converters.ops.shapes import Shape
-from converters.passthrough import carried_names
+from converters.passthrough import passthrough_names
 from converters.registry import family_of
 from converters.rules import ParamMapping
 from converters.stored import as_stored
@@ -109,7 +109,7 @@ def to_megatron(source: Checkpoint, where: str, dtype: str | None = None, dialec
     config = as_stored(source.config, source.specs)
     family, rules = family_of(config), list(rules_of(config, dialect))
     require(where, [name for rule in rules for name in rule.hf], source.specs)
-    kept = set(carried_names(source))
+    kept = set(passthrough_names(source))
     converted = [name for name in source.specs if name not in kept]
     steps = [_merge_step(rule, source.specs, dtype) for rule in rules]
     return View(source, Plan(tuple(steps), converted, family.dropped(dims_of(config)), where, config))
