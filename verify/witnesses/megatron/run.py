@@ -17,13 +17,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from ckptkit.formats.hf.side_files import main_dtype
 from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, with_remainder
 from converters.planner import MCORE, dialect_of, dims_of, to_megatron
-from verify.check import Unable
 from verify.evidence.expected import config_of
+from verify.skip import Unable
 from verify.witnesses.ending import Ending, ending_path, how_it_ended
 from verify.witnesses.megatron.job import RankJob, RankReport
 
@@ -107,6 +105,8 @@ def run_megatron(subject: Subject) -> MegatronRun:
         )
     if subject.source is not None and subject.source_kind == "hf":
         to_megatron(subject.source, str(subject.source_path))
+    import torch
+
     gpu = torch.cuda.device_count() >= sizes.world
     with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
         jobs = [_job(subject, sizes, rank, Path(scratch), gpu) for rank in range(sizes.world)]
