@@ -32,7 +32,7 @@ from ckptkit.formats.files import FILE_BYTES, Piece
 from ckptkit.formats.torch_dist.names import disk_key, extra_states, norm_alias, rows_apart
 from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.saved_tensor import SavedLayout, SavedTensor
-from ckptkit.storage.buffers import piece_buffer, row_cuts
+from ckptkit.storage.buffers import BUFFER, new_buffer, row_cuts
 from ckptkit.storage.write import WrittenFile
 
 _FOLDER = "release"
@@ -250,12 +250,13 @@ def _put_columns(spec: TensorSpec, parts: Sequence[_Part], file: WrittenFile, pi
     rows, columns = spec.shape[:2]
     row = spec.nbytes // rows
     tensors = [SavedTensor(part.saved, file, part.begin) for part in parts]
+    buffer = new_buffer(max(BUFFER, row)).data
     for first, end in row_cuts(rows, row):
         found = np.frombuffer(piece(first * row, end * row), np.uint8).reshape(end - first, columns, -1)
         for part, tensor in zip(parts, tensors, strict=True):
             begin, stop = (min(max(edge, first), end) - first for edge in (part.box[0].start, part.box[0].stop))
             chosen = found[begin:stop, part.box[1]]
-            content = piece_buffer(chosen.nbytes, "columns")
+            content = buffer[: chosen.nbytes]
             np.copyto(np.frombuffer(content, np.uint8).reshape(chosen.shape), chosen)
             tensor.append(content)
     for tensor in tensors:
