@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptkit.core.specs import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Checkpoint(Protocol):

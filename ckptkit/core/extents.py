@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeGuard
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard
 
 from ckptkit.core.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class ByteRange(NamedTuple):

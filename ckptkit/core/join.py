@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import ByteRange, Extent, Reader, byte_ranges_of, extents_of, is_streamable, read_with
 from ckptkit.core.specs import TensorSpec, summarize
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Joined:

@@ -10,10 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import dtype_name
@@ -21,7 +18,8 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import ByteRange, Extent, Reader, byte_ranges_of, extents_of, is_streamable, read_with
 from ckptkit.core.specs import TensorSpec, summarize
 
-Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ class Step:
 
     inputs: tuple[str, ...]
     outputs: tuple[TensorSpec, ...]
-    run: Function
+    run: Callable[[Sequence[Tensor]], Sequence[Tensor]]
     label: str
     is_byte_copy: bool = False
 
@@ -175,6 +173,8 @@ class View:
 
 def _joined_in_place(step: Step, tensors: Sequence[Tensor]) -> list[Tensor] | None:
     """The outputs of a byte copy without copying, where its inputs lie side by side in memory; None where they do not."""
+    import torch
+
     if (
         not step.is_byte_copy
         or len(tensors) == 1

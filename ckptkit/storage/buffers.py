@@ -5,11 +5,14 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 BUFFER = 8 << 20  # bytes of one request to a disk: with less it is slower, with more no faster
 ON_THE_WAY = (
@@ -19,12 +22,16 @@ ON_THE_WAY = (
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
+    import torch
+
     flat = tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 def tensor_of(content: memoryview) -> Tensor:
     """Memory as uint8 [bytes]; a tensor of all of it shares it."""
+    import torch
+
     return torch.from_numpy(np.frombuffer(content, np.uint8))
 
 

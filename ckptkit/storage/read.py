@@ -14,13 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ckptkit.core.extents import ByteRange, Reader
-from ckptkit.storage.buffers import BUFFER, bytes_of, cuts, new_buffer
+from ckptkit.storage.buffers import BUFFER, bytes_of, cuts, new_buffer, tensor_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK = 4096  # offsets and sizes past the page cache are multiples of this
 LARGE = 1 << 20  # bytes of a piece from which on it is read past the page cache
@@ -107,10 +109,12 @@ def read_new(wanted: ByteRange) -> Tensor:
     """Bytes of a file in new memory, uint8 [bytes]: fewer where the file ends. Raises OSError."""
     nbytes = wanted.end - wanted.begin
     if nbytes < LARGE:
+        import torch
+
         flat = torch.empty(nbytes, dtype=torch.uint8)
         return flat[: read_into(wanted.path, bytes_of(flat), wanted.begin)]
     low, high = _blocks(wanted)
-    return _read_range(wanted, torch.from_numpy(new_buffer(high - low)))
+    return _read_range(wanted, tensor_of(new_buffer(high - low).data))
 
 
 class FileReader:
@@ -121,7 +125,7 @@ class FileReader:
 
     @cached_property
     def _memory(self) -> Tensor:
-        return torch.from_numpy(new_buffer(ARENA))
+        return tensor_of(new_buffer(ARENA).data)
 
     def load(self, ranges: Iterable[ByteRange]) -> None:
         """Ranges that touch are read in one request."""
@@ -145,7 +149,7 @@ class FileReader:
         """Ranges that are too large for the memory are read into new memory."""
         self._loaded = []
         low, high = _blocks(wanted)
-        memory = self._memory if high - low <= ARENA else torch.from_numpy(new_buffer(high - low))
+        memory = self._memory if high - low <= ARENA else tensor_of(new_buffer(high - low).data)
         return bytes_of(_read_range(wanted, memory))
 
 

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
-from torch import Tensor
 from zlib_ng import zlib_ng
 
 from ckptkit.core.errors import CkptkitError
@@ -20,6 +20,9 @@ from ckptkit.formats.files import Digests, Files, Piece
 from ckptkit.storage.buffers import BUFFER, bytes_of, copy_bytes, new_buffer
 from ckptkit.storage.digest import TensorDigest
 from ckptkit.storage.write import Regions, WrittenFile
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FilesWriter:

@@ -14,10 +14,7 @@ from functools import cached_property
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.dtypes import DTYPE_OF_CODE, ITEMSIZE
 from ckptkit.core.errors import CkptkitError
@@ -27,6 +24,9 @@ from ckptkit.formats.detect import other_weights
 from ckptkit.storage.buffers import bytes_of, elements
 from ckptkit.storage.read import FileExtent, read_new
 from ckptkit.storage.remote_file import RemoteFile, remote_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -60,6 +60,8 @@ class Shard:
             wanted = self.byte_range(name)
             found = reader.loaded(wanted) if reader else None
             return read_new(wanted) if found is None else found
+        import torch
+
         flat = torch.empty(self.specs[name].nbytes, dtype=torch.uint8)
         return flat[: self.remote.read_into(bytes_of(flat), self.offsets[name])]
 

@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ckptkit.core.dtypes import torch_dtype
 from ckptkit.core.errors import CkptkitError
@@ -29,6 +27,9 @@ from ckptkit.formats.megatron_config import config_in, hf_home
 from ckptkit.formats.torch_dist.names import engine_name, whole_of
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 _FIRST = attrgetter("offsets")
@@ -188,6 +189,8 @@ class _Part:
         dtype, depth = self.stored.dtype, len(self.index)
         if len(self.chunks) == 1:
             return self.chunks[0].blob.tensor(dtype, self.chunks[0].sizes, reader)[self._within(self.chunks[0])]
+        import torch
+
         result = torch.empty(self.shape, dtype=torch_dtype(dtype))
         for chunk in self.chunks:
             place = tuple(
@@ -338,7 +341,11 @@ class TorchDistCheckpoint:
         return {name: self._read(self._logical[name], reader) for name in names}
 
     def _read(self, parts: Sequence[_Part], reader: Reader | None) -> Tensor:
-        return parts[0].read(reader) if len(parts) == 1 else torch.cat([part.read(reader) for part in parts])
+        if len(parts) == 1:
+            return parts[0].read(reader)
+        import torch
+
+        return torch.cat([part.read(reader) for part in parts])
 
 
 def _mapping(blob: Blob) -> Mapping[str, Any]:

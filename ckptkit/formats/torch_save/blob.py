@@ -11,13 +11,11 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
 from zlib_ng import zlib_ng
 
 from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS, torch_dtype
@@ -26,6 +24,9 @@ from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.storage.buffers import bytes_of, elements, tensor_of
 from ckptkit.storage.read import ARENA, BLOCK, FileExtent, read_into, read_new
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AT_ONCE = ARENA - 2 * BLOCK  # bytes up to which a chunk is read as a whole
 
@@ -91,7 +92,7 @@ class Blob:
         self.check(info, zlib_ng.crc32(content))
         # torch.save puts storages on multiples of 64 bytes, others may not.
         flat = elements(tensor_of(memory)[begin : begin + info.file_size], torch_dtype(dtype))
-        return torch.as_strided(flat, shape, arguments.stride, flat.storage_offset() + arguments.offset).contiguous()
+        return flat.as_strided(shape, arguments.stride, flat.storage_offset() + arguments.offset).contiguous()
 
     def read(self, buffer: memoryview, start: int) -> int:
         """Fills `buffer` from `start`. Returns how many bytes there were."""
@@ -109,8 +110,8 @@ class Blob:
         if self.length <= AT_ONCE:
             return _WholeExtent(self, dtype, shape)
         info, arguments = self._described(self.entries(), dtype, shape)
-        dense = torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
-        if arguments.offset or arguments.stride != dense.stride() or info.file_size != dense.nbytes:
+        nbytes = math.prod(shape) * ITEMSIZE[dtype]
+        if arguments.offset or arguments.stride != dense_stride(shape) or info.file_size != nbytes:
             return None
         # torch can be told to leave the checksum out, which it then writes as zero.
         return FileExtent(self.path, self.offset + self._begin(info), info.file_size, info.CRC or None)
@@ -193,6 +194,11 @@ class Blob:
         content = bytearray(info.file_size)
         self.read_into(info, memoryview(content))
         return bytes(content)
+
+
+def dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements from one index to the next on each axis of a contiguous tensor, as torch counts them."""
+    return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 class _WholeExtent:
