@@ -24,12 +24,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptkit.app.estimate import Volume
 from ckptkit.core.specs import CODE_OF_DTYPE, TensorSpec
 from ckptkit.formats.detect import TRACKER
-from ckptkit.formats.files import FILE_BYTES
 from ckptkit.formats.hf.reader import INDEX
-from ckptkit.formats.hf.writer import cut_shards
 from ckptkit.formats.torch_dist.names import disk_key, extra_states
 from converters.megatron.arguments import megatron_args
 from converters.planner import dims_of, expected_hf, rules_of
@@ -44,21 +41,6 @@ _KIMI_K2: dict[str, Any] = {
     "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.827, "q_lora_rank": 1536,
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_act": "silu", "attention_bias": False,
     "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "max_position_embeddings": 262144, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
-# deepseek-ai/DeepSeek-V3 (FP8, with its multi-token prediction layer), Qwen/Qwen3-235B-A22B and Qwen/Qwen3-30B-A3B (bfloat16).
-DEEPSEEK_V3: dict[str, Any] = _KIMI_K2 | {
-    "model_type": "deepseek_v3", "vocab_size": 129280, "num_nextn_predict_layers": 1, "num_attention_heads": 128, "num_key_value_heads": 128,
-    "n_routed_experts": 256, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0, "max_position_embeddings": 163840,
-}  # fmt: skip
-QWEN3_30B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0, "max_position_embeddings": 40960, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
-QWEN3_235B: dict[str, Any] = QWEN3_30B | {
-    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94, "num_attention_heads": 64, "moe_intermediate_size": 1536,
 }  # fmt: skip
 _FP8: dict[str, Any] = {
     "activation_scheme": "dynamic",
@@ -78,7 +60,6 @@ _QUANTIZATION: dict[Form, dict[str, Any]] = {
     "int4": {"quantization_config": _INT4},
 }
 _IN_FP8 = re.compile(r".+\.(self_attn|mlp)\.(.+\.)?\w+_proj(_with_mqa)?\.weight")
-HF_FILE = MEGATRON_FILE = FILE_BYTES
 _RANKS = 64  # that Megatron's save came from: a file each
 
 
@@ -108,37 +89,6 @@ def parts_of(name: str, shape: tuple[int, ...], form: Form) -> list[TensorSpec]:
         }
         return [TensorSpec(f"{name}_{part}", size, dtype) for part, (size, dtype) in parts.items()]
     return [TensorSpec(name, shape, torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16)]
-
-
-# The form that each release is in.
-MODELS: dict[str, tuple[dict[str, Any], Form]] = {
-    "Qwen3-30B-A3B": (QWEN3_30B, "bfloat16"),
-    "Qwen3-235B-A22B": (QWEN3_235B, "bfloat16"),
-    "DeepSeek-V3 671B": (DEEPSEEK_V3, "fp8"),
-    "Kimi-K2 1T": (kimi_k2("fp8"), "fp8"),
-}
-
-
-def works(config: Mapping[str, Any], form: Form) -> dict[str, Volume]:
-    """What each way reads and writes for a model whose release is in this form, in files cut as ckptkit cuts them; INT4 has the routed experts packed."""
-    plain = stored(config, "bfloat16")
-    total, step = sum(spec.nbytes for spec in plain.values()), 2 * max(spec.nbytes for spec in plain.values())
-    return {
-        "HF -> Megatron": Volume(
-            sum(spec.nbytes for spec in stored(config, form).values()),
-            _sizes(plain, MEGATRON_FILE, "bfloat16"),
-            step,
-            total,
-        ),
-        "Megatron -> HF": Volume(total, _sizes(plain, HF_FILE, "bfloat16"), step, total),
-        "Megatron -> INT4": Volume(total, _sizes(plain, HF_FILE, "int4"), step, total),
-    }
-
-
-def _sizes(plain: Mapping[str, TensorSpec], limit: int, form: Form) -> list[int]:
-    """Bytes of every file, cut so that its plain weights come to at most `limit`."""
-    files = cut_shards(plain, limit).values()
-    return [sum(part.nbytes for name in names for part in parts_of(name, plain[name].shape, form)) for names in files]
 
 
 def make_hf(path: Path, config: Mapping[str, Any], form: Form, shards: int = 62) -> None:

@@ -183,9 +183,8 @@ class Demo:
                 equal and before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
             )
             count += len(before)
-        self.console.print(
-            f"{left.name} and {right.name}: {count} tensors in {len(files)} files, {'bit for bit the same' if equal else 'DIFFERENT'}"
-        )
+        verdict = "bit for bit the same" if equal else "DIFFERENT"
+        self.console.print(f"{left.name} and {right.name}: {count} tensors in {len(files)} files, {verdict}")
         self.rows.append((f"{left.name} = {right.name}", "compare", "as expected" if equal else "differ", 0.0))
         if not equal:
             sys.exit(1)
