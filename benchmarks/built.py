@@ -27,7 +27,7 @@ class InMemory:
 
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self.config, self._tensors = config, tensors
-        self.specs = {name: TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        self.specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
         self.groups = [(name,) for name in tensors]
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -42,7 +42,7 @@ def to_megatron_built(source: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from converters.megatron.module_names import global_name
-    from verify.witnesses.megatron.layout import ParallelSizes
+    from converters.megatron.parallel import ParallelSizes
     from verify.witnesses.megatron.model import Build, build_chunks, connect
     from verify.witnesses.megatron.process import held_by, layers_of
 

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptkit.core.specs import CODE_OF_DTYPE, TensorSpec
+from ckptkit.core.dtypes import ITEMSIZE, SAFETENSORS_CODE
+from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import TRACKER
 from ckptkit.formats.hf.reader import INDEX
 from ckptkit.formats.torch_dist.names import disk_key, extra_states
@@ -79,16 +80,16 @@ def parts_of(name: str, shape: tuple[int, ...], form: Form) -> list[TensorSpec]:
     """A weight as it is stored: itself, or its quantized values with their scales."""
     if form == "fp8" and _IN_FP8.fullmatch(name):
         blocks = (math.ceil(shape[0] / 128), math.ceil(shape[1] / 128))
-        return [TensorSpec(name, shape, torch.float8_e4m3fn), TensorSpec(f"{name}_scale_inv", blocks, torch.float32)]
+        return [TensorSpec(name, shape, "float8_e4m3fn"), TensorSpec(f"{name}_scale_inv", blocks, "float32")]
     if form == "int4" and ".mlp.experts." in name:
         rows, columns = shape
         parts = {
-            "packed": ((rows, columns // 8), torch.int32),
-            "scale": ((rows, columns // 32), torch.bfloat16),
-            "shape": ((2,), torch.int32),
+            "packed": ((rows, columns // 8), "int32"),
+            "scale": ((rows, columns // 32), "bfloat16"),
+            "shape": ((2,), "int32"),
         }
         return [TensorSpec(f"{name}_{part}", size, dtype) for part, (size, dtype) in parts.items()]
-    return [TensorSpec(name, shape, torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16)]
+    return [TensorSpec(name, shape, "float32" if name.endswith("e_score_correction_bias") else "bfloat16")]
 
 
 def make_hf(path: Path, config: Mapping[str, Any], form: Form, shards: int = 62) -> None:
@@ -124,7 +125,7 @@ def _write_header(path: Path, specs: Iterable[TensorSpec]) -> None:
     end = 0
     for spec in specs:
         header[spec.name] = {
-            "dtype": CODE_OF_DTYPE[spec.dtype],
+            "dtype": SAFETENSORS_CODE[spec.dtype],
             "shape": spec.shape,
             "data_offsets": [end, end + spec.nbytes],
         }
@@ -161,9 +162,7 @@ def _keys(config: Mapping[str, Any]) -> dict[str, TensorSpec]:
         key, expert = disk_key(rule.megatron)
         experts[key] += expert is not None
         axis = (experts[key],) if expert is not None else ()
-        found[key] = TensorSpec(
-            key, (*axis, *shapes[id(rule.mapping)]), torch.float32 if rule.mapping.fp32 else torch.bfloat16
-        )
+        found[key] = TensorSpec(key, (*axis, *shapes[id(rule.mapping)]), "float32" if rule.mapping.fp32 else "bfloat16")
     return found
 
 
@@ -178,10 +177,10 @@ def _metadata(release: Path, keys: Mapping[str, TensorSpec], objects: Iterable[s
             [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in _boxes(spec)],
         )
         for number, chunk in enumerate(chunks):
-            length = chunk.sizes.numel() * spec.dtype.itemsize + 1600  # about what torch.save adds
+            length = chunk.sizes.numel() * ITEMSIZE[spec.dtype] + 1600  # about what torch.save adds
             storage[MetadataIndex(key, chunk.offsets, number)] = _StorageInfo(f"__{rank}_0.distcp", ends[rank], length)
             ends[rank] += length
-        entries[key] = TensorStorageMetadata(TensorProperties(dtype=spec.dtype), torch.Size(spec.shape), chunks)
+        entries[key] = TensorStorageMetadata(TensorProperties(dtype=spec.torch_dtype), torch.Size(spec.shape), chunks)
     for key in objects:
         entries[key], storage[MetadataIndex(key)] = BytesStorageMetadata(), _StorageInfo("__0_0.distcp", 0, 1600)
     for rank, end in enumerate(ends):

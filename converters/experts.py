@@ -18,8 +18,8 @@ from torch import Tensor
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, identity
 from ckptkit.core.specs import TensorSpec
+from converters.family import FusedExperts
 from converters.registry import family_of
-from converters.rules import FusedExperts
 
 _FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(_bias)?")
 _SINGLE = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, identity, require
 from ckptkit.core.specs import TensorSpec
 from converters.stored import as_stored
 from quant.formats.packing import CODES_PER_WORD
+from quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT
 from quant.formats.scheme import QuantScheme, quantization_config, read_scheme
 from quant.formats.zero_points import check_zero_point_layout, for_sglang_experts, is_expert
 from quant.kernels.dispatch import quantize_pack
@@ -23,8 +25,6 @@ from quant.requantize import recorded, requantize, stored_parts
 from quant.selection.class_tree import class_tree
 from quant.selection.decision import default_ignore, resolve
 from quant.selection.readers import ALL_READERS, compressed_tensors
-
-PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
 
 
 def quantized(
@@ -96,15 +96,15 @@ def quantize_step(
     groups, special = scheme.groups(columns), sglang_experts and is_expert(spec.name)
     packed, scale, shape, zero_point = _part_names(spec.name)
     stored = reference.specs.get(scale) if reference is not None else None
-    dtype = scheme.scale_dtype or (stored.dtype if stored else spec.dtype)
+    dtype = dtype_name(scheme.scale_dtype) if scheme.scale_dtype else (stored or spec).dtype
     outputs = [
-        TensorSpec(packed, (rows, columns // CODES_PER_WORD), torch.int32),
+        TensorSpec(packed, (rows, columns // CODES_PER_WORD), "int32"),
         TensorSpec(scale, (rows, groups), dtype),
-        TensorSpec(shape, (2,), torch.int64),
+        TensorSpec(shape, (2,), "int64"),
     ]
     if not scheme.symmetric:
         across = -(-rows // CODES_PER_WORD)
-        outputs.append(TensorSpec(zero_point, (groups, across) if special else (across, groups), torch.int32))
+        outputs.append(TensorSpec(zero_point, (groups, across) if special else (across, groups), "int32"))
 
     # No closure: of a large model there are seventy thousand, and each would hold a cell a variable.
     run = partial(_parts, spec, scheme, reference, special, device)
@@ -136,8 +136,7 @@ def _parts(
 
 
 def _part_names(name: str) -> tuple[str, ...]:
-    module = name.removesuffix(".weight")
-    return tuple(f"{module}.{part}" for part in PARTS)
+    return tuple(name.removesuffix(".weight") + part for part in (PACKED, SCALE, SHAPE, ZERO_POINT))
 
 
 def quantized_layout(
@@ -153,7 +152,7 @@ def packed_less(names: Collection[str], ignore: Sequence[str]) -> list[str]:
     """The names of an INT4 checkpoint had it also ignored these entries: `N.weight` for every `N.weight_packed` that one covers."""
     less = []
     for name in names:
-        module = name.removesuffix(".weight_packed")
+        module = name.removesuffix(PACKED)
         spared = module != name and any(compressed_tensors(module, pattern) for pattern in ignore)
         less.append(f"{module}.weight" if spared else name)
     return less

@@ -18,6 +18,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.grids import check, dequantize
 from quant.formats.packing import pack, pack_zero_point, unpack_zero_point
+from quant.formats.part_names import PACKED, SCALE, ZERO_POINT
 from quant.formats.scheme import GRIDS, Grid, QuantScheme
 from quant.kernels.dispatch import Packed, quantize_pack
 
@@ -59,9 +60,7 @@ def stored_parts(reference: Checkpoint, module: str, symmetric: bool) -> Packed 
 
     Raises CkptkitError when a part is missing.
     """
-    names = [
-        f"{module}.{part}" for part in ("weight_packed", "weight_scale", *([] if symmetric else ["weight_zero_point"]))
-    ]
+    names = [module + part for part in (PACKED, SCALE, *([] if symmetric else [ZERO_POINT]))]
     if names[0] not in reference.specs:
         return None
     if missing := [name for name in names if name not in reference.specs]:

@@ -51,8 +51,8 @@ def run_python(script: str, arguments: list[str]) -> None:
 
 
 def _run_logits(scratch: Path) -> None:
+    from converters.megatron.parallel import ParallelSizes
     from converters.planner import dims_of
-    from verify.witnesses.megatron.layout import ParallelSizes
     from verify.witnesses.megatron.model import Build, build_chunks, connect, logits
     from verify.witnesses.megatron.process import load
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from megatron_runs import run_python
 
-from verify.witnesses.megatron.layout import ParallelSizes
+from converters.megatron.parallel import ParallelSizes
 
 ITERATION = 10
 

@@ -22,14 +22,15 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.online import sglang_reload
 from quant.online.quantizer import OnlineQuantizer
-from verify.witnesses.sglang.bits import bits, poison
+from verify.evidence.extremes import as_integers
+from verify.witnesses.bits import poison
 from verify.witnesses.sglang.marlin import marlin_weight
 
 State = Mapping[str, Tensor]
 
 
 def state(model: nn.Module) -> State:
-    return {name: bits(parameter).clone() for name, parameter in model.named_parameters() if parameter.numel()}
+    return {name: as_integers(parameter).clone() for name, parameter in model.named_parameters() if parameter.numel()}
 
 
 def differing(one: State, other: State) -> list[str]:
@@ -154,7 +155,7 @@ def run(root: Path, orders: Mapping[str, Mapping[str, Path]]) -> dict[str, dict[
 
 
 def main() -> None:
-    from verify.witnesses.ending import Journal
+    from verify.witnesses.ending import PhaseLog
     from verify.witnesses.sglang.load import load
 
     path = Path(sys.argv[1])
@@ -169,7 +170,7 @@ def main() -> None:
             False,
             None,
             partial(examine, order, reports[name]),
-            Journal(scratch / "ending"),
+            PhaseLog(scratch / "ending"),
         )
     (path.parent / "report.json").write_text(json.dumps(reports))
 

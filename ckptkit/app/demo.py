@@ -26,6 +26,7 @@ from ckptkit.formats.hf.writer import SafetensorsFiles, cut_shards
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.formats.torch_dist.writer import TorchDistFiles
 from ckptkit.transfer.files import FilesWriter
+from quant.formats.part_names import PACKED, SCALE, SHAPE
 from quant.formats.scheme import QuantScheme
 from quant.kernels.dispatch import quantize_pack
 
@@ -92,17 +93,17 @@ def pack_routers(path: Path) -> None:
     for name, tensor in source.read(list(source.specs)).items():
         if name.endswith(".mlp.gate.weight"):
             (packed,) = quantize_pack([tensor], QuantScheme(32, "qmax7"), [name])
-            base = name.removesuffix("weight")
+            module = name.removesuffix(".weight")
             tensors |= {
-                base + "weight_packed": packed.words,
-                base + "weight_scale": packed.scale,
-                base + "weight_shape": torch.tensor(tensor.shape),
+                module + PACKED: packed.words,
+                module + SCALE: packed.scale,
+                module + SHAPE: torch.tensor(tensor.shape),
             }
         else:
             tensors[name] = tensor
     for file in [*path.glob("*.safetensors"), path / INDEX]:
         file.unlink(missing_ok=True)
-    specs = {name: TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
     writer = FilesWriter(path, SafetensorsFiles(specs, cut_shards(specs)))
     for name, tensor in tensors.items():
         writer.write(name, tensor)

@@ -63,7 +63,7 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
     facts: dict[str, Any] = {"path": spoken(location.path), "format": _format(location)}
     facts["tensors"] = len(specs)
     facts["bytes"] = sum(spec.nbytes for spec in specs.values())
-    facts["dtypes"] = dict(Counter(str(spec.dtype).removeprefix("torch.") for spec in specs.values()))
+    facts["dtypes"] = dict(Counter(spec.dtype for spec in specs.values()))
     if isinstance(checkpoint, HfCheckpoint):
         facts["files"] = {file: len(shard.specs) for file, shard in checkpoint.shards.items()}
         facts["config"] = _selected(checkpoint.config, lambda value: not isinstance(value, dict))
@@ -103,4 +103,4 @@ def _selected(values: Mapping[str, Any], wanted: Callable[[Any], bool]) -> dict[
 
 def _shape_of(folded: str, checkpoint: Checkpoint) -> str:
     spec = checkpoint.specs.get(folded)
-    return f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}" if spec else ""
+    return f"{list(spec.shape)} {spec.dtype}" if spec else ""

@@ -55,7 +55,7 @@ def write_on_ray(options: RunOptions, plan: ConversionPlan, partial: Path, journ
         if gpus:
             check_gpus(ray)
         token = journal.begin_run()
-        given = TaskInput(options, partial, token, _source_of(options), digest_of(plan))
+        task = TaskInput(options, partial, token, _source_of(options), digest_of(plan))
         batches = batches_of(plan, options.workers or cpus(ray))
         files = [batch.files for batch in batches]
 
@@ -63,7 +63,7 @@ def write_on_ray(options: RunOptions, plan: ConversionPlan, partial: Path, journ
             journal.stop_run(token)
 
         with progress("writing", sum(batch.nbytes for batch in batches)) as advance:
-            for index, _ in outcomes(ray, write_batch, given, files, options.workers, gpus, stop=stop):
+            for index, _ in outcomes(ray, write_batch, task, files, options.workers, gpus, stop=stop):
                 advance(batches[index].nbytes)
     _check_written(plan, partial, journal)
 
@@ -77,7 +77,7 @@ def digest_of(plan: ConversionPlan) -> str:
     digest = hashlib.sha256()
     for file, output in plan.files().items():
         specs = [output.files.specs[name] for name in output.files.names[file]]
-        tensors = [[spec.name, list(spec.shape), str(spec.dtype)] for spec in specs]
+        tensors = [[spec.name, list(spec.shape), spec.dtype] for spec in specs]
         digest.update(json.dumps([file, output.files.size(file), tensors]).encode())
     return digest.hexdigest()
 
@@ -92,16 +92,16 @@ def batches_of(plan: ConversionPlan, workers: int) -> list[Batch]:
     return [Batch(tuple(files), sum(sizes[file] for file in files)) for files in pieces_of(sizes, workers)]
 
 
-def write_batch(given: TaskInput, files: Sequence[str]) -> None:
+def write_batch(task: TaskInput, files: Sequence[str]) -> None:
     """Writes and records these files on this node. Raises CkptkitError unless it sees what the coordinator sees."""
-    journal = Journal(given.partial, given.token)
+    journal = Journal(task.partial, task.token)
     if not journal.may_begin:
         raise CkptkitError(
-            f"node {socket.gethostname()} does not see {given.partial} of the coordinator",
+            f"node {socket.gethostname()} does not see {task.partial} of the coordinator",
             "name a destination on a file system that all nodes share",
         )
-    plan = _plan_once(given.options, given.source, given.plan)
-    write_files(plan, given.partial, journal, files, 1, given.options.memory)
+    plan = _plan_once(task.options, task.source, task.plan)
+    write_files(plan, task.partial, journal, files, 1, task.options.memory)
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptkit.app.run_options import DTYPES, RunOptions, Sources
+from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.collector import import_apart, uncollected
 from ckptkit.core.errors import CkptkitError
@@ -90,7 +90,7 @@ def make_plan(options: RunOptions, sources: Sources | None = None) -> Conversion
 def _to_megatron(location: Location, options: RunOptions) -> ConversionPlan:
     source = plain(location.path)
     dialect = options.dialect or MCORE
-    view = to_megatron(source, str(location.path), DTYPES[options.dtype], dialect)
+    view = to_megatron(source, str(location.path), options.cast_to, dialect)
     args = megatron_args(dims_of(view.config), dialect) | _dtype_args(view)
     # In the order in which it is written, which is also the order in which the way back will read it.
     specs = {name: view.specs[name] for names in view.groups for name in names}
@@ -129,7 +129,7 @@ def _to_hf(location: Location, options: RunOptions, here: Sources) -> Conversion
     if packs:
         _refuse_int4(source.config)
     view: Checkpoint = to_hf(
-        source, str(location.path), fused=fused and not packs, dtype=DTYPES[options.dtype], release=release
+        source, str(location.path), fused=fused and not packs, dtype=options.cast_to, release=release
     )
     if untouched := carried_beside(source, location.root, plain):
         view = Joined(view, untouched)

@@ -10,8 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
+from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.unused import refuse_int4_options
 from ckptkit.storage.fingerprint import fingerprint
@@ -23,12 +22,7 @@ from quant.selection.readers import ALL_READERS
 if TYPE_CHECKING:
     from quant.formats.scheme import QuantScheme
 
-DTYPES: dict[str, torch.dtype | None] = {
-    "auto": None,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+DTYPES = ("auto", *COMPUTED)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 Sources = Mapping[str, Path]  # the directory of this machine where each source is read; for a URL, its stand-in
 
@@ -43,7 +37,7 @@ class RunOptions:
         way back; None: what was stored on the way there. `like`, an INT4 HF directory of the same model, says what is
         packed and gives scales where they still fit.
     dst: a path, or a URL as str.
-    dtype: a key of DTYPES.
+    dtype: of DTYPES; "auto": as in the source.
     dialect: how Megatron's tensors are named: "mcore" (None means this) as megatron-core does, "slime" as slime's
         modules do. On the way back the names tell it.
     scheme: how weights are quantized to INT4; None: they are not.
@@ -106,6 +100,11 @@ class RunOptions:
     def sources(self) -> list[str]:
         """Paths and URLs of what is read."""
         return [path for path in (self.src, self.hf, self.like) if path]
+
+    @property
+    def cast_to(self) -> str | None:
+        """The dtype to write floating tensors in; None: as they are."""
+        return None if self.dtype == "auto" else self.dtype
 
     def local_sources(self) -> Sources:
         """Each source at its own path, for a run without URLs."""

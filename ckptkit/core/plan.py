@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import Extent, Place
 from ckptkit.core.specs import TensorSpec, summarize
@@ -183,7 +184,7 @@ def _side_by_side(step: Step, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         return None
     every = torch.as_strided(first, (ends[-1],), (1,), first.storage_offset())
     parts = torch.split(every, [spec.nbytes for spec in step.outputs])
-    return [part.view(spec.dtype).view(spec.shape) for part, spec in zip(parts, step.outputs, strict=True)]
+    return [part.view(spec.torch_dtype).view(spec.shape) for part, spec in zip(parts, step.outputs, strict=True)]
 
 
 @runtime_checkable
@@ -236,7 +237,7 @@ def passes(checkpoint: Checkpoint, name: str) -> bool:
 
 def checked(spec: TensorSpec, tensor: Tensor) -> Tensor:
     """The tensor, contiguous. Raises CkptkitError when it is not what the spec announces."""
-    if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+    if tuple(tensor.shape) != spec.shape or dtype_name(tensor.dtype) != spec.dtype:
         raise CkptkitError(
             f"{spec} came out as {list(tensor.shape)} {tensor.dtype}", "this is a defect in a rule: please report it"
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from blake3 import blake3
 from torch import Tensor
 
+from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.buffers import bytes_of
 
@@ -31,7 +31,7 @@ class TensorDigest:
     @classmethod
     def known(cls, spec: TensorSpec, digest: str) -> TensorDigest:
         """That of a tensor whose bytes have this BLAKE3."""
-        return cls(dtype_name(spec.dtype), spec.shape, digest)
+        return cls(spec.dtype, spec.shape, digest)
 
     @classmethod
     def parse(cls, entry: Any) -> TensorDigest | None:
@@ -55,8 +55,3 @@ class TensorDigest:
 def is_blake3(text: object) -> bool:
     """Whether this is a BLAKE3 in lower hexadecimal."""
     return isinstance(text, str) and len(text) == 64 and _HEX.issuperset(text)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16` for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")

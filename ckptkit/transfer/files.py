@@ -14,7 +14,7 @@ from zlib_ng import zlib_ng
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import Extent
-from ckptkit.core.specs import summarize
+from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.files import Digests, Files, Piece
 from ckptkit.storage.buffers import BUFFER, bytes_of, copy_bytes, piece_buffer
 from ckptkit.storage.digest import TensorDigest
@@ -49,7 +49,7 @@ class FilesWriter:
     def write(self, name: str, tensor: Tensor) -> None:
         spec = self._files.specs[name]
         with self._lock:
-            if name not in self._waiting or tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+            if name not in self._waiting or TensorSpec.of(name, tensor) != spec:
                 raise CkptkitError(
                     f"{spec} cannot be written as {list(tensor.shape)} {tensor.dtype}, or is written twice"
                 )

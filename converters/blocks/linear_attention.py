@@ -10,13 +10,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from converters.blocks.decoder import layer_count
 from converters.config.dims import LinearAttention, ModelDims
 from converters.config.values import flag, integer
+from converters.family import Dense, Draft
 from converters.ops.basic import Copy, Op
 from converters.ops.hybrid import ByKeyHead, MinusOne, StackedRows
 from converters.rules import ParamMapping, Place, decoder
 
 _KINDS = ("linear_attention", "full_attention")
+# SGLang's `Qwen3NextGatedDeltaNet` and Qwen3.5's have loaders of their own for dense parts.
+SGLANG_DENSE = (
+    Dense(
+        r".*\.linear_attn\..*", r"re:.*\.linear_attn\..*", "SGLang cuts the dense projections of linear attention anew"
+    ),
+)
 
 
 def read_linear_attention(config: Mapping[str, Any]) -> LinearAttention:
@@ -119,7 +127,9 @@ def gated_delta_net(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping
     return (
         at.rule("self_attention.in_proj.layer_norm_weight", {"input_layernorm.weight": (dims.hidden,)}),
         at.rule("self_attention.in_proj.weight", inputs, order),
-        at.rule("self_attention.conv1d.weight", {conv: shapes[conv]}, StackedRows((sum(net.conv),), net.conv)),
+        at.rule(
+            "self_attention.conv1d.weight", {conv: shapes[conv]}, StackedRows((sum(net.conv),), net.conv), kind="Conv1d"
+        ),
         *(
             at.rule(f"self_attention.{name}", {f"linear_attn.{name}": (net.value_heads,)}, Copy(0), fp32=True)
             for name in ("A_log", "dt_bias")
@@ -178,3 +188,17 @@ def qwen_mtp(dims: ModelDims) -> tuple[Place, tuple[ParamMapping, ...]]:
         at.rule("eh_proj.weight", {"fc.weight": (dims.hidden, 2 * dims.hidden)}, Copy(0)),
         at.rule("final_layernorm.weight", {"norm.weight": norm}),
     )
+
+
+def qwen_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
+    """The multi-token prediction layer of Qwen3.5, where the config promises one."""
+    return _qwen_draft("mtp.", layer_count(text, "mtp_num_hidden_layers"))
+
+
+def qwen_next_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
+    """That of Qwen3-Next, whose releases have no key for it. SGLang builds it under the names of the model's own first layer."""
+    return _qwen_draft(None, layer_count(text, "mtp_num_hidden_layers", 1))
+
+
+def _qwen_draft(sglang: str | None, count: int) -> tuple[Draft, ...]:
+    return (Draft("mtp.", sglang, r"re:mtp\..*", "mtp.layers.0.", "mtp.fc"),) if count else ()

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from converters.blocks.decoder import attention, embeddings, moe_mlp
+from converters.blocks.decoder import W1_W3_W2, attention, embeddings, moe_mlp
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import integer, number, rope_of
-from converters.families.mixtral import W1_W3_W2
+from converters.family import QKV_GATE_UP, FusedExperts, ModelFamily, Release, SglangClass
 from converters.ops.basic import Copy
-from converters.rules import FusedExperts, ModelFamily, ParamMapping, decoder
+from converters.rules import ParamMapping, decoder
 
 # What every release says, and the only thing that the rules and Megatron's arguments below stand for.
 _FIXED = {
@@ -92,7 +92,15 @@ def _mappings(dims: ModelDims, *, norm: str, axis: int | None) -> tuple[ParamMap
 # Two stacks train these models, each with a norm of its own in Megatron's attention: Megatron-Bridge where Megatron has its norms
 # of one head's width, cut with the heads; slime under another name, whole on every rank.
 mappings = partial(_mappings, norm="{}_layernorm", axis=0)
-SLIME = partial(_mappings, norm="{}_norm", axis=None)
-FAMILY = ModelFamily(
-    ("minimax_m2",), ("MiniMaxM2ForCausalLM",), read_dims, mappings, {"slime": SLIME}, fused=FusedExperts(renamed=True)
+FAMILIES = (
+    ModelFamily(
+        ("minimax_m2",),
+        ("MiniMaxM2ForCausalLM",),
+        read_dims,
+        mappings,
+        {"slime": partial(_mappings, norm="{}_norm", axis=None)},
+        fused=FusedExperts(renamed=True),
+        release=Release(moe="block_sparse_moe", experts=W1_W3_W2, classes={"Router": "MiniMaxM2TopKRouter"}),
+        sglang=SglangClass(QKV_GATE_UP),
+    ),
 )

@@ -10,7 +10,8 @@ from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import ROTARY_FREQUENCIES, attention, dense_mlp, embeddings
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import window_of
-from converters.rules import ModelFamily, ParamMapping
+from converters.family import ModelFamily
+from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -29,4 +30,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
 
 
-FAMILY = ModelFamily(("mistral",), ("MistralForCausalLM",), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES)
+FAMILIES = (ModelFamily(("mistral",), ("MistralForCausalLM",), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES),)

@@ -1,7 +1,7 @@
-"""Megatron's legacy `torch` format (`mp_rank_*`) as a checkpoint of global tensors: what a torch_dist save would have stored.
+"""Reads Megatron's legacy `torch` format (`mp_rank_*`) as the global tensors that torch_dist would have stored.
 
 Layers and experts get their global numbers from the training arguments. The parts of tensor parallel ranks are put together
-by the inverse of the op that cuts them (`Op.shard`). What several ranks hold must be the same on all of them.
+by the inverse of the op that cuts them (`Op.shard`). What several ranks hold must be equal on all of them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
@@ -27,6 +24,9 @@ from converters.megatron.pipeline import Pipeline
 from converters.ops.basic import Copy, Op
 from converters.planner import DIALECTS, Rule, dialect_of, dims_of, rules_of
 from converters.stored import as_stored
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 
@@ -57,7 +57,9 @@ class _Joined:
     def read(self) -> Tensor:
         if self.axis is None:
             return _same(self.parts[0])
-        whole = torch.empty(self.spec.shape, dtype=self.spec.dtype)
+        import torch
+
+        whole = torch.empty(self.spec.shape, dtype=self.spec.torch_dtype)
         for copies, place in zip(self.parts, self.places, strict=True):
             whole.index_copy_(self.axis, place, _same(copies))
         return whole
@@ -65,18 +67,17 @@ class _Joined:
 
 def _same(copies: Sequence[_Copy]) -> Tensor:
     """The content of all these copies. Raises CkptkitError when two differ in a bit."""
+    import torch
+
     first = copies[0].rank.file.read(copies[0].tensor)
     for copy in copies[1:]:
-        if not torch.equal(_bytes(first), _bytes(copy.rank.file.read(copy.tensor))):
+        other = copy.rank.file.read(copy.tensor)
+        if not torch.equal(*(tensor.flatten().view(torch.uint8) for tensor in (first, other))):
             raise CkptkitError(
                 f"{copy} differs from {copies[0]}",
                 "both are the same tensor of the model: one file is of another save, or the run went wrong",
             )
     return first
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.flatten().view(torch.uint8)
 
 
 class LegacyCheckpoint:
@@ -203,6 +204,8 @@ def _cut(op: Op, shape: Shape, size: int) -> tuple[int, tuple[Tensor, ...]] | No
 
     Found by cutting the indices themselves, so that it is the inverse of `Op.shard` whatever that does along its axis.
     """
+    import torch
+
     local = op.shard(torch.empty(shape, device="meta"), 0, size).shape
     axes = [axis for axis, (whole, part) in enumerate(zip(shape, local, strict=True)) if whole != part]
     if not axes:

@@ -131,7 +131,8 @@ class Qkv:
         return tuple(part.reshape(-1, *rest) for part in parts)
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        if self.groups % size:
+        # More ranks than groups: each holds a part of a group's rows (megatron-core `Attention`).
+        if self.groups % size and size % self.groups:
             raise CkptkitError(
                 f"{self.groups} query groups do not divide over {size} tensor-parallel ranks",
                 "choose a --tp that divides them",

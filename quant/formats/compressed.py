@@ -11,6 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from ckptkit.core.errors import CkptkitError
 from quant.formats.fp8 import Fp8
 from quant.formats.int4 import PackedInt4
+from quant.formats.part_names import FP8_SCALE
 from quant.formats.scheme import BITS, EXPERTS_ZERO_POINTS, FORMAT
 
 _FP8 = CompressionFormat.float_quantized.value
@@ -71,8 +72,8 @@ def _float(weights: QuantizationArgs, unused: tuple[str, ...]) -> Fp8:
     )
     if weights.strategy == "block":
         rows, columns = weights.block_structure
-        return Fp8((rows, columns), ("_scale",), unused=unused)
-    return Fp8((1 if weights.strategy == "channel" else None, None), ("_scale",), unused=unused)
+        return Fp8((rows, columns), (FP8_SCALE,), unused=unused)
+    return Fp8((1 if weights.strategy == "channel" else None, None), (FP8_SCALE,), unused=unused)
 
 
 def _require(weights: QuantizationArgs, known: Mapping[str, tuple[Any, ...]]) -> None:

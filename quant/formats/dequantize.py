@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.collector import import_apart
+from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec, summarize
@@ -18,7 +18,7 @@ from quant.formats.fp8 import fp8_format
 from quant.formats.mxfp4 import Mxfp4
 from quant.formats.release import Format, Release
 
-_PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool)
+_PLAIN = (*COMPUTED, "float64", "int64", "bool")
 # Rounding to 4 bits moves a weight matrix by about a tenth of its norm; another matrix is more than its whole norm away.
 _SAME = 0.25
 

@@ -20,6 +20,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Step
 from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.buffers import ON_THE_WAY, row_cuts
+from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV, SCALE
 from quant.formats.release import DAMAGED, SCALE_DTYPES, Release
 
 _VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # of every byte
@@ -52,12 +53,12 @@ class Fp8:
     @property
     def parts(self) -> tuple[str, ...]:
         """Endings that only scales have; plain parameters may end in `_scale` too."""
-        return ("_scale_inv", ".weight_scale")
+        return (FP8_SCALE_INV, SCALE)
 
     def steps(self, release: Release) -> Iterator[Step]:
         """A step for every float8 tensor: the weight and its scale to bfloat16."""
         for spec in release.specs.values():
-            if spec.dtype is torch.float8_e4m3fn:
+            if spec.dtype == "float8_e4m3fn":
                 yield self._step(release, spec)
 
     def _step(self, release: Release, spec: TensorSpec) -> Step:
@@ -80,13 +81,11 @@ class Fp8:
                 raise release.refused(spec.name, "holds NaN, which some quantizers make of a block of zeros", DAMAGED)
             return [scaled(weight, factors, block)]
 
-        return Step(
-            (spec.name, scale.name), (TensorSpec(spec.name, spec.shape, torch.bfloat16),), run, "dequantize FP8"
-        )
+        return Step((spec.name, scale.name), (TensorSpec(spec.name, spec.shape, "bfloat16"),), run, "dequantize FP8")
 
     @cached_property
-    def _dtypes(self) -> tuple[torch.dtype, ...]:
-        return (*SCALE_DTYPES, torch.float8_e8m0fnu, *([torch.uint8] if self.exponents else []))
+    def _dtypes(self) -> tuple[str, ...]:
+        return (*SCALE_DTYPES, "float8_e8m0fnu", *(["uint8"] if self.exponents else []))
 
 
 def fp8_format(content: Mapping[str, Any]) -> Fp8:
@@ -107,7 +106,7 @@ def fp8_format(content: Mapping[str, Any]) -> Fp8:
     static = content.get("activation_scheme") == "static"
     size = (None, None) if block is None else (block[0], block[1])
     return Fp8(
-        size, ("_scale_inv", "_scale"), scale_fmt == "ue8m0", (".input_scale", ".activation_scale") if static else ()
+        size, (FP8_SCALE_INV, FP8_SCALE), scale_fmt == "ue8m0", (".input_scale", ".activation_scale") if static else ()
     )
 
 

@@ -19,11 +19,11 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.buffers import ON_THE_WAY, row_cuts
 from quant.formats.grids import dequantize
 from quant.formats.packing import CODES_PER_WORD, unpack, unpack_zero_point
+from quant.formats.part_names import INT4_ENDINGS, PACKED, SCALE, SHAPE, ZERO_POINT
 from quant.formats.release import SCALE_DTYPES, Release
 
-_PACKED, _SCALE, _SHAPE, _ZERO = ".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point"
 _WIDEST = 15  # steps between a code and a zero point
-_INTEGERS = (torch.int64, torch.int32)
+_INTEGERS = ("int64", "int32")
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class PackedInt4:
     @property
     def parts(self) -> tuple[str, ...]:
         """Endings of a packed weight's parts."""
-        return (_PACKED, _SCALE, _SHAPE, _ZERO, ".weight_g_idx")
+        return INT4_ENDINGS
 
     def steps(self, release: Release) -> Iterator[Step]:
         """A step for every packed weight: its parts to the weight."""
         for spec in release.specs.values():
-            if spec.name.endswith(_PACKED):
+            if spec.name.endswith(PACKED):
                 yield self._step(release, spec)
 
     def _step(self, release: Release, packed: TensorSpec) -> Step:
-        module = packed.name.removesuffix(_PACKED)
+        module = packed.name.removesuffix(PACKED)
         parts = [
             release.require(module + ending, packed.name)
-            for ending in (_SCALE, _SHAPE, *([] if self.symmetric else [_ZERO]))
+            for ending in (SCALE, SHAPE, *([] if self.symmetric else [ZERO_POINT]))
         ]
         scale, stored_shape = parts[:2]
         if len(packed.shape) != 2 or len(scale.shape) != 2:
@@ -67,10 +67,10 @@ class PackedInt4:
         rows, groups = packed.shape[0], scale.shape[1] if self.group else 1
         shape = rows, groups * self.group if self.group else packed.shape[1] * CODES_PER_WORD
         release.check(scale.name, (rows, groups), SCALE_DTYPES, self.words, packed)
-        release.check(packed.name, (rows, -(-shape[1] // CODES_PER_WORD)), (torch.int32,), self.words, scale)
+        release.check(packed.name, (rows, -(-shape[1] // CODES_PER_WORD)), ("int32",), self.words, scale)
         release.check(stored_shape.name, (2,), _INTEGERS, self.words, packed)
         if not self.symmetric:
-            release.check(module + _ZERO, (-(-rows // CODES_PER_WORD), groups), (torch.int32,), self.words, packed)
+            release.check(module + ZERO_POINT, (-(-rows // CODES_PER_WORD), groups), ("int32",), self.words, packed)
 
         # A large model has 70,000 of these: what a step knows is kept small.
         run = partial(_dequantized, release, packed, scale, stored_shape.name, shape)

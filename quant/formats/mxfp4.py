@@ -18,9 +18,9 @@ from torch import Tensor
 from ckptkit.core.plan import Step
 from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.buffers import ON_THE_WAY, row_cuts
+from quant.formats.part_names import MXFP4_BLOCKS, MXFP4_SCALES
 from quant.formats.release import DAMAGED, Release
 
-_BLOCKS, _SCALES = "_blocks", "_scales"
 _BYTES = 16  # of a group: 32 numbers
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _LARGEST_SCALE = 252  # 6 x 2^125 is the largest product that bfloat16 holds; 255 is NaN
@@ -31,27 +31,27 @@ class Mxfp4:
     """The one variant that is released."""
 
     words: str = "MXFP4 (4-bit floats, one power of two for each 32 weights)"
-    parts: tuple[str, ...] = (_BLOCKS, _SCALES)
+    parts: tuple[str, ...] = (MXFP4_BLOCKS, MXFP4_SCALES)
     unused: tuple[str, ...] = ()
 
     def steps(self, release: Release) -> Iterator[Step]:
         """A step for every pair of blocks and scales."""
         for spec in release.specs.values():
-            if spec.name.endswith(_BLOCKS):
+            if spec.name.endswith(MXFP4_BLOCKS):
                 yield _step(release, spec)
 
 
 def _step(release: Release, blocks: TensorSpec) -> Step:
-    name = blocks.name.removesuffix(_BLOCKS)
-    scales = release.require(name + _SCALES, blocks.name)
-    if len(blocks.shape) != 4 or blocks.shape[-1] != _BYTES or blocks.dtype is not torch.uint8:
+    name = blocks.name.removesuffix(MXFP4_BLOCKS)
+    scales = release.require(name + MXFP4_SCALES, blocks.name)
+    if len(blocks.shape) != 4 or blocks.shape[-1] != _BYTES or blocks.dtype != "uint8":
         raise release.refused(
             blocks.name,
             f"must be [experts, rows, groups, {_BYTES}] uint8",
             "only gpt-oss's layout of MXFP4 is supported",
         )
     experts, rows, groups, _ = blocks.shape
-    release.check(scales.name, (experts, rows, groups), (torch.uint8,), blocks)
+    release.check(scales.name, (experts, rows, groups), ("uint8",), blocks)
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         if bool((tensors[1] > _LARGEST_SCALE).any()):
@@ -60,7 +60,7 @@ def _step(release: Release, blocks: TensorSpec) -> Step:
             )
         return [unpacked(*tensors)]
 
-    output = TensorSpec(name, (experts, groups * 2 * _BYTES, rows), torch.bfloat16)
+    output = TensorSpec(name, (experts, groups * 2 * _BYTES, rows), "bfloat16")
     return Step((blocks.name, scales.name), (output,), run, "dequantize MXFP4")
 
 

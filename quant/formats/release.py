@@ -16,7 +16,7 @@ from ckptkit.core.plan import Step
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint
 
-SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCALE_DTYPES = ("float32", "bfloat16", "float16")
 DAMAGED = "download or copy this file again; if it is as released, the release is broken"
 
 
@@ -52,12 +52,11 @@ class Release:
             )
         return self.specs[name]
 
-    def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], *why: object) -> None:
+    def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], *why: object) -> None:
         """Raises CkptkitError unless a tensor has this shape and one of these dtypes; `why` is what they follow from."""
         spec = self.specs[name]
         if spec.shape != shape or spec.dtype not in dtypes:
-            said = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            reason = f"must be {list(shape)} {said}, by {' and '.join(map(str, why))}"
+            reason = f"must be {list(shape)} {' or '.join(dtypes)}, by {' and '.join(map(str, why))}"
             raise self.refused(
                 name, reason, "config.json belongs to other weights, or the shard is wrong: restore both"
             )

@@ -12,14 +12,14 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import SINGLE, read_json, read_shard, shard_names
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.stored import as_spelled
+from quant.formats.part_names import packed_in
 from quant.formats.scheme import QuantScheme
-from quant.selection.class_tree import ClassTree, class_tree
+from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named
 from quant.selection.portable import Divergence, Reading, covered, divergences, read_all
 from quant.selection.published import is_published
 from quant.selection.readers import ALL_READERS, RULES, readers_of, severity_of
-
-PACKED = ".weight_packed"
+from quant.selection.tree import ClassTree
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subj
     tree = class_tree(config)
     names = stored or [f"{module}.weight" for module in [*tree.others, *sorted(tree.linears), *_draft_modules(tree)]]
     matrices = matrices_named(names, tree, config)
-    packed = frozenset(name.removesuffix(PACKED) for name in names if name.endswith(PACKED))
+    packed = frozenset(packed_in(names))
     asked = None if readers is None else tuple(readers)
     return Subject(
         config,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quant.formats.grids import check, not_finite
+from quant.formats.part_names import PACKED, SCALE, SHAPE
 from quant.formats.scheme import CODES_PER_WORD, QuantScheme
 from quant.kernels.triton_launch import Launcher, done, idle, launcher, working_on
 from quant.online.same_tensors import looks_like
@@ -303,7 +304,6 @@ def _outputs(names: Sequence[str], members: Sequence[int]) -> tuple[tuple[str, .
             found.append((name, kept))
             kept += 1
         else:
-            found += [
-                (f"{name}{part}", which * count + index) for which, part in enumerate(("_packed", "_scale", "_shape"))
-            ]
+            module = name.removesuffix(".weight")
+            found += [(module + part, which * count + index) for which, part in enumerate((PACKED, SCALE, SHAPE))]
     return tuple(name for name, _ in found), tuple(index for _, index in found)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
+from quant.formats.part_names import PACKED, SCALE, SHAPE
 from quant.formats.scheme import Grid, QuantScheme, read_scheme
 from quant.kernels.dispatch import quantize_pack
 from quant.online.served import Served, served
@@ -195,9 +196,10 @@ def quantize_bucket(named: Bucket, what: Served, scheme: QuantScheme) -> list[tu
         if name not in packed:
             bucket.append((name, tensor.detach()))
             continue
+        module = name.removesuffix(".weight")
         bucket += [
-            (f"{name}_packed", packed[name].words),
-            (f"{name}_scale", packed[name].scale),
-            (f"{name}_shape", shape_of[name]),
+            (module + PACKED, packed[name].words),
+            (module + SCALE, packed[name].scale),
+            (module + SHAPE, shape_of[name]),
         ]
     return bucket

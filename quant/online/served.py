@@ -7,20 +7,20 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.reader import HfCheckpoint, shard_names
 from quant.formats.packing import CODES_PER_WORD
+from quant.formats.part_names import INT4_ENDINGS, PACKED, packed_in, unpacked_name
 from quant.formats.scheme import QuantScheme
 from quant.selection.readers import compressed_tensors
 from quant.selection.spelling import spell
 
-PACKED = ".weight_packed"
-_PARTS = (".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.[^.]+")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _NAMESPACE = re.compile(r"(model\.language_model|language_model\.model|language_model|model)\.")
@@ -126,8 +126,8 @@ def _names(reference: str | Path | Iterable[str] | None) -> tuple[Collection[str
 def _weights(names: Collection[str] | None, config: Mapping[str, Any]) -> tuple[dict[str, bool], bool]:
     """Parameter -> whether it is packed, and whether these are all parameters."""
     if names is not None:
-        parts = {name.removesuffix(PACKED) for name in names if name.endswith(PACKED)}
-        return {_weight(name): name.endswith(PACKED) for name in names if not _is_part(name, parts)}, True
+        modules = set(packed_in(names))
+        return {unpacked_name(name): name.endswith(PACKED) for name in names if not _is_part(name, modules)}, True
     # Imported here because they bring transformers with them, which takes seconds.
     from quant.planner import packed_modules
     from quant.selection.class_tree import class_tree
@@ -136,12 +136,8 @@ def _weights(names: Collection[str] | None, config: Mapping[str, Any]) -> tuple[
     return {f"{module}.weight": module in packed for module in (*sorted(tree.linears), *tree.others)}, False
 
 
-def _weight(name: str) -> str:
-    return name.removesuffix("_packed") if name.endswith(PACKED) else name
-
-
 def _is_part(name: str, modules: Collection[str]) -> bool:
-    return any(name.endswith(part) and name.removesuffix(part) in modules for part in _PARTS)
+    return any(name.endswith(part) and name.removesuffix(part) in modules for part in INT4_ENDINGS if part != PACKED)
 
 
 def _check_reloadable(packed: Iterable[str], scheme: QuantScheme) -> None:
@@ -209,7 +205,7 @@ def _bucket_of(name: str, is_packed: bool) -> str:
 def _shapes(specs: Mapping[str, TensorSpec], packed: Collection[str]) -> dict[str, tuple[int, ...]]:
     """The shape of every weight with two or more axes, packed or not, whose file is there."""
     plain = {name: spec.shape for name, spec in specs.items() if len(spec.shape) > 1 and name.endswith(".weight")}
-    words = {name: specs[f"{name}_packed"].shape for name in packed if specs}
+    words = {name: specs[_module(name) + PACKED].shape for name in packed if specs}
     return plain | {name: (rows, count * CODES_PER_WORD) for name, (rows, count) in words.items()}
 
 

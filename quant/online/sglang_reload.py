@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
+from quant.formats.part_names import WEIGHT_PACKED
 
 _RELOADABLE = "CompressedTensorsWNA16MoE"
 
@@ -52,5 +53,5 @@ def _packed(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     return {
         name: (module, type(getattr(module, "scheme", None)).__name__)
         for name, module in model.named_modules()
-        if any(parameter.endswith("weight_packed") for parameter, _ in module.named_parameters(recurse=False))
+        if any(parameter.endswith(WEIGHT_PACKED) for parameter, _ in module.named_parameters(recurse=False))
     }

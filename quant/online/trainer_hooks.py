@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 
 from ckptkit.formats.hf.reader import read_json
+from quant.formats.part_names import packed_in
 from quant.formats.scheme import Grid
 from quant.online.quantizer import Bucket, Named, OnlineQuantizer, check_complete
-from quant.online.served import PACKED
 
 
 def quantize_params(converted_named_params: Named, checkpoint: str | Path, grid: Grid | None = None) -> Bucket:
@@ -37,7 +37,7 @@ class UpdateCheck:
 
     def saw(self, named: Named) -> None:
         """Notes a bucket, as `quantize_params` made it."""
-        self._sent.update(name.removesuffix("_packed") for name, _ in named if name.endswith(PACKED))
+        self._sent.update(f"{module}.weight" for module in packed_in(name for name, _ in named))
 
     def finish(self, elsewhere: Iterable[str] = ()) -> None:
         """Raises CkptkitError naming every packed weight that neither this nor another rank (`elsewhere`: their `delivered`) sent."""

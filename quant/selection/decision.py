@@ -6,20 +6,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
+from quant.formats.part_names import PACKED
 from quant.formats.scheme import GROUP_SIZES, QuantScheme
-from quant.selection.class_tree import ClassTree, class_tree
+from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
 from quant.selection.portable import Question, Reading, check_portable, read, read_all
 from quant.selection.readers import ALL_READERS, RULES, readers_of
 from quant.selection.spelling import entries_for, spell
 from quant.selection.tiles import check_tiles
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_PACKED = ".weight_packed"
+from quant.selection.tree import ClassTree
 
 
 @dataclass(frozen=True)
@@ -76,10 +74,10 @@ def _packed(matrix: Matrix, base: Reading, index: int) -> bool:
 
 
 def _packed_like(matrices: Sequence[Matrix], like: Collection[str]) -> list[bool]:
-    packed = [matrix.module + _PACKED in like for matrix in matrices]
+    packed = [matrix.module + PACKED in like for matrix in matrices]
     if wrong := [matrix for matrix, packs in zip(matrices, packed, strict=True) if packs and matrix.kept]:
         raise CkptkitError(
-            f"--like has {summarize(matrix.module + _PACKED for matrix in wrong)}, which can not be INT4: {wrong[0].kept}",
+            f"--like has {summarize(matrix.module + PACKED for matrix in wrong)}, which can not be INT4: {wrong[0].kept}",
             "give the INT4 release that your engine serves",
         )
     if missing := [
@@ -143,7 +141,7 @@ def default_ignore(config: Mapping[str, Any], like: Collection[str] | None = Non
     if like is None:
         return entries
     matrices = matrices_named(like, tree, config)
-    packed = {matrix.module for matrix in matrices if matrix.module + _PACKED in like}
+    packed = {matrix.module for matrix in matrices if matrix.module + PACKED in like}
     return tuple(
         dict.fromkeys(
             [
@@ -167,7 +165,7 @@ def default_entries(tree: ClassTree, config: Mapping[str, Any]) -> tuple[str, ..
 
 
 def _check_quantizable(chosen: list[TensorSpec], scheme: QuantScheme) -> None:
-    if odd := [spec for spec in chosen if len(spec.shape) != 2 or spec.dtype not in _DTYPES]:
+    if odd := [spec for spec in chosen if len(spec.shape) != 2 or spec.dtype not in COMPUTED]:
         raise CkptkitError(
             f"{odd[0]} cannot be quantized" + (f", nor can {len(odd) - 1} more" if odd[1:] else ""),
             "only matrices in bfloat16, float16 or float32 can; start from the unquantized release",

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.specs import TensorSpec
-from quant.selection.class_tree import ClassTree, tail
-from quant.selection.sglang_classes import CLASSES, FUSED, SglangClass
+from converters.family import SglangClass
+from converters.hf_names import FUSED, GATE_UP_DOWN, tail
+from converters.registry import FAMILIES
+from quant.formats.part_names import PACKED
 from quant.selection.spelling import spell
+from quant.selection.tree import ClassTree
 
 # No reader asks about a single routed expert: about these names of the first one alone, whatever the release calls them.
-FIRST_EXPERT = ("0.gate_proj", "0.up_proj", "0.down_proj")
+FIRST_EXPERT = tuple(f"0.{name}" for name in GATE_UP_DOWN)
 _FUSED_OF: Mapping[str, str] = {shard: fused for fused, shards in FUSED.items() for shard in shards}
 # The indexer's key and head weights, which SGLang builds as one BF16 layer on CUDA.
 _DENSE_IN_SGLANG = (".indexer.wk", ".indexer.weights_proj")
@@ -46,20 +49,18 @@ class Matrix:
 
 def matrices_of(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
     """What a reader without classes may take for a Linear: every `….weight` (or `….weight_packed`) with two or more axes."""
-    weights = (
-        name.removesuffix("_packed")
+    modules = (
+        name.removesuffix(PACKED).removesuffix(".weight")
         for name, spec in specs.items()
-        if name.endswith((".weight", ".weight_packed")) and len(spec.shape) >= 2
+        if name.endswith((".weight", PACKED)) and len(spec.shape) >= 2
     )
-    return _matrices((name.removesuffix(".weight") for name in weights), tree, config)
+    return _matrices(modules, tree, config)
 
 
 def matrices_named(names: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
     """As `matrices_of`, from names alone: every `….weight` that is no norm by its name."""
     modules = (
-        name.removesuffix("_packed").removesuffix(".weight")
-        for name in names
-        if name.endswith((".weight", ".weight_packed"))
+        name.removesuffix(PACKED).removesuffix(".weight") for name in names if name.endswith((".weight", PACKED))
     )
     return _matrices(
         (module for module in modules if not _NO_MATRIX.fullmatch(module.rpartition(".")[2])), tree, config
@@ -67,7 +68,7 @@ def matrices_named(names: Iterable[str], tree: ClassTree, config: Mapping[str, A
 
 
 def _matrices(modules: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
-    known = CLASSES[str(config.get("model_type"))]
+    known = FAMILIES[str(config.get("model_type"))].sglang
     return [_matrix(module, tree, known) for module in dict.fromkeys(modules)]
 
 
@@ -83,7 +84,7 @@ def _matrix(module: str, tree: ClassTree, known: SglangClass) -> Matrix:
         entry = rf"re:.*{outside.split('.')[-2]}\..*"
         layer = (
             fused_layer(module, None).replace(".self_attn.out_proj", ".self_attn.proj")
-            if linear and known.outside
+            if linear and known.asks_outside
             else None
         )
         return Matrix(tensor, linear, kept, layer, module if linear else None, entry)

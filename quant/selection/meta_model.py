@@ -19,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ckptkit.core.errors import CkptkitError
-from quant.selection.released import Released
+from converters.family import Release
 
 _SIZE, _SIZES, _SWITCH = (
     "a whole number that is not negative",
@@ -109,28 +109,28 @@ _OVERRIDING = ("per_layer_config",)
 _OFFLINE = Lock()
 
 
-def text_model(names: Released, config: Mapping[str, Any]) -> PreTrainedModel:
+def text_model(release: Release, config: Mapping[str, Any]) -> PreTrainedModel:
     """The language model alone. Raises CkptkitError naming the key by which it cannot be built."""
-    return _build(config, names.model_type, _language(names, config))
+    return _build(config, release.model_type or config["model_type"], _language(release, config))
 
 
-def whole_model(names: Released, config: Mapping[str, Any]) -> PreTrainedModel | None:
+def whole_model(release: Release, config: Mapping[str, Any]) -> PreTrainedModel | None:
     """The language model (its `language_model`) with all that stands beside it; None where transformers or the config has no such model.
 
     Raises as `text_model`.
     """
     vision = config.get("vision_config")
-    if not names.whole or not isinstance(vision, Mapping):
+    if release.linears_outside is None or not isinstance(vision, Mapping):
         return None
     parts = {
-        "text_config": _language(names, config),
+        "text_config": _language(release, config),
         "vision_config": _checked(vision, _VISION, config, "vision_config."),
     }
     return _build(config, str(config["model_type"]), {**_checked(config, _BOTH, config), **parts})
 
 
-def _language(names: Released, config: Mapping[str, Any]) -> dict[str, Any]:
-    text, where = names.config(config), "text_config." if names.nested else ""
+def _language(release: Release, config: Mapping[str, Any]) -> dict[str, Any]:
+    text, where = release.text(config), "text_config." if release.nested else ""
     fields = _checked(text, _LANGUAGE, config, where)
     if (pattern := text.get("index_topk_pattern")) is not None and fields.get("indexer_types") is None:
         fields["indexer_types"] = _indexers(pattern, config, where)

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
+from converters.registry import FAMILIES
 from quant.selection.matrices import Matrix, names_in_sglang, names_in_vllm
 from quant.selection.readers import RULES
-from quant.selection.sglang_classes import CLASSES
 from quant.selection.spelling import candidates
 
 Answer = Literal["packs", "keeps", "refuses"]
@@ -63,7 +63,7 @@ def read(
     targets: Sequence[str] = ("Linear",),
 ) -> Reading:
     """What `reader` makes of `ignore`. `targets` are those of config.json: modules of these classes or names."""
-    entry = CLASSES[str(config.get("model_type"))].entry if reader.startswith("SGLang") else str
+    entry = FAMILIES[str(config.get("model_type"))].sglang.entry if reader.startswith("SGLang") else str
     asked = tuple(_asked(reader, matrices, {entry(pattern) for pattern in ignore}, config))
     names = sorted({name for several in asked for name in several})
     covers = {pattern: covered(reader, entry(pattern), names) for pattern in dict.fromkeys(ignore)}
@@ -105,7 +105,7 @@ def _asked(
     if reader in _BY_CLASS:
         yield from ((matrix.module,) for matrix in matrices)
         return
-    packed_modules = CLASSES[str(config.get("model_type"))].packed_modules
+    packed_modules = FAMILIES[str(config.get("model_type"))].sglang.packed_modules
     known: dict[str | None, tuple[str, ...]] = {None: ()}  # an engine asks once about all experts of a layer
     for matrix in matrices:
         layer = matrix.sglang if reader.startswith("SGLang") else matrix.vllm

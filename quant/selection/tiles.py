@@ -11,10 +11,10 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
-from quant.selection.class_tree import ClassTree
+from quant.selection.class_tree import release_of
 from quant.selection.matrices import fused_layer
-from quant.selection.released import released
 from quant.selection.spelling import spell
+from quant.selection.tree import ClassTree
 
 _ROWS, _COLUMNS = 64, 128  # a tile of a layer
 _EXPERT_ROWS, _EXPERT_COLUMNS = 128, 64  # a tile of fused experts
@@ -58,7 +58,7 @@ def _faults(
     chosen: Sequence[TensorSpec], tree: ClassTree, config: Mapping[str, Any], group_size: int | None, tp: int, ep: int
 ) -> dict[str, str]:
     """What is wrong with each tensor that does not fit, by name. Shards of a fused layer are looked at together."""
-    heads = _key_value_heads(released(config).config(config))
+    heads = _key_value_heads(release_of(config).text(config))
     layers: dict[str, list[TensorSpec]] = {}
     for spec in chosen:
         layers.setdefault(fused_layer(spec.name.removesuffix(".weight"), tree), []).append(spec)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
+from ckptkit.core.dtypes import dtype_name
 from ckptkit.formats.torch_save.blob import Blob
 from mutations.edits import edit_common, edit_json, saved
 from mutations.mutation import Damage
@@ -233,7 +234,7 @@ def padded(fill: Callable[[Tensor], Tensor]) -> Damage:
 
         def change(content: Metadata) -> None:
             entry, info = content.state_dict_metadata[key], content.storage_data[index_of(content, key)]
-            before = Blob(file, info.offset, info.length).tensor(entry.properties.dtype, tuple(entry.size))
+            before = Blob(file, info.offset, info.length).tensor(dtype_name(entry.properties.dtype), tuple(entry.size))
             after = torch.cat([before, fill(before[:32])])
             with file.open("ab") as stream:
                 written = stream.write(saved(after))

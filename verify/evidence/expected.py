@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan
 from ckptkit.core.specs import TensorSpec
@@ -19,12 +17,22 @@ from converters.foreign import refuse_foreign
 from converters.planner import dialect_of, dims_of, rules_of, tied_head
 from converters.registry import family_of
 from converters.stored import as_stored, remarks
-from verify.check import Skip, Unable
+from quant.formats.part_names import (
+    FP8_SCALE,
+    FP8_SCALE_INV,
+    MXFP4_BLOCKS,
+    MXFP4_SCALES,
+    PACKED,
+    WEIGHT_G_IDX,
+    WEIGHT_PACKED,
+    WEIGHT_SCALE,
+    WEIGHT_SHAPE,
+    WEIGHT_ZERO_POINT,
+)
 from verify.evidence.subject import Subject
+from verify.skip import Skip, Unable
 
 Shape = tuple[int, ...]
-
-PACKED = ".weight_packed"
 
 
 @dataclass(frozen=True)
@@ -86,14 +94,14 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
     return config
 
 
-def expected_of(subject: Subject, config: Mapping[str, Any], names: Collection[str]) -> Expected:
-    """What must be in the checkpoint, spelled as `names` (all that is in it) are: fused or per expert, packed or not. Found once for all checks."""
-    if subject.promised is None:
-        subject.promised = _expected(subject, config, names)
-    return subject.promised
+def expected_of(subject: Subject) -> Expected | None:
+    """What must be in the checkpoint, spelled as its tensors are: fused or per expert, packed or not.
 
-
-def _expected(subject: Subject, config: Mapping[str, Any], names: Collection[str]) -> Expected:
+    None where there is no usable config.
+    """
+    if (config := usable_config(subject)) is None:
+        return None
+    names = subject.specs
     rules = list(rules_of(config, dialect_of(config, names)) if subject.kind == "megatron" else rules_of(config))
     if subject.kind == "megatron":
         vocab = frozenset(rule.megatron for rule in rules if rule.mapping.vocab)
@@ -108,7 +116,7 @@ def _expected(subject: Subject, config: Mapping[str, Any], names: Collection[str
     plain = {name: shape for rule in rules for name, shape in rule.hf.items()}
     shapes: dict[str, Shape | None] = dict(plain)
     if is_fused(kind[0] for kind in subject.kinds):
-        specs = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in plain.items()}
+        specs = {name: TensorSpec(name, shape, "bfloat16") for name, shape in plain.items()}
         shapes = {name: spec.shape for name, spec in _outputs(fuse(specs, config, "config.json", names)).items()}
     if (tied := tied_head(config)) and tied[0] in names:
         shapes[tied[0]] = plain[tied[1]]
@@ -144,16 +152,16 @@ def weights_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def packed_parts(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Suffixes of the tensors that one packed weight consists of. Source: compressed-tensors `pack_quantized/base.py`."""
     weights = weights_of(config)
-    zero_point = ("weight_zero_point",) if weights.get("symmetric") is False else ()
-    order = ("weight_g_idx",) if weights.get("actorder") in ("group", "dynamic") else ()
-    return ("weight_packed", "weight_scale", "weight_shape", *zero_point, *order)
+    zero_point = (WEIGHT_ZERO_POINT,) if weights.get("symmetric") is False else ()
+    order = (WEIGHT_G_IDX,) if weights.get("actorder") in ("group", "dynamic") else ()
+    return (WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, *zero_point, *order)
 
 
 def _packed(
     shapes: Mapping[str, Shape | None], names: Collection[str], config: Mapping[str, Any]
 ) -> dict[str, Shape | None]:
     """Every weight that is stored packed replaced by its parts; where floats of 8 bits are stored, their scales stand beside them."""
-    scales = () if weights_of(config).get("type", "float") == "int" else ("_scale_inv", "_scale")
+    scales = () if weights_of(config).get("type", "float") == "int" else (FP8_SCALE_INV, FP8_SCALE)
     parts = [f".{part}" for part in packed_parts(config)]
     result: dict[str, Shape | None] = {}
     for name, shape in shapes.items():
@@ -161,8 +169,8 @@ def _packed(
         if module + PACKED in names:
             for part in parts:
                 result[module + part] = None
-        elif f"{name}_blocks" in names:
-            result |= {f"{name}_blocks": None, f"{name}_scales": None}
+        elif name + MXFP4_BLOCKS in names:
+            result |= {name + MXFP4_BLOCKS: None, name + MXFP4_SCALES: None}
         else:
             result[name] = shape
             result |= {name + scale: None for scale in scales if name + scale in names}
@@ -172,6 +180,6 @@ def _packed(
 def usable_config(subject: Subject) -> Mapping[str, Any] | None:
     """As `config_of`, but None where the config is missing, broken or unsupported, which CK101 reports."""
     try:
-        return config_of(subject)
+        return subject.once(config_of)
     except (CkptkitError, Skip):
         return None

@@ -17,6 +17,7 @@ _COUNTED = 1 << 16  # elements up to which it is worth looking at each one's bit
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 # torch has no minimum of unsigned integers. As signed ones they are other numbers, constant and zero where those are.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
         not one.numel()
         or compare(ctypes.c_void_p(one.data_ptr()), ctypes.c_void_p(other.data_ptr()), ctypes.c_size_t(one.nbytes)) == 0
     )
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """The same memory as integers of the same width: equal where all bits are."""
+    return tensor.detach().view(_INTEGERS[tensor.element_size()])
 
 
 def extremes(tensor: Tensor) -> Extremes:

@@ -76,7 +76,7 @@ class Ending:
         return Ending(**json.loads(path.read_text())) if path.exists() else Ending("importing what it needs")
 
 
-class Journal:
+class PhaseLog:
     """Keeps `Ending` up to date at `path`: the phase as it is entered, and, used as a context, the exception that leaves it."""
 
     def __init__(self, path: Path) -> None:
@@ -88,7 +88,7 @@ class Journal:
         self._phase = phase
         Ending(phase.name).save(self._path)
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> PhaseLog:
         return self
 
     def __exit__(
@@ -98,8 +98,8 @@ class Journal:
             Ending(self._phase.name, described(error), is_verdict(error, self._phase)).save(self._path)
 
 
-def journal_of(report: Path) -> Path:
-    """Where the witness that is to write `report` keeps its journal."""
+def ending_path(report: Path) -> Path:
+    """Where the witness that is to write `report` notes how it ended."""
     return report.with_suffix(".ending")
 
 

@@ -10,6 +10,7 @@ import click
 
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.output import echo, echo_json
+from ckptkit.core.dtypes import torch_dtype
 from ckptkit.core.unused import refuse_int4_options
 
 if TYPE_CHECKING:
@@ -74,9 +75,8 @@ def quantize(src: str | Path, dst: str | Path, as_json: bool, **options: Any) ->
 def _scheme(options: dict[str, Any], reference: str | Path | None) -> QuantScheme:
     """Takes the options of a scheme out. Options not given default to those of the INT4 checkpoint at `reference`."""
     from ckptkit.app.api import int4_scheme
-    from ckptkit.app.run_options import DTYPES
 
-    size = options.pop("group_size")
+    size, scale_dtype = options.pop("group_size"), options.pop("scale_dtype")
     return int4_scheme(
         reference,
         group_size=int(size) if size and size != "channel" else size,
@@ -84,7 +84,7 @@ def _scheme(options: dict[str, Any], reference: str | Path | None) -> QuantSchem
         symmetric=False if options.pop("asymmetric") else None,
         ignore=options.pop("ignore"),
         search=options.pop("search"),
-        scale_dtype=DTYPES[options.pop("scale_dtype")],
+        scale_dtype=None if scale_dtype == "auto" else torch_dtype(scale_dtype),
     )
 
 

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptkit.core.dtypes import DTYPE_OF_CODE, ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import Extent, Place
-from ckptkit.core.specs import DTYPE_OF_CODE, TensorSpec, summarize
+from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import other_weights
 from ckptkit.storage.buffers import bytes_of, elements
 from ckptkit.storage.read import FileExtent, held, read_into
@@ -49,8 +50,8 @@ class Shard:
         """
         spec, offset = self.specs[name], self.offsets[name]
         if (found := held(self.path, offset, spec.nbytes)) is not None:
-            return elements(found, spec.dtype).view(spec.shape)
-        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+            return elements(found, spec.torch_dtype).view(spec.shape)
+        tensor = torch.empty(spec.shape, dtype=spec.torch_dtype)
         buffer = bytes_of(tensor)
         count = self.remote.read_into(buffer, offset) if self.remote else read_into(self.path, buffer, offset)
         if count != spec.nbytes:
@@ -105,7 +106,7 @@ def read_shard(path: Path) -> Shard:
 # First byte and end in the data, the bytes that the tensor takes, and the tensor.
 Span = tuple[int, int, int, TensorSpec]
 BEGIN = itemgetter(0)
-_SIZE_OF_CODE = {code: dtype.itemsize for code, dtype in DTYPE_OF_CODE.items()}
+_SIZE_OF_CODE = {code: ITEMSIZE[dtype] for code, dtype in DTYPE_OF_CODE.items()}
 
 
 def sound_spans(header: Mapping[str, Any]) -> list[Span] | None:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ckptkit.core.dtypes import torch_dtype
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import Extent, Place
 from ckptkit.core.specs import TensorSpec
@@ -55,7 +56,7 @@ class StoredTensor:
 
     key: str
     shape: Shape
-    dtype: torch.dtype
+    dtype: str
     chunks: tuple[Chunk, ...]
 
 
@@ -134,12 +135,12 @@ def _stored(storage: _Storage, key: str, entry: Any) -> StoredTensor:
     return StoredTensor(key, _shape(entry.size) or (), _dtype(entry.properties), chunks)
 
 
-def _dtype(properties: Any) -> torch.dtype:
+def _dtype(properties: Any) -> str:
     # TensorProperties pickles itself as the tuple (dtype, layout, requires_grad, memory format, pin_memory).
     dtype = properties.state[0]
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, unpickle.Dtype):
         raise TypeError(f"{dtype} is no dtype")
-    return dtype
+    return dtype.name
 
 
 def tiling_problem(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> str | None:
@@ -187,7 +188,7 @@ class _Part:
         dtype, depth = self.stored.dtype, len(self.index)
         if len(self.chunks) == 1:
             return self.chunks[0].blob.tensor(dtype, self.chunks[0].sizes)[self._within(self.chunks[0])]
-        result = torch.empty(self.shape, dtype=dtype)
+        result = torch.empty(self.shape, dtype=torch_dtype(dtype))
         for chunk in self.chunks:
             place = tuple(
                 slice(start, start + size)

@@ -24,12 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS, torch_dtype
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import TRACKER
 from ckptkit.formats.files import FILE_BYTES, Piece
 from ckptkit.formats.torch_dist.names import disk_key, extra_states, norm_alias, rows_apart
-from ckptkit.formats.torch_save.blob import STORAGE_OF_DTYPE, Blob
+from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.saved_tensor import SavedLayout, SavedTensor
 from ckptkit.storage.buffers import piece_buffer, row_cuts
 from ckptkit.storage.write import WrittenFile
@@ -88,7 +89,7 @@ class TorchDistFiles:
         self.names: dict[str, list[str]] = {}
         self._args, self._cuts = args, cuts or {}
         self._experts: dict[str, int] = defaultdict(int)
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._dtypes: dict[str, str] = {}
         self._end: dict[str, int] = {}
         # Thousands of experts have one shape.
         self._saved = functools.cache(SavedLayout.of)
@@ -101,7 +102,7 @@ class TorchDistFiles:
         return next(reversed(self._end))
 
     def _place(self, spec: TensorSpec, file_bytes: int) -> list[_Part]:
-        if spec.dtype not in STORAGE_OF_DTYPE:
+        if spec.dtype not in STORAGE_CLASS:
             raise CkptkitError(
                 f"{spec} has a dtype that no Megatron checkpoint holds",
                 "give --dtype, or start from a release in bfloat16",
@@ -153,7 +154,7 @@ class TorchDistFiles:
         if self._cuts.get(name, _UNCUT).axis:
             _put_columns(spec, parts, file, piece)
             return
-        row = math.prod(spec.shape[1:]) * spec.dtype.itemsize
+        row = math.prod(spec.shape[1:]) * ITEMSIZE[spec.dtype]
         for part in parts:
             start = part.box[0].start * row if part.box else 0
             part.saved.write(file, part.begin, functools.partial(_shifted, piece, start))
@@ -166,7 +167,9 @@ class TorchDistFiles:
                 Blob(root / file, part.begin, part.saved.size).tensor(spec.dtype, part.sizes)
                 for part in self._parts[name]
             ]
-            tensor = chunks[0].reshape(spec.shape) if len(chunks) == 1 else torch.empty(spec.shape, dtype=spec.dtype)
+            tensor = (
+                chunks[0].reshape(spec.shape) if len(chunks) == 1 else torch.empty(spec.shape, dtype=spec.torch_dtype)
+            )
             if len(chunks) > 1:
                 for part, chunk in zip(self._parts[name], chunks, strict=True):
                     tensor[part.box] = chunk
@@ -218,7 +221,7 @@ class TorchDistFiles:
         for key, boxes in chunks.items():
             ends = [tuple(map(sum, zip(box.offsets, box.sizes, strict=True))) for box in boxes]
             size = torch.Size(map(max, zip(*ends, strict=True)))
-            entries[key] = TensorStorageMetadata(TensorProperties(dtype=self._dtypes[key]), size, boxes)
+            entries[key] = TensorStorageMetadata(TensorProperties(dtype=torch_dtype(self._dtypes[key])), size, boxes)
         aliases = {alias: key for key in entries if (alias := norm_alias(key, entries.keys()))}
         for alias, key in aliases.items():
             entries[alias] = entries[key]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import pickle
 import zipfile
@@ -20,25 +21,12 @@ import torch
 from torch import Tensor
 from zlib_ng import zlib_ng
 
+from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS, torch_dtype
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import Extent
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.storage.buffers import bytes_of, elements, tensor_of
 from ckptkit.storage.read import ARENA, BLOCK, FileExtent, held, read_into, view
-
-STORAGE_OF_DTYPE = {
-    torch.float64: "DoubleStorage",
-    torch.float32: "FloatStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-    torch.int64: "LongStorage",
-    torch.int32: "IntStorage",
-    torch.int16: "ShortStorage",
-    torch.int8: "CharStorage",
-    torch.uint8: "ByteStorage",
-    torch.bool: "BoolStorage",
-}
-
 
 AT_ONCE = ARENA - 2 * BLOCK  # bytes up to which a chunk is read as a whole
 
@@ -67,16 +55,16 @@ class Blob:
         """The saved object, with Records for everything that is not plain data (tensors too)."""
         return self._pickled(self.entries())
 
-    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """The saved tensor, which may lie in what is `prefetched`. Raises CkptkitError when it is not the dense one that the metadata promises."""
         found = held(self.path, self.offset, self.length)
         return self._tensor(self._read(self._in_new_memory) if found is None else bytes_of(found), dtype, shape)
 
-    def borrowed(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    def borrowed(self, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """As `tensor`, until anything else is read by this thread: of many chunks, each is copied and gone."""
         return self._tensor(self._read(partial(view, self.path, self.offset)), dtype, shape)
 
-    def _tensor(self, memory: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    def _tensor(self, memory: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
         # All of it at once: what describes the tensor stands at both ends, and on a disk that has other work each small read waits its turn.
         whole = replace(self, content=memory)
         info, arguments = whole._described(whole.entries(), dtype, shape)
@@ -86,7 +74,7 @@ class Blob:
             raise self._too_short()
         self.check(info, zlib_ng.crc32(content))
         # torch.save puts storages on multiples of 64 bytes, others may not.
-        flat = elements(tensor_of(memory)[begin : begin + info.file_size], dtype)
+        flat = elements(tensor_of(memory)[begin : begin + info.file_size], torch_dtype(dtype))
         return torch.as_strided(flat, shape, arguments.stride, flat.storage_offset() + arguments.offset).contiguous()
 
     def _read(self, memory_of: Callable[[int], memoryview]) -> memoryview:
@@ -108,7 +96,7 @@ class Blob:
         buffer[: len(found)] = found
         return len(found)
 
-    def extent(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Extent | None:
+    def extent(self, dtype: str, shape: tuple[int, ...]) -> Extent | None:
         """Where the bytes of the saved tensor stand, row by row; None where they stand otherwise. Raises CkptkitError as `tensor`.
 
         A small one is opened when it is read: what describes it stands at both ends, and with it the bytes between are read at once.
@@ -116,27 +104,27 @@ class Blob:
         if self.length <= AT_ONCE:
             return _WholeExtent(self, dtype, shape)
         info, arguments = self._described(self.entries(), dtype, shape)
-        dense = torch.empty(shape, dtype=dtype, device="meta")
+        dense = torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
         if arguments.offset or arguments.stride != dense.stride() or info.file_size != dense.nbytes:
             return None
         # torch can be told to leave the checksum out, which it then writes as zero.
         return FileExtent(self.path, self.offset + self._begin(info), info.file_size, info.CRC or None)
 
     def _described(
-        self, entries: Mapping[str, zipfile.ZipInfo], dtype: torch.dtype, shape: tuple[int, ...]
+        self, entries: Mapping[str, zipfile.ZipInfo], dtype: str, shape: tuple[int, ...]
     ) -> tuple[zipfile.ZipInfo, _Strided]:
         """The entry that holds a tensor's storage, and how the tensor lies in it."""
         storage, offset, size, stride = self._tensor_arguments(entries)
         kind = getattr(storage[1], "kind", "").rpartition(".")[2]
-        if kind != STORAGE_OF_DTYPE.get(dtype) or tuple(size) != shape:
+        if kind != STORAGE_CLASS.get(dtype) or tuple(size) != shape:
             raise CkptkitError(
                 f"{self}: holds {list(size)} {kind}, the metadata says {list(shape)} {dtype}",
                 "the checkpoint is damaged",
             )
         info = self.entry(entries, f"data/{storage[2]}")
-        if info.file_size != storage[4] * dtype.itemsize:
+        if info.file_size != storage[4] * ITEMSIZE[dtype]:
             raise CkptkitError(
-                f"{self}: storage of {info.file_size} bytes instead of {storage[4] * dtype.itemsize}",
+                f"{self}: storage of {info.file_size} bytes instead of {storage[4] * ITEMSIZE[dtype]}",
                 "the file is damaged; copy it again",
             )
         return info, _Strided(tuple(stride), offset)
@@ -207,8 +195,8 @@ class _WholeExtent:
 
     crc = None
 
-    def __init__(self, blob: Blob, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.path, self.nbytes = blob.path, torch.Size(shape).numel() * dtype.itemsize
+    def __init__(self, blob: Blob, dtype: str, shape: tuple[int, ...]) -> None:
+        self.path, self.nbytes = blob.path, math.prod(shape) * ITEMSIZE[dtype]
         self._read = partial(blob.borrowed, dtype, shape)
         self._content = memoryview(b"")
 

@@ -9,6 +9,7 @@ always in the 64 bit fields, as torch writes them.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import struct
 from collections import OrderedDict
@@ -21,7 +22,7 @@ import torch
 from torch._utils import _rebuild_tensor_v2
 from zlib_ng import zlib_ng
 
-from ckptkit.formats.torch_save.blob import STORAGE_OF_DTYPE
+from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS, torch_dtype
 from ckptkit.storage.buffers import cuts
 from ckptkit.storage.write import WrittenFile
 
@@ -83,7 +84,7 @@ class SavedLayout:
     data: _Entry
 
     @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype) -> SavedLayout:
+    def of(cls, shape: Sequence[int], dtype: str) -> SavedLayout:
         """The layout. Raises KeyError for a dtype that torch.save has no storage class for."""
         small: list[tuple[_Entry, bytes]] = []
         for name, content in (
@@ -92,7 +93,7 @@ class SavedLayout:
             ("version", b"3\n"),
         ):
             small.append((_Entry(b"archive/" + name.encode(), small[-1][0].end if small else 0, len(content)), content))
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        nbytes = math.prod(shape) * ITEMSIZE[dtype]
         bare = _Entry(b"archive/data/0", small[-1][0].end, nbytes)
         return cls(tuple(small), _Entry(bare.name, bare.offset, nbytes, -bare.begin % _ALIGNMENT))
 
@@ -148,7 +149,7 @@ class SavedTensor:
 class _Storage:
     """Stands for the storage in the pickle, which refers to it by name."""
 
-    dtype: torch.dtype
+    dtype: str
     elements: int
 
 
@@ -157,22 +158,22 @@ class _Described:
     """Pickles as torch pickles a tensor."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
 
     def __reduce__(self) -> tuple[Any, ...]:
         size = torch.Size(self.shape)
-        stride = torch.empty(size, dtype=self.dtype, device="meta").stride()
+        stride = torch.empty(size, dtype=torch_dtype(self.dtype), device="meta").stride()
         return _rebuild_tensor_v2, (_Storage(self.dtype, size.numel()), 0, tuple(size), stride, False, OrderedDict())
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, _Storage):
-            return "storage", getattr(torch, STORAGE_OF_DTYPE[value.dtype]), "0", "cpu", value.elements
+            return "storage", getattr(torch, STORAGE_CLASS[value.dtype]), "0", "cpu", value.elements
         return None
 
 
-def _described(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
+def _described(shape: tuple[int, ...], dtype: str) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(_Described(shape, dtype))
     return buffer.getvalue()

@@ -32,7 +32,7 @@ class Source:
 
     config: ClassVar[dict[str, Any]] = {}
     specs: ClassVar = {
-        name: TensorSpec(name, (size * MIB,), torch.uint8) for name, size in (("a", 100), ("b", 50), ("c", 80))
+        name: TensorSpec(name, (size * MIB,), "uint8") for name, size in (("a", 100), ("b", 50), ("c", 80))
     }
     groups: ClassVar = [("a",), ("b",), ("c",)]
 
@@ -65,7 +65,7 @@ def plan_of(*steps: Step) -> ConversionPlan:
     return SimpleNamespace(outputs=(output,), files=lambda: dict.fromkeys("12", output))  # type: ignore[arg-type,return-value]
 
 
-HALVED = Step(("a", "b"), (TensorSpec("ab", (75 * MIB,), torch.uint8),), list, "halve")
+HALVED = Step(("a", "b"), (TensorSpec("ab", (75 * MIB,), "uint8"),), list, "halve")
 PLAN = plan_of(HALVED, identity(Source.specs["c"]))
 
 

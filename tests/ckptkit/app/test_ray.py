@@ -31,7 +31,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer.files import FilesWriter
 from ckptkit.transfer.journal import JOURNAL, Journal
 from ckptkit.transfer.ray import tasks as ray_tasks
-from verify.evidence.on_ray import Told, look_at
+from verify.evidence import on_ray as values_on_ray
 from verify.run import verify
 
 ray = pytest.importorskip("ray")
@@ -270,7 +270,7 @@ def test_without_a_cpu_in_the_cluster_there_is_no_waiting_for_one() -> None:
 
 
 @pytest.fixture
-def given(releases: PathOf, tmp_path: Path) -> TaskInput:
+def task(releases: PathOf, tmp_path: Path) -> TaskInput:
     """What every task of a run gets."""
     options = RunOptions(
         "convert", str(releases("qwen3_moe")), tmp_path / "out", max_shard_size=FILE_BYTES, memory=1 << 20
@@ -281,85 +281,85 @@ def given(releases: PathOf, tmp_path: Path) -> TaskInput:
     return TaskInput(options, tmp_path / "out.partial", "run-1", source, digest_of(make_plan(options)))
 
 
-def test_a_task_writes_and_records_its_files_and_no_others(given: TaskInput) -> None:
-    write_batch(given, ["release/__0_1.distcp", "release/__0_3.distcp"])
-    written = sorted(path.name for path in (given.partial / "release").iterdir())
+def test_a_task_writes_and_records_its_files_and_no_others(task: TaskInput) -> None:
+    write_batch(task, ["release/__0_1.distcp", "release/__0_3.distcp"])
+    written = sorted(path.name for path in (task.partial / "release").iterdir())
     assert written == ["__0_1.distcp", "__0_3.distcp"]
-    assert sorted(path.name for path in recorded(given.partial.with_name("out"))) == written
+    assert sorted(path.name for path in recorded(task.partial.with_name("out"))) == written
 
 
-def test_a_node_that_does_not_see_the_destination_is_named(given: TaskInput) -> None:
-    elsewhere = given.partial.with_name("elsewhere.partial")
+def test_a_node_that_does_not_see_the_destination_is_named(task: TaskInput) -> None:
+    elsewhere = task.partial.with_name("elsewhere.partial")
     with pytest.raises(
         CkptkitError,
         match=r"node \S+ does not see \S+elsewhere.partial of the coordinator\n.*a file system that all nodes share",
     ):
-        write_batch(replace(given, partial=elsewhere), ["release/__0_1.distcp"])
+        write_batch(replace(task, partial=elsewhere), ["release/__0_1.distcp"])
     assert not elsewhere.exists()
 
 
 def test_a_worker_that_was_thought_dead_does_not_bring_the_destination_back(
-    given: TaskInput, monkeypatch: pytest.MonkeyPatch
+    task: TaskInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = Journal.record
 
     def last(self: Journal, *arguments: Any) -> None:
         record(self, *arguments)
-        given.partial.rename(given.partial.with_name("out"))
+        task.partial.rename(task.partial.with_name("out"))
 
     monkeypatch.setattr(Journal, "record", last)
     with pytest.raises(FileNotFoundError):
-        write_batch(given, ["release/__0_1.distcp", "release/__0_2.distcp"])
-    assert not given.partial.exists()
+        write_batch(task, ["release/__0_1.distcp", "release/__0_2.distcp"])
+    assert not task.partial.exists()
 
 
 def test_a_task_of_a_run_that_was_killed_writes_nothing_into_the_output_of_the_next(
-    given: TaskInput, monkeypatch: pytest.MonkeyPatch
+    task: TaskInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Ray's workers may outlive a coordinator that is killed, and its lock does not: by then another run has begun at the destination.
     opened = FilesWriter._opened
 
     def while_the_next_run_begins(self: FilesWriter, file: str) -> Any:
         found = opened(self, file)
-        Journal(given.partial).end_dead_runs()
+        Journal(task.partial).end_dead_runs()
         return found
 
     monkeypatch.setattr(FilesWriter, "_opened", while_the_next_run_begins)
     with pytest.raises(CkptkitError, match="the run that this task was part of has ended"):
-        write_batch(given, ["release/__0_1.distcp"])
-    assert list((given.partial / "release").iterdir()) == []
-    assert recorded(given.partial.with_name("out")) == []
+        write_batch(task, ["release/__0_1.distcp"])
+    assert list((task.partial / "release").iterdir()) == []
+    assert recorded(task.partial.with_name("out")) == []
 
 
 def test_a_task_that_has_begun_when_its_run_fails_is_kept_for_the_next(
-    given: TaskInput, monkeypatch: pytest.MonkeyPatch
+    task: TaskInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = FilesWriter._opened
 
     def while_the_run_fails(self: FilesWriter, file: str) -> Any:
-        Journal(given.partial).stop_run(given.token)
+        Journal(task.partial).stop_run(task.token)
         return opened(self, file)
 
     monkeypatch.setattr(FilesWriter, "_opened", while_the_run_fails)
-    write_batch(given, ["release/__0_1.distcp"])
-    assert [path.name for path in recorded(given.partial.with_name("out"))] == ["__0_1.distcp"]
+    write_batch(task, ["release/__0_1.distcp"])
+    assert [path.name for path in recorded(task.partial.with_name("out"))] == ["__0_1.distcp"]
     with pytest.raises(CkptkitError, match="does not see"):
-        write_batch(given, ["release/__0_2.distcp"])
+        write_batch(task, ["release/__0_2.distcp"])
 
 
 @pytest.mark.parametrize("different", ["source", "plan"])
-def test_a_node_that_sees_another_source_is_named(given: TaskInput, different: str) -> None:
+def test_a_node_that_sees_another_source_is_named(task: TaskInput, different: str) -> None:
     with pytest.raises(CkptkitError, match=r"node \S+ sees other files at \S+qwen3_moe than the coordinator"):
-        write_batch(replace(given, **{different: "0" * 64}), ["release/__0_1.distcp"])
-    assert not (given.partial / "release").exists()
+        write_batch(replace(task, **{different: "0" * 64}), ["release/__0_1.distcp"])
+    assert not (task.partial / "release").exists()
 
 
 def test_a_node_that_sees_another_checkpoint_is_named(releases: PathOf) -> None:
-    told = Told(releases("qwen3_moe"), releases("qwen2-tied"), None, stored=False, files="0" * 64)
+    task = values_on_ray.TaskInput(releases("qwen3_moe"), releases("qwen2-tied"), None, stored=False, files="0" * 64)
     with pytest.raises(
         CkptkitError, match=r"node \S+ sees other files at \S+qwen3_moe or \S+qwen2-tied than the coordinator"
     ):
-        look_at(told, ["model.norm.weight"])
+        values_on_ray.look_at(task, ["model.norm.weight"])
 
 
 def test_files_that_did_not_arrive_are_missed(
@@ -376,19 +376,19 @@ def test_files_that_did_not_arrive_are_missed(
         to_megatron(tmp_path / "out", ray=cluster.address)
 
 
-def test_a_file_that_arrived_in_part_is_missed(given: TaskInput) -> None:
-    plan = make_plan(given.options)
-    write_batch(given, list(plan.files()))
-    on_ray._check_written(plan, given.partial, Journal(given.partial))
-    file = given.partial / "release/__0_2.distcp"
+def test_a_file_that_arrived_in_part_is_missed(task: TaskInput) -> None:
+    plan = make_plan(task.options)
+    write_batch(task, list(plan.files()))
+    on_ray._check_written(plan, task.partial, Journal(task.partial))
+    file = task.partial / "release/__0_2.distcp"
     size = file.stat().st_size
     os.truncate(file, size - 1)
     with pytest.raises(CkptkitError, match=rf"__0_2.distcp has {size - 1} bytes instead of {size}"):
-        on_ray._check_written(plan, given.partial, Journal(given.partial))
+        on_ray._check_written(plan, task.partial, Journal(task.partial))
 
 
-def test_small_files_are_cut_into_several_tasks_a_worker(given: TaskInput) -> None:
-    plan = make_plan(given.options)
+def test_small_files_are_cut_into_several_tasks_a_worker(task: TaskInput) -> None:
+    plan = make_plan(task.options)
     for workers in (1, 2, 4):
         batches = batches_of(plan, workers)
         assert min(len(plan.files()), 16 * workers) <= len(batches) <= 32 * workers

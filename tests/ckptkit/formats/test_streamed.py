@@ -218,7 +218,7 @@ def test_bytes_that_do_not_lie_end_to_end_are_not_streamed() -> None:
 
     places = {"a": place("a", 8, 4), "b": place("b", 16), "c": place("c", 8, 8)}
     specs = {
-        name: TensorSpec(name, (nbytes,), torch.uint8)
+        name: TensorSpec(name, (nbytes,), "uint8")
         for name, nbytes in {"a": 8, "b": 16, "c": 16, "ab": 24, "cb": 32, "1": 8, "2": 8}.items()
     }
     known = {

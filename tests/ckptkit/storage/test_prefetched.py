@@ -104,7 +104,7 @@ def test_neighbours_are_put_together_without_a_copy(tmp_path: Path) -> None:
 
     def joined(*names: str) -> tuple[torch.Tensor, bool]:
         calls: list[int] = []
-        spec = TensorSpec("x", (3 * len(names), 4), torch.bfloat16)
+        spec = TensorSpec("x", (3 * len(names), 4), "bfloat16")
         step = Step(names, (spec,), lambda parts: (calls.append(1), [torch.cat(list(parts))])[1], "", passes=True)
         found = View(source, Plan((step,), names)).read(["x"])["x"]
         assert torch.equal(found, torch.cat([tensors[name] for name in names]))

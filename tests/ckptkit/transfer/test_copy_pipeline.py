@@ -28,7 +28,7 @@ class Numbers:
 
     def __init__(self) -> None:
         self.config: Mapping[str, Any] = {}
-        self.specs = {name: TensorSpec(name, (1000,), torch.uint8) for name in NAMES}
+        self.specs = {name: TensorSpec(name, (1000,), "uint8") for name in NAMES}
         self.groups = [(name,) for name in NAMES]
         self.lock = threading.Lock()
         self.order: list[str] = []
@@ -106,7 +106,7 @@ def test_a_group_larger_than_the_bound_goes_alone() -> None:
 
 def test_memory_counts_what_is_read_through_every_view() -> None:
     source = Numbers()
-    half = Step(("w0", "w1"), (TensorSpec("half", (500,), torch.uint8),), lambda tensors: [tensors[0][:500]], "half")
+    half = Step(("w0", "w1"), (TensorSpec("half", (500,), "uint8"),), lambda tensors: [tensors[0][:500]], "half")
     first = View(source, Plan((half, *(identity(source.specs[name]) for name in NAMES[2:])), source.specs))
     second = View(first, Plan(tuple(identity(spec) for spec in first.specs.values()), first.specs))
     assert moved(source, ["w0", "w1"]) == (2000, 2000)
@@ -120,7 +120,7 @@ def test_two_that_become_one_are_held_twice() -> None:
     source = Numbers()
     both = Step(
         ("w0", "w1"),
-        (TensorSpec("both", (2000,), torch.uint8),),
+        (TensorSpec("both", (2000,), "uint8"),),
         lambda tensors: [torch.cat(list(tensors))],
         "merge",
         passes=True,

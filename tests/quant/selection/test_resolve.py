@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from families import CASES
 from families.table import config_of
 from published import GLM, KIMI, KIMI_LIST, QWEN, kimi_names
@@ -70,7 +69,7 @@ def scheme(*ignore: str, group_size: int | None = 32) -> QuantScheme:
 def test_what_is_packed_in_every_model(case: str) -> None:
     """On the names and shapes that the converter expects of the release, which know nothing of classes."""
     config = config_of(CASES[case])
-    specs = {name: TensorSpec(name, tuple(shape), torch.bfloat16) for name, shape in expected_hf(config).items()}
+    specs = {name: TensorSpec(name, tuple(shape), "bfloat16") for name, shape in expected_hf(config).items()}
     verdicts = resolve(specs, config, QuantScheme(None, "qmax7", default_ignore(config)))
     model_type = config["model_type"]
     layers = (config.get("text_config") or config)["num_hidden_layers"]
@@ -89,7 +88,7 @@ def specs_of(config: dict[str, Any], **shapes: tuple[int, int]) -> dict[str, Ten
     tree = class_tree(config)
     modules = [*tree.others, *sorted(tree.linears)]
     return {
-        f"{name}.weight": TensorSpec(f"{name}.weight", shapes.get(name.split(".")[-1], (128, 128)), torch.bfloat16)
+        f"{name}.weight": TensorSpec(f"{name}.weight", shapes.get(name.split(".")[-1], (128, 128)), "bfloat16")
         for name in modules
     }
 
@@ -167,7 +166,7 @@ def test_a_layer_fits_as_sglang_says(rows: int, columns: int, group_size: int | 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from sglang.srt.layers.quantization.marlin_utils import check_marlin_supports_shape
-    spec = TensorSpec("model.layers.0.self_attn.o_proj.weight", (rows, columns), torch.bfloat16)
+    spec = TensorSpec("model.layers.0.self_attn.o_proj.weight", (rows, columns), "bfloat16")
     fits, _ = check_marlin_supports_shape(rows, columns // tp, columns, group_size or -1)
     assert passes(QWEN, [spec], group_size, tp) == (fits and columns % tp == 0)
 
@@ -183,8 +182,7 @@ def test_experts_fit_as_sglang_says(hidden: int, inner: int, group_size: int, tp
     layer = SimpleNamespace(hidden_size=hidden, intermediate_size_per_partition=inner // tp, moe_runner_config=runner)
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     specs = [
-        TensorSpec(f"model.layers.0.mlp.experts.0.{name}.weight", shape, torch.bfloat16)
-        for name, shape in shapes.items()
+        TensorSpec(f"model.layers.0.mlp.experts.0.{name}.weight", shape, "bfloat16") for name, shape in shapes.items()
     ]
     assert passes(QWEN, specs, group_size, tp) == check_moe_marlin_supports_layer(layer, group_size)
 
@@ -202,8 +200,7 @@ def test_expert_parallel_ranks_do_not_cut_experts(tp: int, ep: int, fits: bool) 
     """Qwen3-235B-A22B has experts of 1536 features: 192 on each of eight ranks, which no group of 128 divides."""
     shapes = {"gate_proj": (1536, 4096), "up_proj": (1536, 4096), "down_proj": (4096, 1536)}
     specs = [
-        TensorSpec(f"model.layers.0.mlp.experts.0.{name}.weight", shape, torch.bfloat16)
-        for name, shape in shapes.items()
+        TensorSpec(f"model.layers.0.mlp.experts.0.{name}.weight", shape, "bfloat16") for name, shape in shapes.items()
     ]
     assert passes(QWEN, specs, 128, tp, ep) == fits
 
@@ -212,9 +209,7 @@ def test_expert_parallel_ranks_do_not_cut_experts(tp: int, ep: int, fits: bool) 
 def test_shards_of_a_fused_layer_are_looked_at_together(tp: int, fits: bool) -> None:
     """512 rows of q, and of k and of v 2 heads of 32 rows, repeated on four ranks and more: 96 rows on sixteen ranks."""
     shapes = {"q_proj": (512, 128), "k_proj": (64, 128), "v_proj": (64, 128)}
-    specs = [
-        TensorSpec(f"model.layers.0.self_attn.{name}.weight", shape, torch.bfloat16) for name, shape in shapes.items()
-    ]
+    specs = [TensorSpec(f"model.layers.0.self_attn.{name}.weight", shape, "bfloat16") for name, shape in shapes.items()]
     assert passes(QWEN, specs, 32, tp) == fits
 
 

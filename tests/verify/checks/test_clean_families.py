@@ -15,8 +15,8 @@ import torch
 from families import CASES, case
 
 from ckptkit.app.api import convert, quantize
+from converters.registry import FAMILIES
 from quant.formats.scheme import QuantScheme
-from quant.selection.released import RELEASED
 from verify.report import Report
 from verify.run import verify
 
@@ -33,7 +33,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     case.save(name, CASES[name], root / "hf", torch.bfloat16)
     convert(root / "hf", root / "megatron")
     config = json.loads((root / "hf" / "config.json").read_text())
-    if config["model_type"] in RELEASED:
+    if FAMILIES[config["model_type"]].release:
         quantize(root / "hf", root / "int4", QuantScheme(None, "qmax7"))
     yield {path.name: path for path in root.iterdir()}
     shutil.rmtree(root)

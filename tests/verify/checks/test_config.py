@@ -16,9 +16,9 @@ import torch
 from fixture_types import CopyOf, OnlyFinding, PathOf
 
 from converters.megatron.arguments import megatron_args
+from converters.megatron.parallel import ParallelSizes, refusals
 from converters.planner import dims_of
 from verify.checks.config.arguments import mismatches
-from verify.checks.config.parallel import indivisible
 from verify.run import verify
 
 QWEN25_7B = {
@@ -309,7 +309,9 @@ def test_a_config_that_changed_on_the_way(
     ],
 )
 def test_parallel_sizes_of_glm45(sizes: tuple[int, int], said: list[str]) -> None:
-    assert [one.what for one in indivisible(dims_of(GLM45), *sizes)] == said
+    tp, ep = sizes
+    found = [one.expected.split(" that ")[0] for one in refusals(dims_of(GLM45), ParallelSizes(tp, ep=ep, etp=tp))]
+    assert found == said
 
 
 def test_parallel_sizes_are_a_finding(releases: PathOf, only: OnlyFinding) -> None:

@@ -10,18 +10,16 @@ from ckptkit.core.errors import CkptkitError
 from converters.config.dims import ModelDims
 from converters.config.values import rope_of
 from converters.megatron.arguments import comparable_args
+from converters.megatron.parallel import ParallelSizes, refusals, with_remainder
 from converters.megatron.pipeline import Pipeline
 from converters.planner import dims_of
 from verify.check import Skip, Tally, check
 from verify.checks.config.arguments import compared, mismatches
 from verify.checks.config.config_keys import keys_behind
-from verify.checks.config.parallel import indivisible
-from verify.checks.values.values import needs_source
 from verify.evidence.expected import config_of, stated_config_of
 from verify.evidence.folding import chunk_ranges
 from verify.evidence.subject import Subject
 from verify.report import Finding, Severity
-from verify.witnesses.megatron.layout import ParallelSizes, with_remainder
 
 # Keys that say how a checkpoint is stored or run, and the rotary settings, which have two spellings.
 _STORAGE = (
@@ -59,6 +57,8 @@ def _source_config(subject: Subject) -> Mapping[str, Any]:
 @check(
     "CK701",
     "Megatron's stored arguments describe the model of config.json",
+    stage="configuration",
+    preflight=True,
     rationale="Training takes sizes from a launch script, generation from config.json. Where they differ, training runs on and gives another model.",
     fix="Correct the launch script's model arguments (or config.json), then convert or train again.",
     unless=lambda subject: None if subject.kind == "megatron" else "an HF directory stores no training arguments",
@@ -90,9 +90,11 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
 @check(
     "CK702",
     "config.json describes the same model as the source's",
+    stage="configuration",
+    needs=("source",),
+    preflight=True,
     rationale="A rope base or an epsilon that changed on the way changes every logit, and no weight shows it.",
     fix="Take config.json from the source; only dtype and quantization_config may differ.",
-    unless=needs_source,
 )
 def configs_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """Both configs, seen as the Megatron arguments that follow from them, as rotary settings, and key by key where neither shows it.
@@ -165,6 +167,8 @@ def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, An
 @check(
     "CK703",
     "the model divides over the parallel sizes",
+    stage="configuration",
+    preflight=True,
     rationale="Megatron stops with an assertion minutes after the GPUs were booked, or pads silently.",
     fix="Choose sizes that divide the model, or the uneven pipeline arguments.",
     unless=lambda subject: (
@@ -174,19 +178,17 @@ def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, An
     ),
 )
 def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Heads, key-value heads, MLP sizes and experts against tp, etp and ep; layers against pp and the pipeline options of a launch.
+    """What Megatron refuses at these tp, etp and ep; layers against pp and the pipeline options of a launch.
 
-    Where nobody said etp, Megatron's default is looked at, and what does not divide by it is only a warning.
+    Without an etp Megatron's default, tp, is looked at, and what it refuses there is only a warning.
     """
     dims = dims_of(_config(subject))
     tally.compared(0)
     yield from _stages(dims, subject, tally)
-    for wrong in indivisible(dims, subject.tp, subject.ep, subject.etp):
-        expected = f"{wrong.what} that divides by {wrong.parallel} = {wrong.ranks}"
-        severity: Severity = "warning" if wrong.parallel == "etp" and subject.etp is None else "error"
-        yield Finding(
-            "CK703", expected, f"{wrong.what} = {wrong.size}", wrong.hint, file=str(subject.path), severity=severity
-        )
+    etp = subject.tp if subject.etp is None else subject.etp
+    for one in refusals(dims, ParallelSizes(subject.tp, ep=subject.ep, etp=etp)):
+        severity: Severity = "warning" if one.option == "etp" and subject.etp is None else "error"
+        yield Finding("CK703", one.expected, one.actual, one.hint, file=str(subject.path), severity=severity)
 
 
 def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Finding]:

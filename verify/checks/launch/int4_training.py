@@ -43,6 +43,7 @@ def _not_said(subject: Subject) -> str | None:
 @check(
     "CK709",
     "training rounds to the INT4 weights that the engine serves",
+    stage="launch",
     rationale="The trainer takes its group size from a variable, the engine its own from quantization_config. Where they differ, another policy is served.",
     fix="Set OPEN_TRAINING_INT4_GROUP_SIZE to group_size of the engine's checkpoint, and give an INT4 checkpoint with symmetric groups as --hf-checkpoint.",
     unless=_not_said,
@@ -108,6 +109,7 @@ def _is_int4(config: Mapping[str, Any] | None) -> bool:
 @check(
     "CK715",
     "the engine takes online updates of its INT4 weights",
+    stage="launch",
     rationale="SGLang can load some INT4 layers only once. An update of them is lost, or lands in memory that nothing reads.",
     fix="Quantize the checkpoint that the engine serves again, routed experts only, symmetric: `ckptkit quantize`.",
     unless=_no_updates,

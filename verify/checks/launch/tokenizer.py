@@ -29,6 +29,7 @@ def _not_given(subject: Subject) -> str | None:
 @check(
     "CK716",
     "engine and trainer have one tokenizer",
+    stage="launch",
     rationale="Engine and trainer take the tokenizer from --hf-checkpoint. Where the weights belong to another one, every id means another word.",
     fix="Give the HF directory of the model that --load and --ref-load were converted from as --hf-checkpoint.",
     unless=_not_given,

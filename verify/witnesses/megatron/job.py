@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from verify.witnesses.megatron.layout import ParallelSizes
+from converters.megatron.parallel import ParallelSizes
 
 Verdict = Literal["equal", "differs", "unwritten", "unknown"]
 

@@ -14,25 +14,25 @@ from typing import Any
 
 import torch
 import torch._dynamo
-
-import verify.witnesses.megatron.imports  # noqa: F401 - first
-
-# isort: split
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.fusions import fused_softmax
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from converters.config.dims import ModelDims
 from converters.megatron.arguments import megatron_args
-from verify.witnesses.megatron.layout import ParallelSizes, padded_vocab
-from verify.witnesses.megatron.variants import VARIANTS
+from converters.megatron.parallel import ParallelSizes, padded_vocab
+from verify.witnesses.megatron.imports import importing_megatron
+
+with importing_megatron():
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.fusions import fused_softmax
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    from verify.witnesses.megatron.variants import VARIANTS
 
 # Megatron-LM arguments that its `core_transformer_config_from_args` hands to TransformerConfig under another name.
 _RENAMED = {

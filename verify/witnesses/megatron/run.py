@@ -17,15 +17,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from ckptkit.formats.hf.side_files import main_dtype
+from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, with_remainder
 from converters.planner import MCORE, dialect_of, dims_of, to_megatron
-from verify.check import Unable
 from verify.evidence.expected import config_of
-from verify.witnesses.ending import Ending, how_it_ended, journal_of
+from verify.skip import Unable
+from verify.witnesses.ending import Ending, ending_path, how_it_ended
 from verify.witnesses.megatron.job import RankJob, RankReport
-from verify.witnesses.megatron.layout import ParallelSizes, check_sizes, default_etp, with_remainder
 
 if TYPE_CHECKING:
     from verify.evidence.subject import Subject
@@ -74,6 +72,10 @@ def sizes_of(subject: Subject) -> ParallelSizes:
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise Unable("megatron-core is not installed: pip install megatron-core")
     dims = dims_of(config_of(subject))
+    if dims.qk_norm_full and subject.tp > dims.groups:
+        raise Unable(
+            f"no norm over all heads of more ranks than query groups is built here: give at most --tp {dims.groups}"
+        )
     etp = default_etp(subject.tp, subject.ep) if subject.etp is None else subject.etp
     sizes = with_remainder(
         ParallelSizes(subject.tp, subject.pp, subject.ep, etp if dims.experts else 1, subject.vpp), dims.layers
@@ -103,6 +105,8 @@ def run_megatron(subject: Subject) -> MegatronRun:
         )
     if subject.source is not None and subject.source_kind == "hf":
         to_megatron(subject.source, str(subject.source_path))
+    import torch
+
     gpu = torch.cuda.device_count() >= sizes.world
     with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
         jobs = [_job(subject, sizes, rank, Path(scratch), gpu) for rank in range(sizes.world)]
@@ -158,7 +162,7 @@ def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float)
         }
 
     said = causes(words(first)) or causes(words(soon_after)) or words(first)
-    return {rank: Failure(words, Ending.load(journal_of(reports[rank]))) for rank, words in said.items()}
+    return {rank: Failure(words, Ending.load(ending_path(reports[rank]))) for rank, words in said.items()}
 
 
 # What gloo, NCCL and torch's store say of a rank that is gone.
@@ -240,7 +244,7 @@ def _code(file: Path, ended: int | None) -> int | None:
 
 def _last_words(errors: Path, report: Path, code: int) -> str:
     """The exception that ended a rank, or the last lines of its stderr that say something where it left none."""
-    if ending := Ending.load(journal_of(report)).said:
+    if ending := Ending.load(ending_path(report)).said:
         said = [line.strip() for line in ending.splitlines()]
     else:
         lines = [

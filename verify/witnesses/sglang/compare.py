@@ -13,9 +13,10 @@ from torch import Tensor
 from converters.config.dims import ModelDims
 from converters.planner import dims_of
 from converters.registry import family_of
-from verify.witnesses.sglang.bits import difference, place, poisoned
+from verify.witnesses.bits import difference, poisoned
 from verify.witnesses.sglang.job import Trouble
 from verify.witnesses.sglang.slots import Slot, block_rows, is_draft, left_empty, promised_names, slot_of
+from verify.witnesses.sglang.writes import place
 
 
 @dataclass

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verify.witnesses.ending import Journal
-from verify.witnesses.sglang.bits import WriteRecord, poison
+from verify.witnesses.bits import poison
+from verify.witnesses.ending import PhaseLog
 from verify.witnesses.sglang.compare import Comparison, Model, compare, dead_routers, dropped, unwritten
 from verify.witnesses.sglang.job import SglangReport, Trouble
 from verify.witnesses.sglang.load import COMPARE, LOAD, REPACK, Weights
@@ -24,6 +24,7 @@ from verify.witnesses.sglang.marlin import (
     repacked_parameters,
 )
 from verify.witnesses.sglang.slots import is_draft
+from verify.witnesses.sglang.writes import WriteRecord
 
 
 class _NotFound(logging.Handler):
@@ -50,7 +51,7 @@ class Examination:
     fused_shared: bool
     reference: Callable[[], Iterable[tuple[str, Tensor]]]
     alter: Callable[[Weights], Weights]
-    journal: Journal
+    phases: PhaseLog
     parameters: int = 0
     landed: Mapping[str, set[str]] = field(default_factory=dict)
     comparison: Comparison = field(default_factory=Comparison)
@@ -68,11 +69,11 @@ class Examination:
         poison(seen.tensors[name] for name in seen.owners.values())
         handler = _NotFound()
         logging.getLogger("sglang").addHandler(handler)
-        self.journal.enter(LOAD)
+        self.phases.enter(LOAD)
         with WriteRecord(seen.owners) as record:
             model.load_weights(record.feed(self.alter(weights)))  # type: ignore[operator]
         logging.getLogger("sglang").removeHandler(handler)
-        self.journal.enter(COMPARE)
+        self.phases.enter(COMPARE)
         self.log = tuple(handler.lines)
         self.landed = record.landed
         self._examine(self._seen(model))
@@ -104,9 +105,9 @@ class Examination:
             changed |= {f"{name}.{parameter}" for parameter in repacked_parameters(module)}
             free |= {f"{name}.{parameter}" for parameter in free_to_change(module)}
             before = before_repacking(module)
-            self.journal.enter(REPACK)
+            self.phases.enter(REPACK)
             method.process_weights_after_loading(module)
-            self.journal.enter(COMPARE)
+            self.phases.enter(COMPARE)
             troubles += after_repacking(module, name, before)
         after = self._seen(model)
         again = compare(after, self.reference(), lambda slot: slot.param not in changed)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verify.witnesses.ending import Journal, Phase
+from verify.witnesses.ending import Phase, PhaseLog
 
 Weights = Iterator[tuple[str, Tensor]]
 
@@ -125,13 +125,13 @@ def load(
     fused_shared: bool,
     feed: Weights | None,
     loading: Callable[[torch.nn.Module, Weights, torch.device], None],
-    journal: Journal,
+    phases: PhaseLog,
 ) -> torch.nn.Module:
     """The model class that SGLang chooses for `model_path`, built by SGLang's default loader, which leaves loading to `loading`.
 
     `loading` gets the model, the weights (`feed`, or what SGLang reads from `model_path` itself) and the device.
     """
-    journal.enter(SET_UP)
+    phases.enter(SET_UP)
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -149,5 +149,5 @@ def load(
         torch.cuda.set_device(0)
     args, model_config = configure(model_path, scratch, fused_shared)
     loader = Loader(LoadConfig(load_format="auto"))
-    journal.enter(BUILD)
+    phases.enter(BUILD)
     return loader.load_model(model_config=model_config, device_config=DeviceConfig(args.device))  # type: ignore[no-any-return]

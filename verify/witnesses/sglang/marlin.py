@@ -13,14 +13,15 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from verify.witnesses.sglang.bits import difference
+from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV, WEIGHT_ZERO_POINT
+from verify.witnesses.bits import difference
 from verify.witnesses.sglang.job import Trouble
 
 _TILE_ROWS, _TILE_COLUMNS, _BLOCK, _WORD = 16, 64, 16, 8
 _NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _MARLIN = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE")
 _REPACKED = tuple(
-    f"{matrix}weight_{part}" for matrix in ("", "w13_", "w2_") for part in ("packed", "scale", "zero_point")
+    matrix + part for matrix in ("", "w13_", "w2_") for part in (WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_ZERO_POINT)
 )
 
 
@@ -75,7 +76,7 @@ def free_to_change(module: torch.nn.Module) -> list[str]:
     Those of `other_layout`, and FP8 blocks: kept as loaded on Hopper, requantized or repacked on other GPUs.
     """
     names = [name for name, _ in module.named_parameters(recurse=False)]
-    return names if other_layout(module) or any(name.endswith("weight_scale_inv") for name in names) else []
+    return names if other_layout(module) or any(name.endswith(WEIGHT_SCALE_INV) for name in names) else []
 
 
 def other_layout(module: torch.nn.Module) -> str | None:
@@ -108,10 +109,10 @@ def after_repacking(module: torch.nn.Module, prefix: str, before: Mapping[str, T
 
 
 def _wanted(name: str, was: Tensor) -> tuple[Tensor, ...]:
-    if name.endswith("packed"):
+    if name.endswith(WEIGHT_PACKED):
         return (marlin_weight(was),)
     return (
-        (marlin_zero_points(was, awq=name != "weight_zero_point"),)
-        if name.endswith("zero_point")
+        (marlin_zero_points(was, awq=name != WEIGHT_ZERO_POINT),)
+        if name.endswith(WEIGHT_ZERO_POINT)
         else marlin_scales(was)
     )

@@ -16,16 +16,21 @@ from typing import Any
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.dims import ModelDims
 from converters.planner import expected_hf
+from quant.formats.part_names import (
+    INT4_PARTS,
+    PACKED,
+    WEIGHT_G_IDX,
+    WEIGHT_PACKED,
+    WEIGHT_SCALE,
+    WEIGHT_SCALE_INV,
+    WEIGHT_SHAPE,
+    WEIGHT_ZERO_POINT,
+)
 from verify.evidence.expected import weights_of
-
-# The model types whose SGLang class the table of this module was held against (tests/verify/test_sglang.py, tests/gpu).
-PLACED = frozenset({"glm4_moe", "qwen2", "qwen3_moe"})
 
 _SHARED = re.compile(r"(.+\.mlp)\.shared_experts\.((?:gate|up|down)_proj\.\w+)")
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(\w+)")
 _VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
-_BLOCK_SCALE = "weight_scale_inv"
-_PACKED_LEAVES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 _ZEROS_A_WORD = 8
 
 # Allocated for every packed layer of experts and read only with activation ordering; SGLang fills or drops them after loading.
@@ -52,7 +57,7 @@ def fuses_shared(names: Iterable[str]) -> bool:
     Two facts of SGLang 0.5.16's `glm4_moe.py` leave no choice. A packed shared expert of its own cannot be built (the code
     asks for its `weight`); one in BF16 beside packed routed experts is dropped without a word unless fusion is disabled.
     """
-    return any(_SHARED.fullmatch(name) and name.endswith(".weight_packed") for name in names)
+    return any(_SHARED.fullmatch(name) and name.endswith(PACKED) for name in names)
 
 
 def unplaced(config: Mapping[str, Any]) -> str | None:
@@ -92,15 +97,15 @@ def slot_of(name: str, dims: ModelDims, *, fused_shared: bool = False, block: in
     if name in _VOCAB:
         return Slot(name, (slice(0, dims.vocab),))
     fused, start, rows = _fused(path, projection, dims)
-    if leaf == "weight_shape":
+    if leaf == WEIGHT_SHAPE:
         return Slot(f"{fused}.{leaf}", compared=False)
-    if not rows or leaf == "weight_g_idx":
+    if not rows or leaf == WEIGHT_G_IDX:
         return Slot(f"{fused}.{leaf}")
     return Slot(f"{fused}.{leaf}", (_rows(leaf, start, rows, block),))
 
 
 def _rows(leaf: str, start: int, rows: int, block: int) -> slice:
-    together = {"weight_zero_point": _ZEROS_A_WORD, _BLOCK_SCALE: block}.get(leaf) or 1
+    together = {WEIGHT_ZERO_POINT: _ZEROS_A_WORD, WEIGHT_SCALE_INV: block}.get(leaf) or 1
     first = -(-start // together)
     return slice(first, first - (-rows // together))
 
@@ -120,12 +125,12 @@ def _fused(path: str, projection: str, dims: ModelDims) -> tuple[str, int, int]:
 
 def _expert_slot(experts: str, expert: int, projection: str, leaf: str, dims: ModelDims, block: int) -> Slot:
     param = f"{experts}.{'w2' if projection == 'down' else 'w13'}_{leaf}"
-    transposed = leaf in ("weight_packed", "weight_scale")
-    if projection == "down" or leaf in ("weight_shape", "weight_g_idx"):
-        return Slot(param, (expert,), transposed, compared=leaf != "weight_shape")
+    transposed = leaf in (WEIGHT_PACKED, WEIGHT_SCALE)
+    if projection == "down" or leaf in (WEIGHT_SHAPE, WEIGHT_G_IDX):
+        return Slot(param, (expert,), transposed, compared=leaf != WEIGHT_SHAPE)
     rows = _rows(leaf, dims.expert_ffn * (projection == "up"), dims.expert_ffn, block)
     return Slot(
-        param, (expert, slice(None), rows) if transposed or leaf == "weight_zero_point" else (expert, rows), transposed
+        param, (expert, slice(None), rows) if transposed or leaf == WEIGHT_ZERO_POINT else (expert, rows), transposed
     )
 
 
@@ -135,7 +140,7 @@ def promised_names(config: Mapping[str, Any]) -> Iterator[str]:
         yield name
         module, _, leaf = name.rpartition(".")
         if leaf == "weight":
-            yield from (f"{module}.{part}" for part in (*_PACKED_LEAVES, _BLOCK_SCALE))
+            yield from (f"{module}.{part}" for part in (*INT4_PARTS, WEIGHT_SCALE_INV))
 
 
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:

@@ -1,0 +1,30 @@
+"""Names of the tensors that are stored in the place of a quantized `N.weight`. Imports no torch.
+
+compressed-tensors' INT4: `N.weight_packed`, `N.weight_scale`, `N.weight_shape`, `N.weight_zero_point` where the grid is asymmetric,
+and `N.weight_g_idx` where columns were reordered. FP8 keeps `N.weight`, with `N.weight_scale_inv` or `N.weight_scale` beside it.
+MXFP4 (gpt-oss): `N_blocks` and `N_scales`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE = "weight_packed", "weight_scale", "weight_shape"
+WEIGHT_ZERO_POINT, WEIGHT_G_IDX = "weight_zero_point", "weight_g_idx"
+INT4_PARTS = (WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, WEIGHT_ZERO_POINT, WEIGHT_G_IDX)
+# The same after a module's name.
+PACKED, SCALE, SHAPE, ZERO_POINT, G_IDX = INT4_ENDINGS = tuple(f".{part}" for part in INT4_PARTS)
+
+FP8_SCALE_INV, FP8_SCALE = "_scale_inv", "_scale"  # after the weight's own name
+WEIGHT_SCALE_INV = f"weight{FP8_SCALE_INV}"
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"  # after the name of the experts' matrix
+
+
+def packed_in(names: Iterable[str]) -> Iterator[str]:
+    """The modules whose INT4 words are among these names."""
+    return (name.removesuffix(PACKED) for name in names if name.endswith(PACKED))
+
+
+def unpacked_name(name: str) -> str:
+    """`N.weight` for `N.weight_packed`; any other name as it is."""
+    return f"{name.removesuffix(PACKED)}.weight" if name.endswith(PACKED) else name
