@@ -1,4 +1,4 @@
-"""Checkpoints of the largest models that hold nothing: real configs, headers, indexes and `.metadata` over sparse files of full size."""
+"""Makes Kimi K2 without weights: real config, headers, index and `.metadata` over sparse files of full size."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ Form = Literal["bfloat16", "fp8", "int4"]
 
 # Published sizes: moonshotai/Kimi-K2-Instruct (FP8) and Kimi-K2-Thinking (its routed experts in INT4).
 _KIMI_K2: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "vocab_size": 163840, "hidden_size": 7168, "intermediate_size": 18432,
-    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_nextn_predict_layers": 0, "num_attention_heads": 64, "num_key_value_heads": 64,
-    "n_shared_experts": 1, "n_routed_experts": 384, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1,
-    "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.827, "q_lora_rank": 1536,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_act": "silu", "attention_bias": False,
-    "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "max_position_embeddings": 262144, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "torch_dtype": "bfloat16",
+    "vocab_size": 163840, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61, "num_nextn_predict_layers": 0, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "n_shared_experts": 1, "n_routed_experts": 384, "num_experts_per_tok": 8, "first_k_dense_replace": 1,
+    "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+    "norm_topk_prob": True, "routed_scaling_factor": 2.827, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_act": "silu", "attention_bias": False,
+    "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "max_position_embeddings": 262144, "tie_word_embeddings": False,
 }  # fmt: skip
 _FP8: dict[str, Any] = {
     "activation_scheme": "dynamic",
@@ -51,9 +53,17 @@ _FP8: dict[str, Any] = {
 }
 _INT4: dict[str, Any] = {
     "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "re:.*mlp\\.gate$"],
-    "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "output_activations": None, "weights": {
-        "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False, "observer": "minmax"}}},
+    "ignore": [
+        "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+        "re:.*mlp\\.gate$",
+    ],
+    "config_groups": {"group_0": {
+        "targets": ["Linear"], "input_activations": None, "output_activations": None,
+        "weights": {
+            "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False,
+            "observer": "minmax",
+        },
+    }},
 }  # fmt: skip
 _QUANTIZATION: dict[Form, dict[str, Any]] = {
     "bfloat16": {},
@@ -65,7 +75,7 @@ _RANKS = 64  # that Megatron's save came from: a file each
 
 
 def kimi_k2(form: Form) -> dict[str, Any]:
-    """config.json of Kimi K2, a trillion parameters, with weights in bfloat16, in FP8 blocks or with experts in INT4."""
+    """config.json of Kimi K2, a trillion parameters, in bfloat16, in FP8 blocks or with experts in INT4."""
     return _KIMI_K2 | _QUANTIZATION[form]
 
 
@@ -137,7 +147,7 @@ def _write_header(path: Path, specs: Iterable[TensorSpec]) -> None:
 
 
 def make_megatron(path: Path, config: Mapping[str, Any]) -> None:
-    """A Megatron root as 64 ranks save it: experts of a layer on one axis, gate and up of each as chunks of their own, in sparse files."""
+    """Makes a Megatron root as 64 ranks save it: a layer's experts on one axis, gate and up of each in two chunks."""
     release, hf = path / "release", path / "hf"
     for folder in (path, release, hf):
         folder.mkdir()
@@ -167,7 +177,7 @@ def _keys(config: Mapping[str, Any]) -> dict[str, TensorSpec]:
 
 
 def _metadata(release: Path, keys: Mapping[str, TensorSpec], objects: Iterable[str]) -> Metadata:
-    """DCP's `Metadata` of these tensors and objects; makes the files that it names, each key in the file of one rank."""
+    """Makes DCP's `Metadata` of these tensors and objects, and the files that it names, one rank's for each key."""
     ends = [0] * _RANKS
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}

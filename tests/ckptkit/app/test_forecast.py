@@ -62,7 +62,8 @@ def plan_of(*steps: Step) -> ConversionPlan:
     """A plan of these steps into two files."""
     view = View(Source(), Plan(steps, [name for step in steps for name in step.inputs]))
     output = Output(view, TwoFiles())
-    return SimpleNamespace(outputs=(output,), files=lambda: dict.fromkeys("12", output))  # type: ignore[arg-type,return-value]
+    files = dict.fromkeys("12", output)
+    return SimpleNamespace(outputs=(output,), files=lambda: files)  # type: ignore[return-value]
 
 
 HALVED = Step(("a", "b"), (TensorSpec("ab", (75 * MIB,), "uint8"),), list, "halve")

@@ -1,4 +1,4 @@
-"""On a Ray cluster of several nodes the same bytes are written, whatever the number of workers and whatever is lost on the way."""
+"""On a Ray cluster the same bytes are written, whatever the number of workers and whatever is lost on the way."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Write = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Three nodes with four CPUs; this process is connected to the first, so that the workers are the same for all tests."""
+    """Three nodes with four CPUs. This process is connected to the first, so all tests have the same workers."""
     from ray.cluster_utils import Cluster
 
     store = {"object_store_memory": 80_000_000}
@@ -316,7 +316,7 @@ def test_a_worker_that_was_thought_dead_does_not_bring_the_destination_back(
 def test_a_task_of_a_run_that_was_killed_writes_nothing_into_the_output_of_the_next(
     task: TaskInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Ray's workers may outlive a coordinator that is killed, and its lock does not: by then another run has begun at the destination.
+    # Ray's workers may outlive a coordinator that is killed, and its lock does not: another run may have begun.
     opened = FilesWriter._opened
 
     def while_the_next_run_begins(self: FilesWriter, file: str) -> Any:
@@ -426,7 +426,7 @@ def midway(
 ) -> Iterator[tuple[Path, Future[None], list[int]]]:
     """Catches a run when some of its files are finished and some are not, and stops all workers while the block runs.
 
-    Yields the destination, the run, and the processes of those workers that are at a task, on the nodes of the raylets `below`.
+    Yields the destination, the run, and the workers that are at a task, on the nodes of the raylets `below`.
     A run that ended before it was caught is followed by another.
     """
     with ThreadPoolExecutor(1) as pool:
