@@ -9,7 +9,7 @@ from families import CASES
 from fixture_types import PathOf
 from processes import ckptkit, environment, python
 
-# Each costs from a tenth of a second to two: torch's compiler with what it stands on, model classes, and what is only there for GPUs or losses.
+# Each costs 0.1 to 2 s: torch's compiler with what it stands on, model classes, and what is only for GPUs or losses.
 COMPILER = {"torch._dynamo", "torch._inductor", "triton"}
 MODELS = {"compressed_tensors", "huggingface_hub", "transformers"}
 REMOTE = {"aiohttp", "botocore", "fsspec", "gcsfs", "httpx", "s3fs"}  # and huggingface_hub: only for URLs
@@ -20,7 +20,7 @@ HEAVY = (
     | {"jinja2", "llvmlite", "megatron", "pandas", "ray", "scipy", "sglang", "sklearn", "torchao", "torchvision"}
 )
 
-# Runs commands one after the other; after each it writes the names of all modules that are there. A module that is only marked as absent is None.
+# Runs commands in turn; after each it writes the names of all modules that are imported, without those marked absent.
 RUN = """
 import json, sys
 from ckptkit.app.cli import cli
@@ -59,7 +59,7 @@ def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(
 
 
 def test_what_is_hidden_hides_nothing_that_others_need(releases: PathOf, tmp_path: Path) -> None:
-    """transformers imports scikit-learn where there is one, which needs scipy: a stand-in that fails as the real one would."""
+    """transformers imports scikit-learn, which needs scipy: a stand-in that fails as the real one would."""
     package = tmp_path / "installed/sklearn"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("import scipy.sparse\n")
@@ -71,11 +71,12 @@ def test_what_is_hidden_hides_nothing_that_others_need(releases: PathOf, tmp_pat
     assert "would write" in done.stdout
 
 
-# Works out every Megatron shape of each config, in both dialects, and writes the names of all modules that are then there.
+# Works out every Megatron shape of each config, in both dialects, and writes the names of all imported modules.
 SHAPES = """
 import json, sys
 from converters.planner import DIALECTS, rules_of
-count = sum(len(rule.megatron_shape) > 0 for config in json.load(sys.stdin) for dialect in DIALECTS for rule in rules_of(config, dialect))
+rules = [rule for config in json.load(sys.stdin) for dialect in DIALECTS for rule in rules_of(config, dialect)]
+count = sum(len(rule.megatron_shape) > 0 for rule in rules)
 print(json.dumps([count, list(sys.modules)]))
 """
 
