@@ -15,7 +15,7 @@ from ckptkit.app.jobs import Job, Work
 from ckptkit.app.on_ray import batches_of
 from ckptkit.core.collector import uncollected
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.plan import moved
+from ckptkit.core.plan import read_and_held
 from ckptkit.storage.url import is_url
 from ckptkit.transfer.copy import STREAM, cores, may_stream, threads
 
@@ -75,7 +75,7 @@ def volume_of(work: Work, memory: int) -> Volume:
     read, step = 0, 0
     for output in work.outputs:
         for names in output.view.groups:
-            of_group, held = moved(output.view, names)
+            of_group, held = read_and_held(output.view, names)
             read, step = read + of_group, max(step, min(held, STREAM) if may_stream(output.view, names) else held)
     sizes = [output.files.size(file) for file, output in work.files().items()]
     # What it has taken to come as far as this, every worker will take before it reads a tensor.

@@ -27,7 +27,7 @@ from converters.experts import is_fused, only_fused, unfuse
 from converters.megatron.arguments import megatron_args
 from converters.megatron.rank_cuts import rank_cuts
 from converters.open import open_megatron
-from converters.passthrough import FOLDER, carried, carried_beside
+from converters.passthrough import FOLDER, passthrough_beside, passthrough_of
 from converters.planner import MCORE, dims_of, to_hf, to_megatron
 from converters.stored import remarks, require_mtp
 from quant.selection.readers import ALL_READERS
@@ -160,7 +160,7 @@ def _hf_to_megatron(location: Location, job: Job) -> Work:
     specs = {name: view.specs[name] for names in view.groups for name in names}
     cuts = rank_cuts(view.config, dialect, specs)
     outputs = [Output(view, TorchDistFiles(specs, args, job.file_bytes or FILE_BYTES, cuts))]
-    if (untouched := carried(source, str(location.path))) is not None:
+    if (untouched := passthrough_of(source, str(location.path))) is not None:
         outputs.append(Output(untouched, SafetensorsFiles(untouched.specs, _cut(untouched, job), FOLDER)))
     notes = tuple(remarks(source.config, source.specs))
     work = Work("megatron", location, tuple(outputs), location.path, _layout(source, job), source.config, notes=notes)
@@ -195,7 +195,7 @@ def _megatron_to_hf(location: Location, job: Job) -> Work:
     view: Checkpoint = to_hf(
         source, str(location.path), fused=fused and job.scheme is None, dtype=_cast_to(job), release=release
     )
-    if untouched := carried_beside(source, location.root, plain):
+    if untouched := passthrough_beside(source, source.hf_path, location.root, plain):
         view = Joined(view, untouched)
     usable = _cut(view, job) if job.file_bytes or layout is None or (fused and job.scheme) else layout
     return replace(_hf(view, usable, source.hf_path, location, job), notes=tuple(remarks(source.config, source.specs)))

@@ -34,10 +34,10 @@ class Source:
     }
     groups: ClassVar = [("a",), ("b",), ("c",)]
 
-    def places(self, names: object) -> None:
+    def byte_ranges(self, names: object) -> None:
         raise AssertionError("a dry run reads no weights")
 
-    def in_order(self, name: str) -> bool:
+    def is_streamable(self, name: str) -> bool:
         return True
 
     def extents(self, name: str) -> None:
@@ -73,12 +73,12 @@ def test_bytes_of_a_plan() -> None:
     assert volume.process > 50 * MIB
 
 
-@pytest.mark.parametrize(("in_order", "held"), [(True, STREAM), (False, 80 * MIB)])
+@pytest.mark.parametrize(("streamable", "held"), [(True, STREAM), (False, 80 * MIB)])
 def test_a_tensor_is_held_unless_its_bytes_stand_in_files_in_order(
-    monkeypatch: pytest.MonkeyPatch, in_order: bool, held: int
+    monkeypatch: pytest.MonkeyPatch, streamable: bool, held: int
 ) -> None:
     monkeypatch.setattr(Source, "groups", [("c",)])
-    monkeypatch.setattr(Source, "in_order", lambda self, name: in_order)
+    monkeypatch.setattr(Source, "is_streamable", lambda self, name: streamable)
     view = View(Source(), Plan((identity(Source.specs["c"]),), ["c"]))
     work = SimpleNamespace(outputs=(Output(view, TwoFiles()),), files=lambda: {"2": Output(view, TwoFiles())})  # type: ignore[arg-type]
     assert volume_of(work, IN_FLIGHT).step == held  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ckptkit.app.api import convert
 from ckptkit.app.jobs import Job, planned
+from ckptkit.core.extents import Reader
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.formats.torch_dist.writer import TorchDistFiles
@@ -153,16 +154,16 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> Streamed:
     """From when this is called on tensors that stay as they are go through a buffer, a small one. Returns the extents that are read."""
 
     def start() -> list[raw.FileExtent]:
-        view, found = raw.FileExtent.view, list[raw.FileExtent]()
+        read, found = raw.FileExtent.read, list[raw.FileExtent]()
 
-        def watched(self: raw.FileExtent, start: int, nbytes: int) -> memoryview:
+        def watched(self: raw.FileExtent, reader: Reader, start: int, nbytes: int) -> memoryview:
             found.append(self)
-            return view(self, start, nbytes)
+            return read(self, reader, start, nbytes)
 
         monkeypatch.setattr(copying, "BATCH", 0)
         monkeypatch.setattr(raw, "BUFFER", 8192)
         monkeypatch.setattr(blob, "AT_ONCE", 0)
-        monkeypatch.setattr(raw.FileExtent, "view", watched)
+        monkeypatch.setattr(raw.FileExtent, "read", watched)
         return found
 
     return start

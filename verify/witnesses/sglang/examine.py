@@ -14,7 +14,7 @@ from torch import Tensor
 from verify.witnesses.bits import poison
 from verify.witnesses.ending import PhaseLog
 from verify.witnesses.sglang.compare import Comparison, Model, compare, dead_routers, dropped, unwritten
-from verify.witnesses.sglang.job import SglangReport, Trouble
+from verify.witnesses.sglang.job import Observation, SglangReport
 from verify.witnesses.sglang.load import COMPARE, LOAD, REPACK, Weights
 from verify.witnesses.sglang.marlin import (
     after_repacking,
@@ -55,11 +55,11 @@ class Examination:
     parameters: int = 0
     landed: Mapping[str, set[str]] = field(default_factory=dict)
     comparison: Comparison = field(default_factory=Comparison)
-    unwritten: tuple[Trouble, ...] = ()
-    dropped: tuple[Trouble, ...] = ()
-    routers: tuple[Trouble, ...] = ()
+    unwritten: tuple[Observation, ...] = ()
+    dropped: tuple[Observation, ...] = ()
+    routers: tuple[Observation, ...] = ()
     log: tuple[str, ...] = ()
-    repacked: tuple[Trouble, ...] | None = None
+    repacked: tuple[Observation, ...] | None = None
     repacked_seen: int = 0
     unchecked: tuple[str, ...] = ()
 
@@ -93,7 +93,7 @@ class Examination:
 
     def _repack(self, model: torch.nn.Module) -> None:
         """Runs the quantization methods module by module, as SGLang's loader does; all else must stay as it was."""
-        troubles: list[Trouble] = []
+        troubles: list[Observation] = []
         changed: set[str] = set()
         free: set[str] = set()
         for name, module in model.named_modules():

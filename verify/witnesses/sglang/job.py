@@ -33,7 +33,7 @@ class SglangJob:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Observation:
     """What is wrong with an HF tensor, or an SGLang parameter that belongs to none; `param` is SGLang's name."""
 
     tensor: str
@@ -63,14 +63,14 @@ class SglangReport:
     tensors: int
     bytes: int
     routers_seen: int
-    unwritten: tuple[Trouble, ...]
-    dropped: tuple[Trouble, ...]
-    differing: tuple[Trouble, ...]
-    rounded: tuple[Trouble, ...]
-    routers: tuple[Trouble, ...]
+    unwritten: tuple[Observation, ...]
+    dropped: tuple[Observation, ...]
+    differing: tuple[Observation, ...]
+    rounded: tuple[Observation, ...]
+    routers: tuple[Observation, ...]
     draft: tuple[str, ...]
     log: tuple[str, ...]
-    repacked: tuple[Trouble, ...] | None
+    repacked: tuple[Observation, ...] | None
     repacked_seen: int
     unchecked: tuple[str, ...] = ()
 
@@ -84,5 +84,5 @@ class SglangReport:
         values: dict[str, Any] = json.loads(path.read_text())
         for key in ("unwritten", "dropped", "differing", "rounded", "routers", "repacked"):
             if values[key] is not None:
-                values[key] = tuple(Trouble(**trouble) for trouble in values[key])
+                values[key] = tuple(Observation(**trouble) for trouble in values[key])
         return SglangReport(**{**values, **{key: tuple(values[key]) for key in ("draft", "log", "unchecked")}})

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV, WEIGHT_ZERO_POINT
 from verify.witnesses.bits import difference
-from verify.witnesses.sglang.job import Trouble
+from verify.witnesses.sglang.job import Observation
 
 _TILE_ROWS, _TILE_COLUMNS, _BLOCK, _WORD = 16, 64, 16, 8
 _NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -98,7 +98,7 @@ def before_repacking(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: (tensor.t() if tensor.dim() == 2 else tensor).clone() for name, tensor in found.items()}
 
 
-def after_repacking(module: torch.nn.Module, prefix: str, before: Mapping[str, Tensor]) -> Iterator[Trouble]:
+def after_repacking(module: torch.nn.Module, prefix: str, before: Mapping[str, Tensor]) -> Iterator[Observation]:
     """Every weight, scale and zero point of a module that is not what Marlin needs."""
     for name, old in before.items():
         new = getattr(module, name).detach()
@@ -108,7 +108,7 @@ def after_repacking(module: torch.nn.Module, prefix: str, before: Mapping[str, T
             found = [difference(now, one) for one in _wanted(name, was)]
             if None not in found:
                 where = f"{prefix}.{name}" if expert is None else f"{prefix}.{name}[{expert}]"
-                yield Trouble(where, where, str(found[0]))
+                yield Observation(where, where, str(found[0]))
 
 
 def _wanted(name: str, was: Tensor) -> tuple[Tensor, ...]:
