@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from families import CASES
 from fixture_types import PathOf
-from processes import environment
+from processes import ckptkit, environment, python
 
 # Each costs from a tenth of a second to two: torch's compiler with what it stands on, model classes, and what is only there for GPUs or losses.
 COMPILER = {"torch._dynamo", "torch._inductor", "triton"}
@@ -34,8 +32,7 @@ for command in json.loads(sys.argv[1]):
 
 def loaded(*commands: list[str]) -> list[set[str]]:
     """The modules that a process has after each of these commands."""
-    words = [sys.executable, "-c", RUN, json.dumps(commands)]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    done = python("-c", RUN, json.dumps(commands))
     assert done.returncode == 0, done.stderr
     return [set(json.loads(line)) for line in done.stderr.splitlines()]
 
@@ -67,19 +64,9 @@ def test_what_is_hidden_hides_nothing_that_others_need(releases: PathOf, tmp_pat
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("import scipy.sparse\n")
     (package / "metrics.py").write_text("roc_curve = None\n")
-    there = {"PYTHONPATH": f"{package.parent}:{environment().get('PYTHONPATH', '')}"}
-    words = [
-        sys.executable,
-        "-m",
-        "ckptkit",
-        "quantize",
-        str(releases("qwen2-untied")),
-        str(tmp_path / "int4"),
-        "--group-size",
-        "32",
-        "--dry-run",
-    ]
-    done = subprocess.run(words, env=environment() | there, capture_output=True, text=True, check=False)
+    path = f"{package.parent}:{environment()['PYTHONPATH']}"
+    words = ["quantize", releases("qwen2-untied"), tmp_path / "int4", "--group-size", "32", "--dry-run"]
+    done = ckptkit(*words, PYTHONPATH=path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "would write" in done.stdout
 
@@ -95,10 +82,6 @@ print(json.dumps([count, list(sys.modules)]))
 
 def test_no_rule_needs_the_compiler_to_tell_a_shape() -> None:
     configs = [case.edit(case.config().to_dict()) for case in CASES.values()]
-    words = [sys.executable, "-c", SHAPES]
-    done = subprocess.run(
-        words, env=environment(), input=json.dumps(configs), capture_output=True, text=True, check=True
-    )
-    count, modules = json.loads(done.stdout)
+    count, modules = json.loads(python("-c", SHAPES, given=json.dumps(configs)).stdout)
     assert count > 100 * len(configs)
     assert COMPILER & set(modules) == set()

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import filecmp
 import json
-import subprocess
-import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +17,7 @@ import torch
 from families import CASES
 from families.case import save
 from installed import before
-from processes import environment
+from processes import run_module
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
@@ -48,10 +46,7 @@ def choices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """Of 128 queries, for how many Megatron's indexer chooses other tokens than transformers': by release, rows and Megatron's option."""
     pytest.importorskip("megatron.core")
     answer = tmp_path_factory.mktemp("choices") / "answer.json"
-    found = environment(OMP_NUM_THREADS="2")
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "families.indexer_choice", str(answer)], env=found, check=True
-    )
+    run_module("families.indexer_choice", answer, OMP_NUM_THREADS="2")
     return dict(json.loads(answer.read_text()))
 
 

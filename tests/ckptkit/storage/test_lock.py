@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from fixture_types import PathOf
-from processes import environment
+from processes import ckptkit, environment
 
 from ckptkit.app.api import convert, int4_scheme, quantize
 from ckptkit.core.errors import CkptkitError
@@ -57,16 +57,6 @@ def writing(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.send_signal(signal.SIGKILL)
-
-
-def ckptkit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ckptkit", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment(),
-    )
 
 
 def content(root: Path) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""Compares the parameters of a loaded SGLang model with the tensors they should have been loaded from, place by place."""
+"""Compares the parameters of a loaded SGLang model with the tensors that belong there, slot by slot."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Model:
 def compare(
     model: Model, reference: Iterable[tuple[str, Tensor]], wanted: Callable[[Slot], bool] = lambda slot: True
 ) -> Comparison:
-    """Every tensor of the reference against its slot, bit for bit in the dtype that SGLang holds; names without one are left out."""
+    """Compares each tensor of the reference that has a slot with what SGLang holds there, bit for bit in its dtype."""
     result = Comparison()
     for name, tensor in reference:
         slot = model.slot(name)

@@ -1,4 +1,4 @@
-"""What the witness does in the place of SGLang's loading: poison, the model's own `load_weights`, comparison, repacking."""
+"""What the witness runs instead of SGLang's loading: poison, the model's own `load_weights`, comparison, repacking."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class _NotFound(logging.Handler):
 
 @dataclass
 class Examination:
-    """One loading, and what it showed; called by SGLang's loader with the model, the weights and the device.
+    """One load and what it showed; SGLang's loader calls it with the model, the weights and the device.
 
-    `reference` gives every tensor that should be in the model, each time anew; `alter` stands between weights and model.
+    `reference` gives every tensor that must be in the model, at each call anew; `alter` changes the weights.
     """
 
     config: Mapping[str, Any]
@@ -92,7 +92,7 @@ class Examination:
         self.routers = tuple(dead_routers(seen))
 
     def _repack(self, model: torch.nn.Module) -> None:
-        """The quantization methods, module by module as SGLang's loader calls them; then everything else must be as before."""
+        """Runs the quantization methods module by module, as SGLang's loader does; all else must stay as it was."""
         troubles: list[Observation] = []
         changed: set[str] = set()
         free: set[str] = set()
