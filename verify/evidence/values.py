@@ -17,7 +17,7 @@ from ckptkit.formats.detect import locate
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.experts import is_fused, unfuse
 from converters.megatron.legacy import LegacyCheckpoint
-from converters.passthrough import carried_beside
+from converters.passthrough import passthrough_beside
 from converters.planner import to_hf
 from verify.evidence.extremes import Extremes, as_integers, digest_of, extremes, same_bytes
 from verify.evidence.plain import plain
@@ -71,7 +71,7 @@ def in_hf_space(checkpoint: Checkpoint, where: Path, release: Collection[str] = 
     """
     if isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         view = to_hf(checkpoint, str(where), release=release)
-        untouched = carried_beside(checkpoint, locate(where).root, plain)
+        untouched = passthrough_beside(checkpoint, checkpoint.hf_path, locate(where).root, plain)
         return Joined(view, untouched) if untouched else view
     return (
         View(checkpoint, unfuse(checkpoint.specs, checkpoint.config, str(where)))
