@@ -14,7 +14,7 @@ Rules (slime `utils/arguments.py` and `backends/megatron_utils/checkpoint.py`, M
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +22,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import ITERATION, TRACKER, is_legacy, tracked
 from ckptkit.formats.hf.reader import read_json
 from converters.registry import family_of
+from verify.issue import Issue
 from verify.launch.unread import overrides, unread
 from verify.report import Severity
 
@@ -63,35 +64,30 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """Something wrong with one of the paths."""
-
-    option: str
-    path: Path | None
-    expected: str
-    actual: str
-    hint: str
-    severity: Severity = "error"
-
-
-@dataclass(frozen=True)
 class Side:
     """One side of the job (actor, reference, rollout engine): the weights it would load, and why these.
 
-    `random`: without weights it trains on, from random ones; otherwise it stops.
+    `issues`: what is wrong with an option, by its name. `random`: without weights it trains on, from random ones; otherwise it stops.
     """
 
     role: str
     kind: Literal["hf", "megatron"] | None
     path: Path | None
     why: str
-    troubles: tuple[Trouble, ...] = field(default=())
+    issues: tuple[tuple[str, Issue], ...] = ()
     random: bool = False
 
     def __str__(self) -> str:
         without = "starts from RANDOM weights" if self.random else "cannot start"
         what = f"loads {self.path} ({'HF' if self.kind == 'hf' else 'Megatron'})" if self.path else without
         return f"{self.role} {what}: {self.why}"
+
+
+def _wrong(
+    option: str, path: Path, expected: str, actual: str, hint: str, severity: Severity = "error"
+) -> tuple[str, Issue]:
+    """An option, and what is wrong with its path."""
+    return option, Issue(f"{option}: {expected}", actual, hint, file=path, severity=severity)
 
 
 def sides_of(launch: Launch) -> list[Side]:
@@ -122,8 +118,8 @@ def _direct(role: str, option: str, path: Path) -> Side:
         else "no .metadata in it"
     )
     hint = f"give the iteration: {option} {_tracked_or(path)}" if (path / TRACKER).exists() else "check the path"
-    trouble = Trouble(option, path, "the torch_dist directory itself, which verl loads", actual, hint)
-    return Side(role, None, None, f"verl stops: {option} {path} is no torch_dist directory", (trouble,))
+    issue = _wrong(option, path, "the torch_dist directory itself, which verl loads", actual, hint)
+    return Side(role, None, None, f"verl stops: {option} {path} is no torch_dist directory", (issue,))
 
 
 def _tracked_or(root: Path) -> Path:
@@ -138,14 +134,14 @@ def _actor(launch: Launch) -> Side:
         return _megatron("actor", "--load", launch.load, launch.ckpt_step)
     if launch.load and _supported_hf(launch.load):
         return Side("actor", "hf", launch.load, "--load has no tracker but a supported config.json")
-    troubles = (_fall_through(launch.load, launch.ref_load),) if launch.load else ()
+    issues = (_fall_through(launch.load, launch.ref_load),) if launch.load else ()
     if launch.ref_load is None:
         return Side(
             "actor",
             None,
             None,
             f"--load {launch.load} holds no checkpoint and --ref-load is not given, so slime and miles stop",
-            troubles,
+            issues,
         )
     fallen = _megatron("actor", "--ref-load", launch.ref_load, launch.ckpt_step)
     why = (
@@ -153,7 +149,7 @@ def _actor(launch: Launch) -> Side:
         if launch.load
         else f"--load is not given; {fallen.why}"
     )
-    return Side("actor", fallen.kind, fallen.path, why, (*troubles, *fallen.troubles), fallen.random)
+    return Side("actor", fallen.kind, fallen.path, why, (*issues, *fallen.issues), fallen.random)
 
 
 def _supported_hf(path: Path) -> bool:
@@ -168,13 +164,13 @@ def _or_verl(path: Path) -> str:
     return _VERL if (path / ".metadata").exists() else ""
 
 
-def _fall_through(load: Path, ref_load: Path | None) -> Trouble:
+def _fall_through(load: Path, ref_load: Path | None) -> tuple[str, Issue]:
     """A directory that is not there yet is how a first run starts; one that holds something is a mistake."""
     inside = sorted(entry.name for entry in load.iterdir()) if load.is_dir() else []
     expected = f"{TRACKER} or a supported config.json"
     if ITERATION.fullmatch(load.name) or ".metadata" in inside or is_legacy(load):
         step = f" --ckpt-step {int(load.name[5:])}" if ITERATION.fullmatch(load.name) else ""
-        return Trouble(
+        return _wrong(
             "--load",
             load,
             expected,
@@ -183,11 +179,11 @@ def _fall_through(load: Path, ref_load: Path | None) -> Trouble:
         )
     if iterations := [name for name in inside if ITERATION.fullmatch(name) or name == "release"]:
         hint = f"write `release` or the number into {load / TRACKER}, if that save is whole"
-        return Trouble(
+        return _wrong(
             "--load", load, expected, f"{', '.join(iterations)} but no tracker: the last save did not finish", hint
         )
     if inside:
-        return Trouble(
+        return _wrong(
             "--load",
             load,
             expected,
@@ -196,8 +192,8 @@ def _fall_through(load: Path, ref_load: Path | None) -> Trouble:
         )
     actual = "an empty directory" if load.is_dir() else "no such directory"
     if ref_load is None:
-        return Trouble("--load", load, expected, actual, "check the path, or give --ref-load")
-    return Trouble(
+        return _wrong("--load", load, expected, actual, "check the path, or give --ref-load")
+    return _wrong(
         "--load",
         load,
         expected,
@@ -217,8 +213,8 @@ def _megatron(role: str, option: str, root: Path, step: int | None) -> Side:
     try:
         path = tracked(root)
     except CkptkitError as error:
-        trouble = Trouble(option, root / TRACKER, "a tracker that names a directory", error.message, error.hint or "")
-        return Side(role, None, None, f"Megatron stops: {error.message}", (trouble,))
+        issue = _wrong(option, root / TRACKER, "a tracker that names a directory", error.message, error.hint or "")
+        return Side(role, None, None, f"Megatron stops: {error.message}", (issue,))
     return Side(role, "megatron", path, f"the tracker of {option} says {path.name}")
 
 
@@ -226,7 +222,7 @@ def _untracked(role: str, option: str, root: Path, step: int | None) -> Side:
     """A directory without a tracker: HF, or nothing that a trainer loads."""
     expected = f"a directory with {TRACKER}"
     if ITERATION.fullmatch(root.name) or (root / ".metadata").exists() or is_legacy(root):
-        trouble = Trouble(
+        issue = _wrong(
             option,
             root,
             expected,
@@ -235,7 +231,7 @@ def _untracked(role: str, option: str, root: Path, step: int | None) -> Side:
         )
         random = bool(ITERATION.fullmatch(root.name)) and not step
         why = "Megatron finds no tracker and only prints a warning" if random else _stops(root)
-        return Side(role, None, None, f"{option} {root} has no tracker; {why}", (trouble,), random)
+        return Side(role, None, None, f"{option} {root} has no tracker; {why}", (issue,), random)
     if _supported_hf(root):
         return Side(role, "hf", root, f"{option} has no tracker but a supported config.json")
     actual = "no such directory" if not root.exists() else "no tracker in it"
@@ -244,7 +240,7 @@ def _untracked(role: str, option: str, root: Path, step: int | None) -> Side:
         None,
         None,
         f"{option} {root} has no tracker; {_stops(root)}",
-        (Trouble(option, root, expected, actual, "check the path"),),
+        (_wrong(option, root, expected, actual, "check the path"),),
     )
 
 
@@ -262,8 +258,8 @@ def _step(role: str, option: str, root: Path, step: int) -> Side:
         return Side(role, "megatron", path, f"--ckpt-step {step} of {option}")
     there = sorted(entry.name for entry in root.iterdir() if ITERATION.fullmatch(entry.name) or entry.name == "release")
     hint = "choose an iteration that is there, or leave --ckpt-step out"
-    trouble = Trouble("--ckpt-step", root, f"{path.name}/", f"only {', '.join(there) or 'nothing'}", hint)
-    return Side(role, None, None, f"Megatron stops: {path} is not there", (trouble,))
+    issue = _wrong("--ckpt-step", root, f"{path.name}/", f"only {', '.join(there) or 'nothing'}", hint)
+    return Side(role, None, None, f"Megatron stops: {path} is not there", (issue,))
 
 
 def _rollout(path: Path) -> Side:
@@ -273,7 +269,7 @@ def _rollout(path: Path) -> Side:
     actual = (
         "no such directory" if not path.exists() else "a Megatron checkpoint" if megatron else "no config.json in it"
     )
-    trouble = Trouble(
+    issue = _wrong(
         "--hf-checkpoint", path, "an HF directory with config.json", actual, "give the HF directory of the same model"
     )
-    return Side(_ROLLOUT, None, None, f"--hf-checkpoint {path} is no HF directory: {actual}", (trouble,))
+    return Side(_ROLLOUT, None, None, f"--hf-checkpoint {path} is no HF directory: {actual}", (issue,))

@@ -13,9 +13,9 @@ from verify.check import Skip, Tally, check
 from verify.evidence.expected import is_quantized, weights_of
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
+from verify.issue import Issue
 from verify.launch.arguments import QAT_FLAG, QAT_GROUP, LaunchArguments
 from verify.launch.launch import Launch
-from verify.report import Finding
 
 # What slime's fake quantization does, whatever the config says. Source: `fake_int4_quant_cuda.cu` and slime's Megatron patch.
 _TRAINED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
@@ -44,11 +44,13 @@ def _not_said(subject: Subject) -> str | None:
     "CK709",
     "training rounds to the INT4 weights that the engine serves",
     stage="launch",
-    rationale="The trainer takes its group size from a variable, the engine its own from quantization_config. Where they differ, another policy is served.",
-    fix="Set OPEN_TRAINING_INT4_GROUP_SIZE to group_size of the engine's checkpoint, and give an INT4 checkpoint with symmetric groups as --hf-checkpoint.",
+    rationale="The trainer takes its group size from a variable, the engine its own from quantization_config. Where "
+    "they differ, another policy is served.",
+    fix="Set OPEN_TRAINING_INT4_GROUP_SIZE to group_size of the engine's checkpoint, and give an INT4 checkpoint with "
+    "symmetric groups as --hf-checkpoint.",
     unless=_not_said,
 )
-def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Group size, bits and symmetry of `quantization_config` of `--hf-checkpoint` against the launch's variables."""
     launch, options = subject.launch, subject.arguments
     if launch is None or launch.hf_checkpoint is None or options is None:
@@ -61,8 +63,7 @@ def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
     where = str(launch.hf_checkpoint / "config.json")
     if not is_quantized(config):
         actual = "no quantization_config: the engine serves BF16, and drops INT4 updates without a word"
-        yield Finding(
-            "CK709",
+        yield Issue(
             f"an INT4 checkpoint, since {QAT_FLAG} is set",
             actual,
             "give the INT4 checkpoint as --hf-checkpoint",
@@ -75,7 +76,7 @@ def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
             if key == "group_size"
             else "quantize the checkpoint again with `ckptkit quantize`"
         )
-        yield Finding("CK709", f"{key} = {expected}, as training rounds", f"{key} = {actual}", hint, file=where)
+        yield Issue(f"{key} = {expected}, as training rounds", f"{key} = {actual}", hint, file=where)
 
 
 def _differing(weights: Mapping[str, Any], options: LaunchArguments, tally: Tally) -> Iterator[tuple[str, Any, Any]]:
@@ -110,11 +111,12 @@ def _is_int4(config: Mapping[str, Any] | None) -> bool:
     "CK715",
     "the engine takes online updates of its INT4 weights",
     stage="launch",
-    rationale="SGLang can load some INT4 layers only once. An update of them is lost, or lands in memory that nothing reads.",
+    rationale="SGLang can load some INT4 layers only once. An update of them is lost, or lands in memory that nothing "
+    "reads.",
     fix="Quantize the checkpoint that the engine serves again, routed experts only, symmetric: `ckptkit quantize`.",
     unless=_no_updates,
 )
-def updates_taken(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def updates_taken(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What `OnlineQuantizer` refuses for --hf-checkpoint: INT4 Linear layers, zero points, layers packed in part, several groups."""
     launch = subject.launch
     if launch is None or launch.hf_checkpoint is None:
@@ -127,8 +129,6 @@ def updates_taken(subject: Subject, tally: Tally) -> Iterator[Finding]:
         found = OnlineQuantizer(read_json(launch.hf_checkpoint / "config.json"), launch.hf_checkpoint)
     except CkptkitError as error:
         expected = "INT4 weights that SGLang can take again at every update"
-        yield Finding(
-            "CK715", expected, error.message, error.hint or "quantize it again", file=str(launch.hf_checkpoint)
-        )
+        yield Issue(expected, error.message, error.hint or "quantize it again", file=launch.hf_checkpoint)
         return
     tally.compared(0, len(found.served.packed))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from verify.check import Skip, Tally, Unable, check
 from verify.evidence.subject import Subject
-from verify.launch.launch import Trouble, sides_of
-from verify.report import Finding
+from verify.issue import Issue
+from verify.launch.launch import sides_of
 
 # The fact that lists the words of a launch that matter and are not read.
 NOT_READ = "not read"
@@ -17,55 +17,55 @@ def _no_launch(subject: Subject) -> str | None:
     return None if subject.launch else "only preflight looks at a launch"
 
 
-def _troubles(subject: Subject, tally: Tally, code: str, options: Sequence[str]) -> Iterator[Finding]:
+def _issues(subject: Subject, tally: Tally, option: str) -> Iterator[Issue]:
+    """What is wrong with an option, said once for all the sides that it concerns."""
     if subject.launch is None:
         raise Skip("only preflight looks at a launch")
-    said: dict[Trouble, None] = {}
-    for side in sides_of(subject.launch):
-        tally.compared(0)
-        said |= dict.fromkeys(trouble for trouble in side.troubles if trouble.option in options)
-    for trouble in said:
-        expected, actual = f"{trouble.option}: {trouble.expected}", trouble.actual
-        yield Finding(code, expected, actual, trouble.hint, file=str(trouble.path), severity=trouble.severity)
+    sides = sides_of(subject.launch)
+    tally.compared(0, len(sides))
+    yield from dict.fromkeys(issue for side in sides for name, issue in side.issues if name == option)
 
 
 @check(
     "CK711",
     "--load is what the actor loads",
     stage="launch",
-    rationale="Where --load has no tracker file, the actor takes --ref-load without a word: a resumed run starts again, or from the wrong weights.",
+    rationale="Where --load has no tracker file, the actor takes --ref-load without a word: a resumed run starts "
+    "again, or from the wrong weights.",
     fix="Give the directory that holds latest_checkpointed_iteration.txt, not one of its iterations.",
     unless=_no_launch,
 )
-def load_found(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def load_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`--load` has a tracker that resolves, or is a supported HF directory; a first start, with an empty one, is a warning."""
-    yield from _troubles(subject, tally, "CK711", ["--load"])
+    yield from _issues(subject, tally, "--load")
 
 
 @check(
     "CK712",
     "--ref-load is what the reference loads",
     stage="launch",
-    rationale="Of an iteration directory, which has no tracker, Megatron makes random weights with a warning: the KL term pulls towards noise. Others stop.",
+    rationale="Of an iteration directory, which has no tracker, Megatron makes random weights with a warning: the KL "
+    "term pulls towards noise. Others stop.",
     fix="Give the directory that `ckptkit convert` wrote, the one with latest_checkpointed_iteration.txt.",
     unless=_no_launch,
 )
-def reference_found(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def reference_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`--ref-load` has a tracker that resolves, or is a supported HF directory."""
-    yield from _troubles(subject, tally, "CK712", ["--ref-load"])
+    yield from _issues(subject, tally, "--ref-load")
 
 
 @check(
     "CK713",
     "--ckpt-step is an iteration that is there",
     stage="launch",
-    rationale="--ckpt-step replaces what the tracker says; an iteration that was deleted since is found missing only after the job started.",
+    rationale="--ckpt-step replaces what the tracker says; an iteration that was deleted since is found missing only "
+    "after the job started.",
     fix="Choose an iteration that is there, or leave --ckpt-step out.",
     unless=_no_launch,
 )
-def step_found(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def step_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The directory `iter_N` of `--ckpt-step N`."""
-    yield from _troubles(subject, tally, "CK713", ["--ckpt-step"])
+    yield from _issues(subject, tally, "--ckpt-step")
 
 
 @check(
@@ -76,9 +76,9 @@ def step_found(subject: Subject, tally: Tally) -> Iterator[Finding]:
     fix="Give the HF directory of the model that --load or --ref-load was converted from.",
     unless=_no_launch,
 )
-def rollout_found(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def rollout_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`--hf-checkpoint` has a config.json."""
-    yield from _troubles(subject, tally, "CK714", ["--hf-checkpoint"])
+    yield from _issues(subject, tally, "--hf-checkpoint")
 
 
 def _no_words(subject: Subject) -> str | None:
@@ -91,11 +91,13 @@ def _no_words(subject: Subject) -> str | None:
     "CK717",
     "every path and size among the launch arguments is read",
     stage="launch",
-    rationale="A size that only a configuration file or an override says is not the one that was looked at: the job may stop after the GPUs were booked.",
-    fix="Give paths and sizes as options of preflight, or as the options of Megatron-LM, slime and SGLang; the reasons say which words were not read.",
+    rationale="A size that only a configuration file or an override says is not the one that was looked at: the job "
+    "may stop after the GPUs were booked.",
+    fix="Give paths and sizes as options of preflight, or as the options of Megatron-LM, slime and SGLang; the reasons "
+    "say which words were not read.",
     unless=_no_words,
 )
-def arguments_read(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The words of a launch: options that name a checkpoint, a parallel size or a file of settings, and overrides as Hydra has them."""
     launch = subject.launch
     if launch is None:

@@ -9,8 +9,8 @@ from ckptkit.core.errors import CkptkitError
 from verify.check import Skip, Tally, Unable, check
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
+from verify.issue import Issue
 from verify.launch.launch import sides_of
-from verify.report import Finding
 
 _SPECIAL = ("eos", "pad", "bos", "unk")
 _HINT = "give the HF directory of the model that the trainer's weights were converted from as --hf-checkpoint"
@@ -30,11 +30,12 @@ def _not_given(subject: Subject) -> str | None:
     "CK716",
     "engine and trainer have one tokenizer",
     stage="launch",
-    rationale="Engine and trainer take the tokenizer from --hf-checkpoint. Where the weights belong to another one, every id means another word.",
+    rationale="Engine and trainer take the tokenizer from --hf-checkpoint. Where the weights belong to another one, "
+    "every id means another word.",
     fix="Give the HF directory of the model that --load and --ref-load were converted from as --hf-checkpoint.",
     unless=_not_given,
 )
-def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Token ids and merges of --hf-checkpoint against those in `hf/` beside the Megatron weights; chat templates and special tokens as a warning."""
     launch = subject.launch
     if launch is None or launch.hf_checkpoint is None:
@@ -43,7 +44,7 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Finding]:
     tally.compared(0)
     if not engine.has_tokenizer:
         expected = "files of a tokenizer, which engine and trainer load from --hf-checkpoint"
-        yield Finding("CK716", expected, "none", "copy them from the release of the model", file=str(engine.root))
+        yield Issue(expected, "none", "copy them from the release of the model", file=engine.root)
         return
     for root in dict.fromkeys(
         side.path.parent / "hf" for side in sides_of(launch) if side.kind == "megatron" and side.path
@@ -54,24 +55,17 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Finding]:
         try:
             yield from _differing(engine, trainer, tally)
         except CkptkitError as error:
-            yield Finding(
-                "CK716",
-                "files that can be read",
-                error.message,
-                error.hint or "copy them from the release",
-                file=str(root),
-            )
+            yield Issue("files that can be read", error.message, error.hint or "copy them from the release", file=root)
 
 
-def _differing(engine: SideFiles, trainer: SideFiles, tally: Tally) -> Iterator[Finding]:
+def _differing(engine: SideFiles, trainer: SideFiles, tally: Tally) -> Iterator[Issue]:
     where = str(trainer.root)
     for expected, actual in _vocabularies(engine, trainer, tally):
-        yield Finding("CK716", expected, actual, _HINT, file=where)
+        yield Issue(expected, actual, _HINT, file=where)
     tally.compared(0, 3)
     for what, there, here in _manners(engine, trainer):
         expected, actual = f"{what} of --hf-checkpoint: {there}", f"beside the trainer's weights: {here}"
-        yield Finding(
-            "CK716",
+        yield Issue(
             expected,
             actual,
             "right where the weights were trained further; else take both from one release",
