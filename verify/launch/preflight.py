@@ -19,7 +19,8 @@ from verify.checks.config.config import STAGES
 from verify.checks.launch.int4_training import updates
 from verify.evidence.subject import Subject
 from verify.launch.arguments import LaunchArguments
-from verify.launch.launch import Launch, Side, Trouble, sides_of
+from verify.launch.launch import Launch, sides_of
+from verify.launch.sides import Side, Trouble
 from verify.report import CheckResult, Finding, Report
 from verify.run import LAUNCH, choose
 

@@ -1,0 +1,53 @@
+"""One side of a training job: the weights that it would load, and what is wrong with the path to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import read_json
+from converters.registry import family_of
+from verify.report import Severity
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something wrong with the path that `option` gives."""
+
+    option: str
+    path: Path
+    expected: str
+    actual: str
+    hint: str
+    severity: Severity = "error"
+
+
+@dataclass(frozen=True)
+class Side:
+    """The actor, the reference or the rollout engine: the weights it would load, and why these.
+
+    Without weights (`path` is None) it starts from random ones where `random` is set, and stops otherwise.
+    """
+
+    role: str
+    kind: Literal["hf", "megatron"] | None
+    path: Path | None
+    why: str
+    troubles: tuple[Trouble, ...] = ()
+    random: bool = False
+
+    def __str__(self) -> str:
+        without = "starts from RANDOM weights" if self.random else "cannot start"
+        what = f"loads {self.path} ({'HF' if self.kind == 'hf' else 'Megatron'})" if self.path else without
+        return f"{self.role} {what}: {self.why}"
+
+
+def is_supported_hf(path: Path) -> bool:
+    """Whether a directory has a config.json of a supported family."""
+    try:
+        family_of(read_json(path / "config.json"))
+    except CkptkitError:
+        return False
+    return True
