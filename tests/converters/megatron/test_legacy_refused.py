@@ -137,7 +137,7 @@ NEXT_LAYER = "decoder.layers.7.self_attention.linear_proj.weight"
         (
             tensor(PROJ, torch.ones(128, 161, dtype=torch.bfloat16)),
             [LAST],
-            "[128, 161] torch.bfloat16; config.json and the training arguments say [128, 160]",
+            "[128, 161] bfloat16; config.json and the training arguments say [128, 160]",
         ),
         (
             tensor(PROJ, torch.ones(128, 160)),

@@ -18,14 +18,15 @@ from verify.launch.arguments import QAT_FLAG, QAT_GROUP, LaunchArguments
 from verify.launch.launch import Launch
 from verify.report import Finding
 
-# What slime's fake quantization does, whatever the config says. Source: `fake_int4_quant_cuda.cu`, slime's Megatron patch.
+# What slime's fake quantization does whatever the config says. Source: its `fake_int4_quant_cuda.cu`, Megatron patch.
 _TRAINED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
 
 
 def updates(launch: Launch, options: LaunchArguments) -> bool:
     """Whether a trainer sends weights to the engine, which slime and miles then quantize by its `ignore` list.
 
-    Source: slime `megatron_to_hf/processors/__init__.py`: quantization_config of --hf-checkpoint alone decides, no option.
+    Source: slime `megatron_to_hf/processors/__init__.py`: quantization_config of --hf-checkpoint alone decides, no
+    option.
     """
     return bool(options.qat or launch.load or launch.ref_load)
 

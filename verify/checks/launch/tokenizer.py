@@ -1,4 +1,4 @@
-"""CK716: the tokenizer that a launch gives to engine and trainer, held against the one stored beside the trainer's weights."""
+"""CK716: the tokenizer that a launch gives to engine and trainer, against the one beside the trainer's weights."""
 
 from __future__ import annotations
 
