@@ -44,11 +44,15 @@ class ParamMapping:
 
     def expand(self, experts: int) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Every (Megatron name, HF names) pair of this rule for a model with that many routed experts."""
-        several = range(experts) if "{expert}" in self.megatron else [0]
+        several = (self.names_of(template, experts) for template in (self.megatron, *self.hf))
+        for megatron, *names in zip(*several, strict=True):
+            yield megatron, tuple(names)
+
+    def names_of(self, template: str, experts: int) -> Iterator[str]:
+        """The names that one template of this rule stands for, layer by layer and expert by expert."""
         for layer in self.layers if self.layers is not None else [0]:
-            megatron, *names = (name.replace("{layer}", str(layer)) for name in (self.megatron, *self.hf))
-            for expert in map(str, several):
-                yield megatron.replace("{expert}", expert), tuple(name.replace("{expert}", expert) for name in names)
+            before, expert, after = template.replace("{layer}", str(layer)).partition("{expert}")
+            yield from (f"{before}{number}{after}" for number in range(experts)) if expert else (before,)
 
 
 @dataclass(frozen=True)

@@ -76,16 +76,14 @@ def _modules(family: ModelFamily, config: Mapping[str, Any]) -> tuple[set[str], 
     linears: set[str] = set()
     others: dict[str, str] = {}
     for rule in family.mappings(dims):
-        if rule.megatron.startswith("mtp.") or all(len(shape) < 2 for shape in rule.hf.values()):
+        if rule.megatron.startswith("mtp."):
             continue
-        modules = [
-            name.removesuffix(".weight")
-            for _, names in rule.expand(dims.experts)
-            for name in names
-            if name.endswith(".weight")
-        ]
-        if rule.kind == "Linear":
-            linears.update(modules)
-        else:
-            others |= dict.fromkeys(modules, release.classes.get(rule.kind, rule.kind))
+        for name, shape in rule.hf.items():
+            if len(shape) < 2 or not name.endswith(".weight"):
+                continue
+            modules = rule.names_of(name.removesuffix(".weight"), dims.experts)
+            if rule.kind == "Linear":
+                linears.update(modules)
+            else:
+                others |= dict.fromkeys(modules, release.classes.get(rule.kind, rule.kind))
     return linears, others

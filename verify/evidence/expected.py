@@ -29,8 +29,8 @@ from quant.formats.part_names import (
     WEIGHT_SHAPE,
     WEIGHT_ZERO_POINT,
 )
-from verify.check import Skip, Unable
 from verify.evidence.subject import Subject
+from verify.skip import Skip, Unable
 
 Shape = tuple[int, ...]
 
@@ -94,14 +94,14 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
     return config
 
 
-def expected_of(subject: Subject, config: Mapping[str, Any], names: Collection[str]) -> Expected:
-    """What must be in the checkpoint, spelled as `names` (all that is in it) are: fused or per expert, packed or not. Found once for all checks."""
-    if subject.promised is None:
-        subject.promised = _expected(subject, config, names)
-    return subject.promised
+def expected_of(subject: Subject) -> Expected | None:
+    """What must be in the checkpoint, spelled as its tensors are: fused or per expert, packed or not.
 
-
-def _expected(subject: Subject, config: Mapping[str, Any], names: Collection[str]) -> Expected:
+    None where there is no usable config.
+    """
+    if (config := usable_config(subject)) is None:
+        return None
+    names = subject.specs
     rules = list(rules_of(config, dialect_of(config, names)) if subject.kind == "megatron" else rules_of(config))
     if subject.kind == "megatron":
         vocab = frozenset(rule.megatron for rule in rules if rule.mapping.vocab)
@@ -180,6 +180,6 @@ def _packed(
 def usable_config(subject: Subject) -> Mapping[str, Any] | None:
     """As `config_of`, but None where the config is missing, broken or unsupported, which CK101 reports."""
     try:
-        return config_of(subject)
+        return subject.once(config_of)
     except (CkptkitError, Skip):
         return None

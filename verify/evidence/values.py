@@ -1,28 +1,21 @@
-"""One pass over all the bytes of a checkpoint, and of its source: digests, extremes and differences, a few tensors in memory."""
+"""What a group of tensors holds, and how it differs from the source: digests, extremes and differences."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.join import Joined
 from ckptkit.core.plan import View
-from ckptkit.core.progress import progress
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import locate
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.experts import is_fused, unfuse
-from converters.foreign import refuse_foreign
 from converters.megatron.legacy import LegacyCheckpoint
 from converters.passthrough import carried_beside
 from converters.planner import to_hf
@@ -33,7 +26,6 @@ from verify.evidence.subject import Subject
 Groups = Sequence[tuple[str, ...]]
 
 _PIECE = 1 << 24  # elements of a tensor that are compared at a time
-_MEMORY = 8 << 30  # bytes of tensors in memory over all threads; a single group may need more
 _COUNTED = 1 << 16  # elements up to which distinct values are counted: router biases, not matrices
 
 
@@ -86,19 +78,6 @@ def in_hf_space(checkpoint: Checkpoint, where: Path, release: Collection[str] = 
     )
 
 
-def read_values(subject: Subject) -> Values:
-    """Reads everything once, group by group. With a source, both sides are seen as HF and compared as they come by."""
-    return _pass(subject, stored=False)
-
-
-def stored_values(subject: Subject) -> Values:
-    """The same of every tensor under its name on disk: from the one pass where that is how it names them."""
-    fused = subject.kind == "hf" and is_fused(subject.checkpoint.specs)
-    if not fused and (subject.kind == "hf" or subject.source_path is None):
-        return subject.values
-    return _pass(subject, stored=True)
-
-
 def sides(subject: Subject, stored: bool) -> tuple[Checkpoint, Checkpoint | None]:
     """The checkpoint and its source with HF names; `stored`: the checkpoint alone, with its names on disk."""
     checkpoint, source = subject.checkpoint, None if stored else subject.source
@@ -129,59 +108,6 @@ def common_groups(left: Checkpoint, right: Checkpoint | None) -> Iterator[tuple[
         merged[home] += names
         joined.update(dict.fromkeys(touched, home))
     yield from (tuple(names) for names in merged if names)
-
-
-def _pass(subject: Subject, stored: bool) -> Values:
-    if subject.kind == "hf":
-        refuse_foreign(subject.checkpoint.specs, subject.path)
-    checkpoint, source = sides(subject, stored)
-    specs, values = checkpoint.specs, Values()
-    groups = list(common_groups(checkpoint, source))
-    if source is not None:
-        values.only_source = [name for name in source.specs if name not in specs]
-        values.only_here = [name for name in specs if name not in source.specs]
-    with (
-        progress("reading values", sum(spec.nbytes for spec in specs.values())) as advance,
-        _parts(subject, stored, checkpoint, source, groups) as parts,
-    ):
-        for part in parts:
-            values.add(part)
-            advance(sum(stats.nbytes for stats in part.stats.values()))
-    return values
-
-
-@contextmanager
-def _parts(
-    subject: Subject, stored: bool, checkpoint: Checkpoint, source: Checkpoint | None, groups: Groups
-) -> Iterator[Iterator[Values]]:
-    """What is found of the groups, in their order: by threads, or by tasks on a Ray cluster."""
-    if subject.ray is not None:
-        # Imported here because few want it, and it needs this module.
-        from verify.evidence.on_ray import parts_on_ray
-
-        with closing(parts_on_ray(subject, stored, checkpoint, groups)) as parts:
-            yield parts
-        return
-    largest = max((sum(checkpoint.specs[name].nbytes for name in names) for names in groups), default=0)
-    with _threads(largest) as pool:
-        yield pool.map(partial(look, checkpoint, source), groups)
-
-
-@contextmanager
-def _threads(largest: int) -> Iterator[Executor]:
-    """A thread a core, memory permitting, each with torch to itself: threads of torch's own would only be in their way."""
-    before = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(_workers(largest), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(before)
-
-
-def _workers(largest: int) -> int:
-    """Threads to read and digest with (both let other threads run): as many as there are cores, memory permitting."""
-    # Both sides and what is computed from them are in memory at a time, for every thread.
-    return max(1, min(os.cpu_count() or 1, _MEMORY // (3 * largest or 1)))
 
 
 def look(checkpoint: Checkpoint, source: Checkpoint | None, names: Sequence[str]) -> Values:

@@ -1,4 +1,4 @@
-"""One side of a training job: the weights that it would load, and what is wrong with the path to them."""
+"""One side of a training job: the weights that it would load, and what is wrong with the paths to them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Literal
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import read_json
 from converters.registry import family_of
+from verify.issue import Issue
 from verify.report import Severity
 
+# The option whose path is wrong, and what is wrong with it.
+PathIssue = tuple[str, Issue]
 
-@dataclass(frozen=True)
-class Trouble:
-    """Something wrong with the path that `option` gives."""
 
-    option: str
-    path: Path
-    expected: str
-    actual: str
-    hint: str
-    severity: Severity = "error"
+def path_issue(
+    option: str, path: Path, expected: str, actual: str, hint: str, severity: Severity = "error"
+) -> PathIssue:
+    """What is wrong with the path that an option gives."""
+    return option, Issue(f"{option}: {expected}", actual, hint, file=path, severity=severity)
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Side:
     kind: Literal["hf", "megatron"] | None
     path: Path | None
     why: str
-    troubles: tuple[Trouble, ...] = ()
+    issues: tuple[PathIssue, ...] = ()
     random: bool = False
 
     def __str__(self) -> str:

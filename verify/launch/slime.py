@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import ITERATION, TRACKER, is_legacy, tracked
-from verify.launch.sides import Side, Trouble, is_supported_hf
+from verify.launch.sides import PathIssue, Side, is_supported_hf, path_issue
 
 _ROLLOUT = "rollout engine"
 _VERL = " (verl loads it itself: say so behind --, by its use_dist_checkpointing and dist_checkpointing_path)"
@@ -29,13 +29,13 @@ def actor(load: Path | None, ref_load: Path | None, step: int | None) -> Side:
         return trainer("actor", "--load", load, step)
     if load and is_supported_hf(load):
         return Side("actor", "hf", load, "--load has no tracker but a supported config.json")
-    troubles = (_empty_load(load, ref_load),) if load else ()
+    issues = (_empty_load(load, ref_load),) if load else ()
     if ref_load is None:
         why = f"--load {load} holds no checkpoint and --ref-load is not given, so slime and miles stop"
-        return Side("actor", None, None, why, troubles)
+        return Side("actor", None, None, why, issues)
     side = trainer("actor", "--ref-load", ref_load, step)
     why = f"--load {load} holds no checkpoint, so --ref-load is taken" if load else "--load is not given"
-    return replace(side, why=f"{why}; {side.why}", troubles=(*troubles, *side.troubles))
+    return replace(side, why=f"{why}; {side.why}", issues=(*issues, *side.issues))
 
 
 def trainer(role: str, option: str, root: Path, step: int | None) -> Side:
@@ -48,8 +48,8 @@ def trainer(role: str, option: str, root: Path, step: int | None) -> Side:
     try:
         path = tracked(root)
     except CkptkitError as error:
-        trouble = Trouble(option, root / TRACKER, "a tracker that names a directory", error.message, error.hint or "")
-        return Side(role, None, None, f"Megatron stops: {error.message}", (trouble,))
+        issue = path_issue(option, root / TRACKER, "a tracker that names a directory", error.message, error.hint or "")
+        return Side(role, None, None, f"Megatron stops: {error.message}", (issue,))
     return Side(role, "megatron", path, f"the tracker of {option} says {path.name}")
 
 
@@ -60,11 +60,11 @@ def rollout(path: Path) -> Side:
     megatron = (path / TRACKER).exists() or (path / ".metadata").exists() or is_legacy(path)
     found = "a Megatron checkpoint" if megatron else "no config.json in it"
     actual, hint = found if path.exists() else "no such directory", "give the HF directory of the same model"
-    trouble = Trouble("--hf-checkpoint", path, "an HF directory with config.json", actual, hint)
-    return Side(_ROLLOUT, None, None, f"--hf-checkpoint {path} is no HF directory: {actual}", (trouble,))
+    issue = path_issue("--hf-checkpoint", path, "an HF directory with config.json", actual, hint)
+    return Side(_ROLLOUT, None, None, f"--hf-checkpoint {path} is no HF directory: {actual}", (issue,))
 
 
-def _empty_load(load: Path, ref_load: Path | None) -> Trouble:
+def _empty_load(load: Path, ref_load: Path | None) -> PathIssue:
     """What is wrong with a `--load` without a checkpoint. Where it is empty or absent, a first run starts like that."""
     inside = sorted(entry.name for entry in load.iterdir()) if load.is_dir() else []
     expected = f"{TRACKER} or a supported config.json"
@@ -74,21 +74,21 @@ def _empty_load(load: Path, ref_load: Path | None) -> Trouble:
     if iterations := _iterations(inside):
         hint = f"write `release` or the number into {load / TRACKER}, if that save is whole"
         actual = f"{', '.join(iterations)} but no tracker: the last save did not finish"
-        return Trouble("--load", load, expected, actual, hint)
+        return path_issue("--load", load, expected, actual, hint)
     if inside:
         hint = "give the directory of the checkpoint"
-        return Trouble("--load", load, expected, f"neither, but {len(inside)} other entries", hint)
+        return path_issue("--load", load, expected, f"neither, but {len(inside)} other entries", hint)
     actual = "an empty directory" if load.is_dir() else "no such directory"
     if ref_load is None:
-        return Trouble("--load", load, expected, actual, "check the path, or give --ref-load")
+        return path_issue("--load", load, expected, actual, "check the path, or give --ref-load")
     hint = "right for the first start of a run; check the path if it should resume"
-    return Trouble("--load", load, expected, actual, hint, "warning")
+    return path_issue("--load", load, expected, actual, hint, "warning")
 
 
-def _iteration_given(option: str, path: Path, expected: str, step: str = "") -> Trouble:
+def _iteration_given(option: str, path: Path, expected: str, step: str = "") -> PathIssue:
     verl = _VERL if (path / ".metadata").exists() else ""
     hint = f"give its parent: {option} {path.parent}{step}{verl}"
-    return Trouble(option, path, expected, "an iteration directory, which has no tracker", hint)
+    return path_issue(option, path, expected, "an iteration directory, which has no tracker", hint)
 
 
 def _iterations(names: list[str]) -> list[str]:
@@ -99,15 +99,15 @@ def _untracked(role: str, option: str, root: Path, step: int | None) -> Side:
     """A directory without a tracker: HF, or nothing that a trainer loads."""
     expected, random = f"a directory with {TRACKER}", False
     if ITERATION.fullmatch(root.name) or (root / ".metadata").exists() or is_legacy(root):
-        trouble = _iteration_given(option, root, expected)
+        issue = _iteration_given(option, root, expected)
         random = bool(ITERATION.fullmatch(root.name)) and not step
     elif is_supported_hf(root):
         return Side(role, "hf", root, f"{option} has no tracker but a supported config.json")
     else:
         actual = "no tracker in it" if root.exists() else "no such directory"
-        trouble = Trouble(option, root, expected, actual, "check the path")
+        issue = path_issue(option, root, expected, actual, "check the path")
     why = "Megatron finds no tracker and only prints a warning" if random else _stops(root)
-    return Side(role, None, None, f"{option} {root} has no tracker; {why}", (trouble,), random)
+    return Side(role, None, None, f"{option} {root} has no tracker; {why}", (issue,), random)
 
 
 def _stops(root: Path) -> str:
@@ -125,5 +125,5 @@ def _step(role: str, root: Path, step: int, option: str) -> Side:
         return Side(role, "megatron", path, f"--ckpt-step {step} of {option}")
     there = ", ".join(_iterations(sorted(entry.name for entry in root.iterdir()))) or "nothing"
     hint = "choose an iteration that is there, or leave --ckpt-step out"
-    trouble = Trouble("--ckpt-step", root, f"{path.name}/", f"only {there}", hint)
-    return Side(role, None, None, f"Megatron stops: {path} is not there", (trouble,))
+    issue = path_issue("--ckpt-step", root, f"{path.name}/", f"only {there}", hint)
+    return Side(role, None, None, f"Megatron stops: {path} is not there", (issue,))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import TRACKER, tracked
-from verify.launch.sides import Side, Trouble, is_supported_hf
+from verify.launch.sides import Side, is_supported_hf, path_issue
 
 
 def trainer(role: str, option: str, path: Path) -> Side:
@@ -23,8 +23,8 @@ def trainer(role: str, option: str, path: Path) -> Side:
         actual, hint = "a directory of iterations", f"give the iteration: {option} {_iteration(path)}"
     else:
         actual, hint = "no .metadata in it" if path.exists() else "no such directory", "check the path"
-    trouble = Trouble(option, path, "the torch_dist directory itself, which verl loads", actual, hint)
-    return Side(role, None, None, f"verl stops: {option} {path} is no torch_dist directory", (trouble,))
+    issue = path_issue(option, path, "the torch_dist directory itself, which verl loads", actual, hint)
+    return Side(role, None, None, f"verl stops: {option} {path} is no torch_dist directory", (issue,))
 
 
 def _iteration(root: Path) -> Path:

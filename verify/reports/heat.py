@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verify.report import Finding, anchors
 
 if TYPE_CHECKING:
+    from verify.evidence.rounding import Rounding
     from verify.evidence.values import Values
 
 # A layer number, or the braces that a folded name has in its place; then what is numbered on from 0 again, for multi-token prediction.
@@ -83,10 +84,10 @@ def of_values(values: Values) -> Iterator[tuple[str, Measured]]:
         yield name, Measured(error, failed=not stats.finite or (difference is not None and difference.unequal > 0))
 
 
-def of_rounding(rounding: Mapping[str, tuple[float, float]]) -> Iterator[tuple[str, Measured]]:
-    """What CK305 tells of each packed weight: how many quantization steps it is off, where `(steps, permitted steps)` is given."""
-    for name, (steps, permitted) in rounding.items():
-        yield name, Measured(steps=steps, failed=not steps <= permitted)
+def of_rounding(rounding: Mapping[str, Rounding]) -> Iterator[tuple[str, Measured]]:
+    """What CK305 tells of each packed weight: how many quantization steps it is off, and whether that is too many."""
+    for name, one in rounding.items():
+        yield name, Measured(steps=one.steps, failed=one.failed)
 
 
 def heat_map(measured: Iterable[tuple[str, Measured]], findings: Sequence[Finding]) -> Heat:

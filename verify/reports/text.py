@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
-from ckptkit.core.printable import printable
 from verify.report import Finding, Report, anchors
 
 
@@ -45,11 +43,6 @@ def subject_of(finding: Finding) -> str:
     if finding.tensor:
         return finding.tensor + (f" ({finding.count} tensors)" if finding.count > 1 else "")
     return finding.file or ""
-
-
-def escaped(text: str) -> str:
-    """Printable text in which nothing is markup, for an element or a quoted attribute of HTML."""
-    return escape(printable(text))
 
 
 def size(nbytes: int) -> str:

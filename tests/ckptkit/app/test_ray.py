@@ -30,7 +30,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer.files import FilesWriter
 from ckptkit.transfer.journal import JOURNAL, Journal
 from ckptkit.transfer.ray import tasks as ray_tasks
-from verify.evidence.on_ray import Told, look_at
+from verify.evidence.on_ray import TaskInput, look_at
 from verify.run import verify
 
 ray = pytest.importorskip("ray")
@@ -350,7 +350,7 @@ def test_a_node_that_sees_another_source_is_named(run: Run, different: str) -> N
 
 
 def test_a_node_that_sees_another_checkpoint_is_named(releases: PathOf) -> None:
-    told = Told(releases("qwen3_moe"), releases("qwen2-tied"), None, stored=False, files="0" * 64)
+    told = TaskInput(releases("qwen3_moe"), releases("qwen2-tied"), None, stored=False, files="0" * 64)
     with pytest.raises(
         CkptkitError, match=r"node \S+ sees other files at \S+qwen3_moe or \S+qwen2-tied than the coordinator"
     ):

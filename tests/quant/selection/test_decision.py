@@ -373,13 +373,6 @@ def test_a_model_that_is_not_understood_is_refused(
         check_ignore(specs["qwen2-untied"], config_of("qwen2-untied", **changes), ())
 
 
-def test_an_unknown_model_type_has_no_class_tree() -> None:
-    with pytest.raises(
-        CkptkitError, match="model_type 'no_such_model': which of its tensors are Linear layers is not known"
-    ):
-        class_tree({"model_type": "no_such_model"})
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_modules_that_must_be_packed(specs: Mapping[str, dict[str, TensorSpec]], family: str) -> None:
     config = config_of(family)

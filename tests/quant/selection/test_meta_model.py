@@ -26,8 +26,10 @@ from transformers.models.auto import auto_factory, configuration_auto
 from ckptkit.core.errors import CkptkitError
 from converters.registry import FAMILIES
 from quant.lint.lint import lint
-from quant.selection.class_tree import class_tree, release_of
+from quant.selection.class_tree import release_of
 from quant.selection.meta_model import text_model, whole_model
+from quant.selection.meta_tree import meta_tree
+from quant.selection.tree import ClassTree
 
 RELEASES = {model_type: family.release for model_type, family in FAMILIES.items() if family.release}
 REPOSITORY = "kernels-community/flash-attn2@0123456789abcdef"
@@ -70,6 +72,11 @@ GEMMA = {
         "vision_use_head": False,
     },
 }
+
+
+def tree_of(config: Mapping[str, Any]) -> ClassTree:
+    """What transformers' classes say, whether or not the family knows."""
+    return meta_tree(FAMILIES[config["model_type"]], release_of(config), config)
 
 
 def content(name: str) -> dict[str, Any]:
@@ -251,7 +258,7 @@ def test_no_key_that_picks_code_has_an_effect(attempts: Callable[..., list[str]]
                 continue
             config = with_key(VL, where, key, value)
             assert attempts(config) == []
-            assert class_tree(config) == class_tree(VL)
+            assert tree_of(config) == tree_of(VL)
         if key != "model_type":
             assert attempts({**published.QWEN, key: value}) == []
 
@@ -288,7 +295,7 @@ def test_only_sizes_reach_transformers_whatever_its_version_reads(
         return build(model_type, **fields)
 
     monkeypatch.setattr(AutoConfig, "for_model", noted)
-    class_tree({**config, "clean": True})
+    tree_of({**config, "clean": True})
     whole_model(release_of(config), config)
     clean, known = list(passed), names_in(passed)
     passed.clear()
@@ -306,7 +313,7 @@ def test_only_sizes_reach_transformers_whatever_its_version_reads(
         "text_config": {**poison, **config["text_config"]},
         "vision_config": {**poison, **config["vision_config"]},
     }
-    class_tree(poisoned)
+    tree_of(poisoned)
     whole_model(release_of(poisoned), poisoned)
     assert passed == clean
 
@@ -416,10 +423,10 @@ def test_a_value_that_is_no_size_is_refused_by_its_key(key: str) -> None:
         with pytest.raises(
             CkptkitError, match=rf"transformers cannot build model_type 'qwen3_moe' from config\.json: {key} "
         ) as caught:
-            class_tree({**published.QWEN, key: value})
+            tree_of({**published.QWEN, key: value})
         assert "repair config.json" in str(caught.value.hint)
         with pytest.raises(CkptkitError, match=rf"from config\.json: text_config\.{key} "):
-            class_tree(with_key(VL, "text_config", key, value))
+            tree_of(with_key(VL, "text_config", key, value))
 
 
 @pytest.mark.parametrize("key", [*VISION_SIZES, *VISION_WORDS])
@@ -439,7 +446,7 @@ NO_MODEL = (
 @pytest.mark.parametrize("sizes", NO_MODEL)
 def test_sizes_that_make_no_model_are_refused(sizes: dict[str, Any]) -> None:
     with pytest.raises(CkptkitError, match="transformers cannot build model_type 'qwen2'"):
-        class_tree({**published.QWEN, "model_type": "qwen2", **sizes})
+        tree_of({**published.QWEN, "model_type": "qwen2", **sizes})
 
 
 def test_which_layers_have_an_indexer_is_read_from_a_pattern() -> None:
@@ -452,7 +459,7 @@ def test_which_layers_have_an_indexer_is_read_from_a_pattern() -> None:
     layers = base["num_hidden_layers"]
     for pattern in ("F" + "S" * (layers - 1), ["full"] + ["shared"] * (layers - 1)):
         found = {
-            name for name in class_tree({**base, "index_topk_pattern": pattern}).linears if name.endswith("indexer.wk")
+            name for name in tree_of({**base, "index_topk_pattern": pattern}).linears if name.endswith("indexer.wk")
         }
         assert found == {"model.layers.0.self_attn.indexer.wk"}
 

@@ -14,6 +14,7 @@ from verify.check import Tally
 from verify.checks.witnesses.megatron import right_slices, strict_load
 from verify.evidence.subject import Subject
 from verify.witnesses.megatron import run as megatron_run
+from verify.witnesses.megatron.run import run_megatron
 
 needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
 
@@ -41,7 +42,7 @@ def test_every_rank_holds_its_slice(tmp_path: Path, name: str) -> None:
     subject = Subject(tmp_path / "megatron", tmp_path / "release", tp=2)
     for check in (strict_load, right_slices):
         assert list(check(subject, Tally())) == []
-    (report,) = (report for report in subject.megatron_run.reports if report.rank == 1)
+    (report,) = (report for report in subject.once(run_megatron).reports if report.rank == 1)
     elements = {seen.name.removeprefix("decoder.layers.11."): seen.elements for seen in report.tensors}
     assert elements.items() >= HELD[name].items()
 

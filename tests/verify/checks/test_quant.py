@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, quantize
 from quant.formats.scheme import QuantScheme
-from verify.evidence.packed import Format, bound_in_steps, worst_steps
+from verify.evidence.packed import Format
+from verify.evidence.rounding import bound_in_steps, worst_steps
 from verify.run import verify
 
 INDEX = "model.safetensors.index.json"

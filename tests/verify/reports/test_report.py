@@ -166,7 +166,7 @@ def failing(subject: Subject, tally: Tally) -> Iterator[Finding]:
 
 
 def test_a_check_that_compared_nothing_fails() -> None:
-    outcome = run_checks(Subject(Path("x")), [Check("CK999", "t", "r", "f", nothing)])
+    outcome = run_checks(Subject(Path("x")), [Check("CK999", "t", "r", "f", nothing, "headers")])
     results, findings = outcome.checks, outcome.findings
     assert [result.status for result in results] == ["failed"]
     assert [finding.code for finding in findings] == ["CK999"]
@@ -174,8 +174,10 @@ def test_a_check_that_compared_nothing_fails() -> None:
 
 def test_a_skip_keeps_its_reason_and_headers_that_fail_skip_the_rest() -> None:
     checks = [
-        Check(code, "t", "r", "f", run)
-        for code, run in [("CK101", skipping), ("CK102", failing), ("CK201", failing), ("CK701", failing)]
+        Check("CK101", "t", "r", "f", skipping, "headers", gate=True),
+        Check("CK102", "t", "r", "f", failing, "headers", gate=True),
+        Check("CK201", "t", "r", "f", failing, "values", needs=("sound headers",)),
+        Check("CK701", "t", "r", "f", failing, "configuration"),
     ]
     outcome = run_checks(Subject(Path("x")), checks)
     results = outcome.checks
@@ -211,7 +213,8 @@ def warning(subject: Subject, tally: Tally) -> Iterator[Finding]:
 def report_of(*runs: Run) -> Report:
     """The report of checks that run these functions."""
     outcome = run_checks(
-        Subject(Path("x")), [Check(f"CK7{index:02}", "t", "r", "f", run) for index, run in enumerate(runs)]
+        Subject(Path("x")),
+        [Check(f"CK7{index:02}", "t", "r", "f", run, "configuration") for index, run in enumerate(runs)],
     )
     return replace(
         REPORT, checks=outcome.checks, findings=outcome.findings, facts=outcome.facts, reasons=outcome.reasons

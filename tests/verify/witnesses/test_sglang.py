@@ -27,7 +27,7 @@ from verify.report import CheckResult, Finding
 from verify.run import choose, verify
 from verify.witnesses.sglang import run as sglang_run
 from verify.witnesses.sglang.job import SglangReport
-from verify.witnesses.sglang.run import SglangRun
+from verify.witnesses.sglang.run import SglangRun, run_sglang
 
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install sglang")
 
@@ -200,8 +200,8 @@ def reports(runs: dict[str, SglangRun]) -> dict[str, SglangReport]:
 def checked(case: Case, run: SglangRun) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
     """The CK5xx checks over a run of the witness that has been made already."""
     subject = Subject(case.checkpoint, case.source, against=frozenset({"sglang"}))
-    subject.sglang_run = run
-    chosen, _ = choose(subject, [one for one in all_checks() if one.code.startswith("CK5")])
+    subject._results[run_sglang] = run
+    chosen, _ = choose(subject, [one for one in all_checks() if one.stage == "sglang"])
     outcome = run_checks(subject, chosen)
     results, findings, facts = outcome.checks, outcome.findings, outcome.facts
     return {result.code: result for result in results}, findings, facts
@@ -425,7 +425,7 @@ def test_a_model_that_sglang_cannot_load_is_a_finding(releases: Callable[[str], 
     release = releases("qwen2-tied")
     path = written(tmp_path, "wide", release, models.tensors(release), vocab_size=640)
     subject = Subject(path, against=frozenset({"sglang"}))
-    outcome = run_checks(subject, [one for one in all_checks() if one.code.startswith("CK5")])
+    outcome = run_checks(subject, [one for one in all_checks() if one.stage == "sglang"])
     results, findings = outcome.checks, outcome.findings
     assert [(finding.code, "exit code 1" in finding.actual) for finding in findings] == [("CK501", True)]
     assert "AssertionError" in findings[0].actual or "RuntimeError" in findings[0].actual

@@ -16,7 +16,6 @@ from converters.planner import dims_of
 from verify.check import Skip, Tally, check
 from verify.checks.config.arguments import compared, mismatches
 from verify.checks.config.config_keys import keys_behind
-from verify.checks.values.values import needs_source
 from verify.evidence.expected import config_of, stated_config_of
 from verify.evidence.folding import chunk_ranges
 from verify.evidence.subject import Subject
@@ -58,7 +57,12 @@ def _source_config(subject: Subject) -> Mapping[str, Any]:
 @check(
     "CK701",
     "Megatron's stored arguments describe the model of config.json",
-    rationale="Training takes sizes from a launch script, generation from config.json. Where they differ, training runs on and gives another model.",
+    stage="configuration",
+    preflight=True,
+    rationale=(
+        "Training takes sizes from a launch script, generation from config.json. "
+        "Where they differ, training runs on and gives another model."
+    ),
     fix="Correct the launch script's model arguments (or config.json), then convert or train again.",
     unless=lambda subject: None if subject.kind == "megatron" else "an HF directory stores no training arguments",
 )
@@ -89,9 +93,11 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
 @check(
     "CK702",
     "config.json describes the same model as the source's",
+    stage="configuration",
+    needs=("source",),
+    preflight=True,
     rationale="A rope base or an epsilon that changed on the way changes every logit, and no weight shows it.",
     fix="Take config.json from the source; only dtype and quantization_config may differ.",
-    unless=needs_source,
 )
 def configs_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """Both configs, seen as the Megatron arguments that follow from them, as rotary settings, and key by key where neither shows it.
@@ -164,6 +170,8 @@ def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, An
 @check(
     "CK703",
     "the model divides over the parallel sizes",
+    stage="configuration",
+    preflight=True,
     rationale="Megatron stops with an assertion minutes after the GPUs were booked, or pads silently.",
     fix="Choose sizes that divide the model, or the uneven pipeline arguments.",
     unless=lambda subject: (

@@ -60,7 +60,12 @@ def _both_spellings(subject: Subject) -> str | None:
 @check(
     "CK704",
     "rotary settings are the same in both spellings",
-    rationale="transformers v4 reads rope_theta and rope_scaling, v5 rope_parameters: where they differ, two readers run two models, and no weight shows it.",
+    stage="configuration",
+    preflight=True,
+    rationale=(
+        "transformers v4 reads rope_theta and rope_scaling, v5 rope_parameters: "
+        "where they differ, two readers run two models, and no weight shows it."
+    ),
     fix="Make rope_theta, rope_scaling and rope_parameters say the same, or keep only those of the release.",
     unless=_both_spellings,
 )
@@ -127,15 +132,20 @@ def _no_text_config(subject: Subject) -> str | None:
 @check(
     "CK705",
     "a multimodal config says the same of its language model at the top and in text_config",
-    rationale="Readers take one or the other. Where the tie flag differs, one of them looks for an output layer that is not stored and leaves it random.",
+    stage="configuration",
+    preflight=True,
+    rationale=(
+        "Readers take one or the other. "
+        "Where the tie flag differs, one of them looks for an output layer that is not stored and leaves it random."
+    ),
     fix="Take config.json from the release, or make both places say what the weights are.",
     unless=_no_text_config,
 )
 def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Finding]:
     """Tied embeddings, sizes and switches that stand in both places.
 
-    transformers v5 writes a tie flag of its own default, true, into the text_config of models that it reads as not tied: that is
-    no finding, since it and SGLang take the flag of the top.
+    transformers v5 writes a tie flag of its own default, true, into the text_config of models that it reads as not
+    tied: that is no finding, since it and SGLang take the flag of the top.
     """
     config = _config(subject)
     text = _mapping(config.get("text_config"))

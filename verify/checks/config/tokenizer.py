@@ -12,7 +12,6 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import locate
 from converters.planner import dims_of
 from verify.check import Skip, Tally, check
-from verify.checks.values.values import needs_source
 from verify.evidence.expected import config_of
 from verify.evidence.side_files import GENERATION, TOKENIZER_CONFIG, SideFiles
 from verify.evidence.subject import Subject
@@ -57,8 +56,16 @@ def _rows(subject: Subject) -> int:
 @check(
     "CK706",
     "every token id has a row in the embedding",
-    rationale="A vocabulary cut to another tokenizer's size has no row for the last tokens; looking one up reads memory that is not the embedding's.",
-    fix="Take the tokenizer of the release that the weights come from; vocab_size must be the number of rows, not of tokens.",
+    stage="configuration",
+    preflight=True,
+    rationale=(
+        "A vocabulary cut to another tokenizer's size has no row for the last tokens; "
+        "looking one up reads memory that is not the embedding's."
+    ),
+    fix=(
+        "Take the tokenizer of the release that the weights come from; "
+        "vocab_size must be the number of rows, not of tokens."
+    ),
     unless=lambda subject: _no_vocabulary(side_of(subject)),
 )
 def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Finding]:
@@ -109,8 +116,16 @@ def _one_place_only(subject: Subject) -> str | None:
 @check(
     "CK707",
     "config, generation_config and tokenizer agree on the special tokens",
-    rationale="Trainer and server stop at different tokens: answers run on to the length limit, or end too soon, and rewards are given for it.",
-    fix="Make eos_token_id in config.json and generation_config.json that of the tokenizer's eos_token, as in the release.",
+    stage="configuration",
+    preflight=True,
+    rationale=(
+        "Trainer and server stop at different tokens: "
+        "answers run on to the length limit, or end too soon, and rewards are given for it."
+    ),
+    fix=(
+        "Make eos_token_id in config.json and generation_config.json that of the tokenizer's eos_token, "
+        "as in the release."
+    ),
     unless=_one_place_only,
 )
 def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Finding]:
@@ -216,8 +231,8 @@ def _text(numbers: set[int]) -> str:
 
 
 def _nothing_to_carry(subject: Subject) -> str | None:
-    if (reason := needs_source(subject)) is not None:
-        return reason
+    if subject.source_path is None:
+        return None
     with suppress(CkptkitError):
         there = _source_side(subject)
         if there.root == side_of(subject).root:
@@ -229,7 +244,13 @@ def _nothing_to_carry(subject: Subject) -> str | None:
 @check(
     "CK708",
     "tokenizer and chat template are those of the source",
-    rationale="Without its template a server answers with a default one, or not at all; with another tokenizer every id means another word.",
+    stage="configuration",
+    needs=("source",),
+    preflight=True,
+    rationale=(
+        "Without its template a server answers with a default one, or not at all; "
+        "with another tokenizer every id means another word."
+    ),
     fix="Copy the tokenizer files and chat_template.jinja from the source.",
     unless=_nothing_to_carry,
 )
@@ -277,6 +298,7 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Finding]:
 @check(
     "CK720",
     "a tokenizer lies beside the weights",
+    stage="configuration",
     rationale="An engine loads the tokenizer from the directory of the weights; without one it does not start.",
     fix="Copy the tokenizer files of the release into this directory.",
     unless=lambda subject: None if subject.kind == "hf" else "Megatron loads no tokenizer from its checkpoint",

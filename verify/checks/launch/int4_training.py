@@ -42,8 +42,15 @@ def _rounding(subject: Subject) -> tuple[Path, LaunchArguments]:
 @check(
     "CK709",
     "training rounds to the INT4 weights that the engine serves",
-    rationale="The trainer takes its group size from a variable, the engine its own from quantization_config. Where they differ, another policy is served.",
-    fix="Set OPEN_TRAINING_INT4_GROUP_SIZE to group_size of the engine's checkpoint, and give an INT4 checkpoint with symmetric groups as --hf-checkpoint.",
+    stage="launch",
+    rationale=(
+        "The trainer takes its group size from a variable, the engine its own from quantization_config. "
+        "Where they differ, another policy is served."
+    ),
+    fix=(
+        "Set OPEN_TRAINING_INT4_GROUP_SIZE to group_size of the engine's checkpoint, "
+        "and give an INT4 checkpoint with symmetric groups as --hf-checkpoint."
+    ),
     unless=unless_skipped(_rounding),
 )
 def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
@@ -81,7 +88,10 @@ def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
 @check(
     "CK715",
     "the engine takes online updates of its INT4 weights",
-    rationale="SGLang can load some INT4 layers only once. An update of them is lost, or lands in memory that nothing reads.",
+    stage="launch",
+    rationale=(
+        "SGLang can load some INT4 layers only once. An update of them is lost, or lands in memory that nothing reads."
+    ),
     fix="Quantize the checkpoint that the engine serves again, routed experts only, symmetric: `ckptkit quantize`.",
     unless=unless_skipped(_updated),
 )

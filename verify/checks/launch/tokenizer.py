@@ -28,7 +28,11 @@ def _engine(subject: Subject) -> SideFiles:
 @check(
     "CK716",
     "engine and trainer have one tokenizer",
-    rationale="Engine and trainer take the tokenizer from --hf-checkpoint. Where the weights belong to another one, every id means another word.",
+    stage="launch",
+    rationale=(
+        "Engine and trainer take the tokenizer from --hf-checkpoint. "
+        "Where the weights belong to another one, every id means another word."
+    ),
     fix="Give the HF directory of the model that --load and --ref-load were converted from as --hf-checkpoint.",
     unless=unless_skipped(_engine),
 )

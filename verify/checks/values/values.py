@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sized
 
 from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
-from ckptkit.core.specs import summarize
 from converters.planner import dims_of, rules_of, tied_head
 from converters.registry import family_of
 from quant.formats.part_names import (
@@ -25,16 +24,19 @@ from quant.formats.part_names import (
     WEIGHT_SCALE,
     WEIGHT_SHAPE,
     WEIGHT_ZERO_POINT,
+    packed_in,
 )
 from verify.check import Skip, Tally, check
 from verify.evidence.expected import is_quantized, usable_config
 from verify.evidence.extremes import Extremes, same_bytes
-from verify.evidence.folding import by_pattern
+from verify.evidence.folding import alike
 from verify.evidence.layers import layers_of, moved_layers, repeated_layers
-from verify.evidence.packed import format_of, packed_names
+from verify.evidence.packed import format_of
+from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
 from verify.evidence.values import Difference
-from verify.report import Finding, Severity
+from verify.issue import Issue
+from verify.report import Severity
 
 # Where in its file a tensor lies, in the message that says why it cannot be read.
 _AT_BYTE = re.compile(r" at byte \d+(?=: )")
@@ -43,11 +45,6 @@ _FLOATS = frozenset({*COMPUTED, "float64"})
 UNREAD = "not run because no tensor can be read (CK201)"
 # What stands beside the words of quantized weights.
 PARTS = (WEIGHT_SCALE, WEIGHT_SHAPE, WEIGHT_ZERO_POINT, WEIGHT_G_IDX, FP8_SCALE_INV, MXFP4_SCALES)
-
-
-def needs_source(subject: Subject) -> str | None:
-    """For checks that compare."""
-    return None if subject.source_path else "no --source was given"
 
 
 def counted(tally: Tally, names: Sized, none: str) -> None:
@@ -60,40 +57,45 @@ def counted(tally: Tally, names: Sized, none: str) -> None:
 @check(
     "CK201",
     "every tensor can be read",
+    stage="values",
+    needs=("sound headers",),
     rationale="Headers can be whole while the bytes behind them are not, after a disk error or a copy that was cut short.",
     fix="Copy the named file again, or convert again.",
 )
-def readable(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor is read once; this pass also feeds the other CK2xx checks."""
-    unreadable = subject.values.unreadable
-    for stats in subject.values.stats.values():
+    unreadable = subject.once(read_values).unreadable
+    for stats in subject.once(read_values).stats.values():
         tally.compared(stats.nbytes)
     files: dict[str, list[str]] = defaultdict(list)
     for name, reason in unreadable.items():
         files[_AT_BYTE.split(reason)[0]].append(name)
     for names in files.values():
         actual = _AT_BYTE.sub("", unreadable[names[0]])
-        yield Finding(
-            "CK201",
+        yield Issue(
             "bytes that can be read",
             actual,
             "copy the file again, or convert again",
-            summarize(names),
-            len(names),
-            str(subject.path),
+            names=names,
+            together=True,
+            file=subject.path,
         )
 
 
 @check(
     "CK202",
     "values equal the source's, bit for bit",
+    stage="values",
+    needs=(
+        "sound headers",
+        "source",
+    ),
     rationale="A swap of gate and up, experts off by one, or a layer in the wrong place keeps every name and shape right.",
     fix="Convert again from the source. If the finding says whose values are there instead, the mapping between the two is the defect.",
-    unless=needs_source,
 )
-def same_values(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """HF <-> Megatron <-> HF in any combination, both seen as HF; the source is cast where the dtype differs (CK203 names that)."""
-    values = subject.values
+    values = subject.once(read_values)
     if not values.stats:
         raise Skip(UNREAD)
     for nbytes in values.compared.values():
@@ -107,51 +109,33 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Finding]:
     dropped = _dropped(subject) | _repeated_head(subject)
     extra = [name for name in extra if name not in dropped]
     lost = [name for name in values.only_source if name not in quantized and name not in dropped]
-    for text, names in by_pattern(lost):
-        yield Finding(
-            "CK202",
-            "the tensor of the source",
-            "it is not here",
-            "convert again from the source",
-            text,
-            len(names),
-            str(subject.path),
-        )
-    for text, names in by_pattern(extra):
-        yield Finding(
-            "CK202",
-            "only tensors of the source",
-            "the source has none of this name",
-            "check --source",
-            text,
-            len(names),
-            str(subject.path),
-        )
+    yield Issue(
+        "the tensor of the source", "it is not here", "convert again from the source", names=lost, file=subject.path
+    )
+    yield Issue(
+        "only tensors of the source",
+        "the source has none of this name",
+        "check --source",
+        names=extra,
+        file=subject.path,
+    )
     wrong = {name: difference for name, difference in values.differences.items() if difference.unequal}
     whose = {name: _whose(subject, name) for name in wrong}
     for moved in moved_layers(whose):
-        yield Finding(
-            "CK202",
-            "each layer's own values",
-            moved.text,
-            moved.hint,
-            summarize(moved.names),
-            len(moved.names),
-            str(subject.path),
+        yield Issue(
+            "each layer's own values", moved.text, moved.hint, names=moved.names, together=True, file=subject.path
         )
         wrong = {name: difference for name, difference in wrong.items() if name not in set(moved.names)}
     for group in _grouped(wrong, whose):
-        for text, names in by_pattern(group):
+        for names in alike(group):
             worst = max(names, key=lambda name: wrong[name].largest)
             hint = "convert again from the source; if that does not help, name the right --source"
-            yield Finding(
-                "CK202",
+            yield Issue(
                 "the bits of the source",
                 _described(wrong[worst], worst, whose[worst]),
                 hint,
-                text,
-                len(names),
-                str(subject.path),
+                names=names,
+                file=subject.path,
             )
 
 
@@ -164,8 +148,8 @@ def _judged_by_steps(subject: Subject) -> frozenset[str]:
         or format_of(subject.checkpoint.config) is None
     ):
         return frozenset()
-    values = subject.values
-    return frozenset(f"{module}.weight" for module in packed_names(subject.checkpoint.specs)) & frozenset(
+    values = subject.once(read_values)
+    return frozenset(f"{module}.weight" for module in packed_in(subject.checkpoint.specs)) & frozenset(
         values.only_source
     )
 
@@ -180,7 +164,7 @@ def _repeated_head(subject: Subject) -> frozenset[str]:
     """The output layer of tied embeddings where only one side stores it: here, for CK211 to judge, or in the source, where it repeats the embedding."""
     config = usable_config(subject)
     tied = tied_head(config) if config else None
-    values, source = subject.values, subject.source
+    values, source = subject.once(read_values), subject.source
     if tied is None or source is None or tied[0] not in (*values.only_here, *values.only_source):
         return frozenset()
     if tied[0] in values.only_source:
@@ -192,7 +176,7 @@ def _repeated_head(subject: Subject) -> frozenset[str]:
 
 def _whose(subject: Subject, name: str) -> str | None:
     """The source tensor whose values stand under this name, where there is one."""
-    return subject.values.source_names.get(subject.values.stats[name].digest)
+    return subject.once(read_values).source_names.get(subject.once(read_values).stats[name].digest)
 
 
 def _grouped(wrong: Mapping[str, Difference], whose: Mapping[str, str | None]) -> list[list[str]]:
@@ -215,13 +199,17 @@ def _described(difference: Difference, name: str, whose: str | None) -> str:
 @check(
     "CK203",
     "dtypes are kept, fp32 state above all",
+    stage="values",
+    needs=(
+        "sound headers",
+        "source",
+    ),
     rationale="A router bias rounded to bfloat16 loses most of its distinct values, and the top-k experts of almost every token change.",
     fix="Convert again with --dtype auto; fp32 state (e_score_correction_bias, expert_bias) must stay fp32.",
-    unless=needs_source,
 )
-def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each change of dtype: an error where none is legal and for fp32 state that was rounded, a warning for other tensors."""
-    values = subject.values
+    values = subject.once(read_values)
     counted(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
     config = usable_config(subject)
     fp32 = _fp32_names(config) if config else frozenset()
@@ -230,7 +218,7 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Finding]:
         if one.source.dtype != one.actual.dtype:
             changed[one.source.dtype, one.actual.dtype, name in fp32].append(name)
     for (before, after, state), found in changed.items():
-        for text, names in by_pattern(found):
+        for names in alike(found):
             severity, hint = _cast(before, after, state)
             first = values.differences[names[0]]
             counts = (
@@ -238,16 +226,7 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Finding]:
                 if state and severity == "error"
                 else ""
             )
-            yield Finding(
-                "CK203",
-                before,
-                after + counts,
-                hint,
-                text,
-                len(names),
-                str(subject.path),
-                severity=severity,
-            )
+            yield Issue(before, after + counts, hint, names=names, file=subject.path, severity=severity)
 
 
 def _cast(before: str, after: str, state: bool) -> tuple[Severity, str]:
@@ -266,37 +245,43 @@ def _fp32_names(config: Mapping[str, object]) -> frozenset[str]:
 @check(
     "CK204",
     "every value is finite",
+    stage="values",
+    needs=("sound headers",),
     rationale="One NaN or infinity in a weight makes every token after it NaN.",
     fix="Find the last good checkpoint of the run; or copy the file again, if the source is finite.",
 )
-def finite(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN and no infinity anywhere."""
-    counted(tally, subject.values.stats, UNREAD)
-    for text, names in by_pattern(name for name, stats in subject.values.stats.items() if not stats.finite):
-        hint = "look at the source: if it is finite there, convert again"
-        yield Finding("CK204", "finite values", "NaN or infinity", hint, text, len(names), str(subject.path))
+    counted(tally, subject.once(read_values).stats, UNREAD)
+    hint = "look at the source: if it is finite there, convert again"
+    yield Issue(
+        "finite values",
+        "NaN or infinity",
+        hint,
+        names=[name for name, stats in subject.once(read_values).stats.items() if not stats.finite],
+        file=subject.path,
+    )
 
 
 @check(
     "CK205",
     "no tensor is all zero or constant",
+    stage="values",
+    needs=("sound headers",),
     rationale="A router of zeros sends every token to the same experts; the server still answers, fluently and wrongly.",
     fix="Convert again from the release. A hole in a file reads as zeros: compare the file with its source.",
 )
-def not_constant(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Constants that no training makes; the module's first lines say which may be."""
-    counted(tally, subject.values.stats, UNREAD)
+    counted(tally, subject.once(read_values).stats, UNREAD)
     verdicts: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, stats in subject.values.stats.items():
+    for name, stats in subject.once(read_values).stats.items():
         if (verdict := _constant(name, stats)) is not None:
             verdicts[verdict].append(name)
     for (severity, actual), found in verdicts.items():
-        for text, names in by_pattern(found):
-            hint = "compare with the release: was this tensor ever loaded?"
-            severe: Severity = "error" if severity == "error" else "warning"
-            yield Finding(
-                "CK205", "values that vary", actual, hint, text, len(names), str(subject.path), severity=severe
-            )
+        hint = "compare with the release: was this tensor ever loaded?"
+        severe: Severity = "error" if severity == "error" else "warning"
+        yield Issue("values that vary", actual, hint, names=found, file=subject.path, severity=severe)
 
 
 def _constant(name: str, stats: Extremes) -> tuple[str, str] | None:
@@ -324,29 +309,26 @@ def _constant(name: str, stats: Extremes) -> tuple[str, str] | None:
 @check(
     "CK206",
     "experts and layers differ from one another",
+    stage="values",
+    needs=("sound headers",),
     rationale="Two experts with the same bytes are an expert read by its rank-local number; two equal layers are an offset by a pipeline stage.",
     fix="Convert again. Only a model whose experts were all copied from one dense MLP, and never trained since, may be so.",
 )
-def distinct(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """By digest: no two experts of a layer and no two layers hold the same matrix."""
-    counted(tally, subject.values.stats, UNREAD)
+    counted(tally, subject.once(read_values).stats, UNREAD)
     groups: dict[tuple[str, bytes], list[str]] = defaultdict(list)
-    for name, stats in subject.values.stats.items():
+    for name, stats in subject.once(read_values).stats.items():
         if kind_of(name) != name and stats.rows > 1 and not stats.constant and not name.endswith(PARTS):
             groups[kind_of(name), stats.digest].append(name)
     equal = [found for found in groups.values() if len(found) > 1]
     for text, names in repeated_layers(equal):
         hint = "a pipeline stage may have numbered its layers from 0: compare with the release"
-        yield Finding(
-            "CK206", "bytes of its own for each layer", text, hint, summarize(names), len(names), str(subject.path)
-        )
+        yield Issue("bytes of its own for each layer", text, hint, names=names, together=True, file=subject.path)
     for found in equal:
         if len(layers_of(found)) < len(found):
             hint = "compare with the release: which expert belongs there?"
-            text = next(by_pattern(found))[0]
-            yield Finding(
-                "CK206", "bytes of its own for each", "the same bytes", hint, text, len(found), str(subject.path)
-            )
+            yield Issue("bytes of its own for each", "the same bytes", hint, names=found, file=subject.path)
 
 
 def kind_of(name: str) -> str:

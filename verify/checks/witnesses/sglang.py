@@ -13,10 +13,12 @@ from converters.planner import dims_of, expected_hf
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE
 from verify.check import Skip, Tally, Unable, check
 from verify.evidence.expected import config_of, is_quantized, usable_config, weights_of
-from verify.evidence.folding import LAYER, by_pattern
+from verify.evidence.folding import LAYER, alike, by_pattern
 from verify.evidence.subject import Subject
-from verify.report import Finding, Severity
+from verify.issue import Issue
+from verify.report import Severity
 from verify.witnesses.sglang.job import SglangReport, Trouble
+from verify.witnesses.sglang.run import run_sglang
 
 KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
 _NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
@@ -29,7 +31,7 @@ def no_routers(subject: Subject) -> str | None:
 
 
 def _report(subject: Subject) -> SglangReport:
-    run = subject.sglang_run
+    run = subject.once(run_sglang)
     if run.unable:
         raise Unable(run.unable)
     if run.report is None:
@@ -57,40 +59,39 @@ def _count(tally: Tally, tensors: int, nbytes: int = 0) -> None:
 
 def _findings(
     code: str, troubles: Iterable[Trouble], expected: str, hint: Callable[[Trouble], str], severity: Severity = "error"
-) -> Iterator[Finding]:
+) -> Iterator[Issue]:
     """Troubles of one kind whose names differ only in layer and expert numbers as one finding, described by the first of them."""
     kinds: dict[str, dict[str, Trouble]] = defaultdict(dict)
     for trouble in troubles:
         kinds[_NUMBER.sub("#", trouble.what)][trouble.tensor] = trouble
     for kind in kinds.values():
-        for text, names in by_pattern(kind):
+        for names in alike(kind):
             trouble = kind[names[0]]
             place = "" if trouble.param == trouble.tensor else f", at {trouble.param} in SGLang"
             example = "" if len(names) == 1 else f" ({names[0]}, for one)"
-            yield Finding(
-                code, expected, trouble.what + place + example, hint(trouble), text, len(names), severity=severity
-            )
+            yield Issue(expected, trouble.what + place + example, hint(trouble), names=names, severity=severity)
 
 
 @check(
     "CK501",
     "SGLang loads the checkpoint",
+    stage="sglang",
+    needs=("sglang",),
     rationale="What the reader of a format refuses is no checkpoint, whatever its files look like.",
     fix="Read the exception: most often config.json describes another model than the weights, or a packed layer has the wrong group size.",
 )
-def loads(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def loads(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """SGLang's own model class is built from the config and loaded by its own `load_weights`."""
-    run = subject.sglang_run
+    run = subject.once(run_sglang)
     if run.unable:
         raise Unable(run.unable)
     if run.report is None:
         hint = "compare config.json with the release; run `python -m sglang.launch_server` on the directory to see the whole log"
-        yield Finding(
-            "CK501",
+        yield Issue(
             "SGLang's model is built and loads the weights",
             run.crash or "it ended without a report",
             hint,
-            file=str(subject.path),
+            file=subject.path,
         )
         return
     report = run.report
@@ -112,10 +113,12 @@ def _fusion(report: SglangReport) -> str:
 @check(
     "CK502",
     "SGLang leaves no parameter unwritten",
+    stage="sglang",
+    needs=("sglang",),
     rationale="SGLang allocates parameters without filling them and never checks that all were loaded: an unwritten one serves garbage with HTTP 200.",
     fix="Give the checkpoint the tensors that the finding names, under names that SGLang knows.",
 )
-def all_written(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def all_written(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every element of every parameter, poisoned before loading, is looked at after it."""
     report = _report(subject)
     _count(tally, report.parameters)
@@ -137,10 +140,12 @@ def _why_unwritten(trouble: Trouble, promised: Collection[str]) -> str:
 @check(
     "CK503",
     "SGLang drops no tensor",
+    stage="sglang",
+    needs=("sglang",),
     rationale="Most of SGLang's loaders skip a name that they do not know, without a word: the parameter keeps what memory held.",
     fix="Follow the hint: it depends on what kind of tensor SGLang has no place for.",
 )
-def none_dropped(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def none_dropped(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor of the checkpoint was written into the parameter that is its own, and nowhere else."""
     report = _report(subject)
     _count(tally, report.fed)
@@ -181,10 +186,12 @@ def _why_unknown(trouble: Trouble, model: str, config: Mapping[str, Any]) -> str
 @check(
     "CK504",
     "SGLang holds the checkpoint's values, bit for bit",
+    stage="sglang",
+    needs=("sglang",),
     rationale="A name that is known can still be loaded into the wrong place: another expert, up where gate belongs, half of a fused matrix.",
     fix="Where a Megatron checkpoint differs from its source, CK202 says which layer or expert. Otherwise report it: SGLang and ckptkit disagree.",
 )
-def same_values(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Before any repacking, every tensor against the place that ckptkit predicts for it, without asking SGLang's mapping."""
     report = _report(subject)
     _count(tally, report.tensors, report.bytes)
@@ -198,11 +205,13 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Finding]:
 @check(
     "CK505",
     "every router is alive in SGLang",
+    stage="sglang",
+    needs=("sglang",),
     rationale="A router that is zero or was never written picks the same experts for every token: fluent garbage, and nothing is logged.",
     fix=f"Leave routers out of quantization: add `{KEEP_ROUTER}` to quantization_config.ignore and quantize again.",
     unless=no_routers,
 )
-def routers_alive(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def routers_alive(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The router of every layer with experts, after loading: written, finite, neither zero nor constant."""
     report = _report(subject)
     _count(tally, report.routers_seen)
@@ -213,11 +222,13 @@ def routers_alive(subject: Subject, tally: Tally) -> Iterator[Finding]:
 @check(
     "CK506",
     "SGLang repacks the weights whole",
+    stage="sglang",
+    needs=("sglang",),
     rationale="After loading, SGLang rewrites packed weights for its kernels; whatever is lost there shows in no file and in no log.",
     fix="Check the sizes against the kernel's limits (out features % 64, in features % 128), or report it to SGLang.",
     unless=_nothing_to_repack,
 )
-def repacked(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def repacked(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Marlin's layout computed here against what the quantization methods made, and all other parameters as before."""
     report = _report(subject)
     if report.repacked is None:
@@ -239,11 +250,13 @@ def _why_not_repacked(trouble: Trouble) -> str:
 @check(
     "CK507",
     "SGLang has the parallel sizes asked for",
+    stage="sglang",
+    needs=("sglang",),
     rationale="A rank of a tensor-parallel engine holds slices, and its own loader cuts them: what one rank holds says little of them.",
     fix="Verify with Megatron at these sizes and with SGLang at 1: one command for each.",
     unless=_one_rank,
 )
-def parallel_sizes(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def parallel_sizes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """SGLang is loaded on one rank only."""
     asked = {"--tp": subject.tp, "--pp": subject.pp, "--ep": subject.ep, "--etp": subject.etp or 1}
     said = " ".join(f"{name} {size}" for name, size in asked.items() if size > 1)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from ckptkit.formats.hf.side_files import main_dtype
 from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, with_remainder
 from converters.planner import MCORE, dialect_of, dims_of, to_megatron
-from verify.check import Unable
 from verify.evidence.expected import config_of
+from verify.skip import Unable
 from verify.witnesses.ending import Ending, ending_path, how_it_ended
 from verify.witnesses.megatron.job import RankJob, RankReport
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from ckptkit.formats.hf.reader import read_json
 from converters.registry import FAMILIES
-from verify.check import Unable
 from verify.evidence.expected import config_of, is_quantized
 from verify.evidence.subject import Subject
+from verify.skip import Unable
 from verify.witnesses.ending import Ending, ending_path, how_it_ended
 from verify.witnesses.sglang.job import SglangJob, SglangReport
 from verify.witnesses.sglang.slots import unplaced

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ckptkit.core.specs import TensorSpec, ranges
 from converters.config.dims import ModelDims
 from converters.planner import dims_of
-from verify.evidence.folding import LAYER, MTP_LAYER, by_pattern
-from verify.report import Finding
+from verify.evidence.folding import LAYER, MTP_LAYER
+from verify.issue import Issue
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 # The parts of a quantized weight: some layers may be left unquantized.
@@ -45,13 +45,13 @@ def _kind_of_layer(layer: int, dims: ModelDims | None) -> str:
     return "MoE layers" if layer in dims.moe else "dense layers"
 
 
-def uneven(specs: Mapping[str, TensorSpec], file: str) -> Iterator[Finding]:
+def uneven(specs: Mapping[str, TensorSpec], file: str) -> Iterator[Issue]:
     """Without a usable config: layers that lack what others of their kind have, and experts that lack what others of all layers have."""
     yield from _uneven_layers(specs, file)
     yield from _uneven_experts(specs, file)
 
 
-def _uneven_experts(names: Iterable[str], file: str) -> Iterator[Finding]:
+def _uneven_experts(names: Iterable[str], file: str) -> Iterator[Issue]:
     """Experts that lack in every layer what most of them have: the layers alone would agree on that."""
     having: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
@@ -60,19 +60,16 @@ def _uneven_experts(names: Iterable[str], file: str) -> Iterator[Finding]:
     everyone = {expert for experts in having.values() for expert in experts}
     for part, experts in having.items():
         if missing := everyone - experts.keys():
-            text = f"experts.{ranges(missing)}.{part}"
-            yield Finding(
-                "CK104",
+            yield Issue(
                 "there, as in the other experts",
                 "missing",
                 "convert or download it again",
-                text,
-                len(missing),
-                file,
+                names=[f"experts.{expert}.{part}" for expert in sorted(missing)],
+                file=file,
             )
 
 
-def _uneven_layers(specs: Iterable[str], file: str) -> Iterator[Finding]:
+def _uneven_layers(specs: Iterable[str], file: str) -> Iterator[Issue]:
     """Without a usable config: a layer that is as several others are, less some tensors.
 
     What two layers or more have alike is a kind of layer: models mix full and linear attention, dense layers and experts, and some
@@ -87,13 +84,10 @@ def _uneven_layers(specs: Iterable[str], file: str) -> Iterator[Finding]:
         fuller = [kind for kind, count in counts.items() if count > 1 and names < kind]
         if counts[frozenset(names)] > 1 or not fuller:
             continue
-        for text, group in by_pattern(f"layers.{layer}.{name}" for name in sorted(min(fuller, key=len) - names)):
-            yield Finding(
-                "CK104",
-                "there, as in the other layers of this kind",
-                "missing",
-                "convert or download it again",
-                text,
-                len(group),
-                file,
-            )
+        yield Issue(
+            "there, as in the other layers of this kind",
+            "missing",
+            "convert or download it again",
+            names=[f"layers.{layer}.{name}" for name in sorted(min(fuller, key=len) - names)],
+            file=file,
+        )

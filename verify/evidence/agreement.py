@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.specs import TensorSpec
-from quant.formats.part_names import PACKED
+from quant.formats.part_names import PACKED, packed_in
 from quant.formats.scheme import read_scheme
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
@@ -18,8 +18,7 @@ from quant.selection.portable import Divergence, Question, advice, said
 from quant.selection.published import is_published
 from quant.selection.readers import RULES, severity_of
 from quant.selection.tree import ClassTree
-from verify.checks.quantization.quantization_config import Fault
-from verify.evidence.packed import packed_names
+from verify.issue import Issue
 from verify.report import Severity
 
 # slime packs by names alone, so it says nothing of what the model's classes make of the list.
@@ -31,7 +30,7 @@ class Agreement:
     """The modules of an INT4 checkpoint that readers do not find as they look for them.
 
     `forbidden`: packed, though the model's classes rule it out, with the reason. `unwanted`: packed, and no reader that knows
-    classes looks for it packed. `missing`: unquantized, or not there, and all of them look for it packed. `faults`: one for each
+    classes looks for it packed. `missing`: unquantized, or not there, and all of them look for it packed. `issues`: one for each
     reader that takes the list otherwise than the files are. `looked_at`: modules that are packed or should be.
     """
 
@@ -39,7 +38,7 @@ class Agreement:
     forbidden: Mapping[str, str]
     unwanted: Sequence[str]
     missing: Sequence[str]
-    faults: Sequence[Fault]
+    issues: Sequence[Issue]
 
 
 def agreement(
@@ -50,7 +49,7 @@ def agreement(
     Which reader's disagreement is an error is for `severity_of`; `asked` and `updated` are as there. Raises CkptkitError as
     `read_scheme` and `class_tree` do.
     """
-    ignore, tree, stored = read_scheme(config).ignore, class_tree(config), set(packed_names(specs))
+    ignore, tree, stored = read_scheme(config).ignore, class_tree(config), set(packed_in(specs))
     matrices = [*matrices_of(specs, tree, config), *_absent(specs, tree, config)]
     packed = [matrix.module in stored for matrix in matrices]
     question = Question(matrices, packed, config, tuple(RULES))
@@ -74,7 +73,7 @@ def agreement(
         forbidden,
         sorted(unwanted),
         sorted(missing),
-        list(_faults(others, question, ignore, severities)),
+        list(_issues(others, question, ignore, severities)),
     )
 
 
@@ -96,10 +95,10 @@ def _for_everybody(found: Collection[Divergence]) -> set[str]:
     return {tensor for tensor, who in readers.items() if who >= _BY_CLASS}
 
 
-def _faults(
+def _issues(
     found: Sequence[Divergence], question: Question, ignore: Sequence[str], severities: Mapping[str, Severity]
-) -> Iterator[Fault]:
+) -> Iterator[Issue]:
     hint = advice(found, question, ignore) if found else ""
     for reader in dict.fromkeys(one.reader for one in found):
         actual = "; ".join(said(one for one in found if one.reader == reader))
-        yield Fault("an ignore list that every reader takes alike", actual, hint, severities[reader])
+        yield Issue("an ignore list that every reader takes alike", actual, hint, severity=severities[reader])
