@@ -37,7 +37,7 @@ def preflight(
     ep: int = 1,
     arguments: Sequence[str] = (),
 ) -> Report:
-    """Reports what a launch with these arguments would load, and what is wrong by headers and JSON files; reads no weight.
+    """Reports what a launch would load, and what headers and JSON files show to be wrong; reads no weight.
 
     `arguments` are those of the launch script, of which the ones about parallel sizes and INT4 training are read;
     variables of INT4 training count in the environment too. Where others name a size or a path, the report is

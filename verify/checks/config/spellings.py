@@ -1,4 +1,4 @@
-"""CK704 and CK705: settings that a config states twice, and that must then be the same: readers take one or the other."""
+"""CK704 and CK705: settings that a config states twice, of which readers take one or the other, are the same."""
 
 from __future__ import annotations
 
@@ -14,24 +14,9 @@ from verify.report import Finding
 
 # What a multimodal config may say of its language model both at the top and in text_config.
 _TWICE = (
-    *(
-        "tie_word_embeddings",
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    ),
-    *(
-        "intermediate_size",
-        "rms_norm_eps",
-        "rope_theta",
-        "num_experts_per_tok",
-        "n_routed_experts",
-        "num_experts",
-        "num_nextn_predict_layers",
-    ),
+    *("tie_word_embeddings", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta", "num_experts_per_tok"),
+    *("n_routed_experts", "num_experts", "num_nextn_predict_layers"),
 )
 
 
@@ -79,13 +64,8 @@ def rope_said_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
             tally.compared(0)
             if before != after:
                 hint = "take config.json from the release; its weights were trained with one of the two"
-                yield Finding(
-                    "CK704",
-                    f"{prefix}{new} = {before}, as {prefix}{old} says",
-                    f"{prefix}{new} = {after}",
-                    hint,
-                    file=where,
-                )
+                expected, actual = f"{prefix}{new} = {before}, as {prefix}{old} says", f"{prefix}{new} = {after}"
+                yield Finding("CK704", expected, actual, hint, file=where)
 
 
 def _rope_pairs(holder: Mapping[str, Any]) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
@@ -155,10 +135,5 @@ def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Finding]:
             default = key == "tie_word_embeddings" and config[key] is False and text[key] is True
             if config[key] != text[key] and not default:
                 where, hint = str(side_of(subject).root / "config.json"), "take config.json from the release"
-                yield Finding(
-                    "CK705",
-                    f"{key} = {config[key]}, as at the top",
-                    f"text_config.{key} = {text[key]}",
-                    hint,
-                    file=where,
-                )
+                expected, actual = f"{key} = {config[key]}, as at the top", f"text_config.{key} = {text[key]}"
+                yield Finding("CK705", expected, actual, hint, file=where)

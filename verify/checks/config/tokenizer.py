@@ -1,4 +1,4 @@
-"""CK706 to CK708 and CK720: tokenizer, special tokens and chat template, against the embedding, one another and the source."""
+"""CK706 to CK708 and CK720: tokenizer, special tokens and chat template, against weights, one another and source."""
 
 from __future__ import annotations
 
@@ -69,18 +69,13 @@ def _rows(subject: Subject) -> int:
     unless=lambda subject: _no_vocabulary(side_of(subject)),
 )
 def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """The largest id of every tokenizer file against `vocab_size`, which CK105 holds against the embedding; one id a token over all files."""
+    """The largest id of every tokenizer file against `vocab_size` (CK105: that of the embedding); one id a token."""
     side, rows = side_of(subject), _rows(subject)
     try:
         vocabularies = side.vocabularies
     except CkptkitError as error:
-        yield Finding(
-            "CK706",
-            "a tokenizer that can be read",
-            error.message,
-            error.hint or "copy it from the release",
-            file=str(side.root),
-        )
+        hint = error.hint or "copy it from the release"
+        yield Finding("CK706", "a tokenizer that can be read", error.message, hint, file=str(side.root))
         return
     hint = "take tokenizer and config.json from the release of these weights"
     for file, ids in vocabularies.items():
@@ -142,13 +137,8 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Finding]:
             if (text := side.special(kind)) is not None and side.ids and text not in side.ids
         ]
     except CkptkitError as error:
-        yield Finding(
-            "CK707",
-            "files that can be read",
-            error.message,
-            error.hint or "copy them from the release",
-            file=str(side.root),
-        )
+        hint = error.hint or "copy them from the release"
+        yield Finding("CK707", "files that can be read", error.message, hint, file=str(side.root))
         return
     hint = "take config.json, generation_config.json and the tokenizer from one release"
     for kind, by_file in stated.items():
@@ -255,7 +245,7 @@ def _nothing_to_carry(subject: Subject) -> str | None:
     unless=_nothing_to_carry,
 )
 def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Every chat template by its text, wherever it is stored, and the id of every token; the file that holds it here or, where it is missing, in the source."""
+    """Every chat template by its text, wherever it is stored, and the id of every token."""
     here, there = side_of(subject), _source_side(subject)
     try:
         kinds: list[_Kind] = [
@@ -263,13 +253,8 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Finding]:
             ("token", here.ids, there.ids, SideFiles.file_of_token),
         ]
     except CkptkitError as error:
-        yield Finding(
-            "CK708",
-            "files that can be read",
-            error.message,
-            error.hint or "copy them from the source",
-            file=str(here.root),
-        )
+        hint = error.hint or "copy them from the source"
+        yield Finding("CK708", "files that can be read", error.message, hint, file=str(here.root))
         return
     for what, mine, its, file_of in kinds:
         wrong: dict[tuple[str, str], list[str]] = defaultdict(list)

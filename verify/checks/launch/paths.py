@@ -39,7 +39,7 @@ def _issues(subject: Subject, tally: Tally, option: str) -> Iterator[Issue]:
     unless=unless_skipped(_launch),
 )
 def load_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """`--load` has a tracker that resolves, or is a supported HF directory; a first start with an empty one is a warning."""
+    """`--load` has a tracker that resolves, or is a supported HF directory; an empty one is a warning."""
     yield from _issues(subject, tally, "--load")
 
 
