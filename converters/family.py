@@ -56,7 +56,7 @@ class Release:
     """How releases of a family spell and quantize its modules.
 
     `root` stands before the names of the language model's modules, `head` is the output embedding. `nested`: the sizes of the
-    language model are in `text_config`. `drafts`: its multi-token prediction layers, from the language model's config and `root`.
+    language model are in `text_config`; `flat`: or at the top, in configs from before transformers 4.52. `drafts`: its multi-token prediction layers, from the language model's config and `root`.
     `linears_outside`: the Linear layers outside the language model, by every name that an `ignore` list may know them by,
     from config.json; None where they are not known. `published_ignore`: lists of released INT4 checkpoints.
 
@@ -68,6 +68,7 @@ class Release:
     root: str = "model."
     head: str = "lm_head"
     nested: bool = False
+    flat: bool = False
     drafts: Callable[[Mapping[str, Any], str], tuple[Draft, ...]] = no_drafts
     linears_outside: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
     published_ignore: tuple[frozenset[str], ...] = ()
@@ -78,7 +79,7 @@ class Release:
 
     def text(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The config of the language model. Raises CkptkitError when it is not where it should be."""
-        text = config.get("text_config") if self.nested else config
+        text = config.get("text_config", config if self.flat else None) if self.nested else config
         if not isinstance(text, Mapping):
             raise CkptkitError(
                 f"config.json: {config.get('model_type')} has no text_config", "restore config.json from the release"
@@ -114,7 +115,7 @@ class SglangClass:
     `fused`: the fused layers that it declares in `packed_modules_mapping`, and so takes apart before it looks at `ignore`; any other
     fused layer is looked up by its own name. `root`: how a released module's name begins, and what SGLang has instead.
     `entries`: beginnings that SGLang rewrites in plain entries of `ignore` (`hf_to_sglang_mapper`); the first that fits counts.
-    `asks_outside`: it also asks about layers outside the language model. `dense`: what it cannot hold as INT4.
+    `outside`: parts of names that it spells otherwise in layers outside the language model; None: it never asks about those. `dense`: what it cannot hold as INT4.
     `joins_shared_expert`: on CUDA it makes the shared expert one of the routed ones, unless told not to.
     `placed`: where it keeps every tensor was held against `verify/witnesses/sglang/slots.py`.
     """
@@ -122,7 +123,7 @@ class SglangClass:
     fused: tuple[str, ...] = ()
     root: tuple[str, str] = ("", "")
     entries: tuple[tuple[str, str], ...] = ()
-    asks_outside: bool = False
+    outside: tuple[tuple[str, str], ...] | None = None
     dense: tuple[Dense, ...] = ()
     joins_shared_expert: bool = False
     placed: bool = False
@@ -136,6 +137,14 @@ class SglangClass:
         """The name in SGLang of a module that it does not fuse."""
         old, new = self.root
         return new + module.removeprefix(old) if module.startswith(old) else module
+
+    def layer_outside(self, layer: str) -> str | None:
+        """The name in SGLang of a layer outside the language model; None where it never asks about it."""
+        if self.outside is None:
+            return None
+        for old, new in self.outside:
+            layer = layer.replace(old, new)
+        return layer
 
     def entry(self, pattern: str) -> str:
         """An entry of `ignore` as SGLang holds it against its layers' names."""
@@ -152,7 +161,7 @@ QKV_GATE_UP = ("qkv_proj", "gate_up_proj")
 class ModelFamily:
     """One kind of model: its exact `model_type`s, how its config is read, its rules, and how others spell it.
 
-    `architectures`: the classes that its language models are published under, as config.json spells them.
+    `architectures`: the classes that its language models are published under, as config.json spells them; SGLang runs the first.
 
     `mappings` names Megatron tensors as megatron-core's own modules do; `dialects` holds the rules of stacks that train with
     modules of their own, by the stack's name. `carried`: how HF names begin (of a vision tower) that no Megatron language

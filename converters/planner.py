@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import COMPUTED, torch_dtype
@@ -19,10 +16,13 @@ from converters.config.dims import ModelDims
 from converters.experts import fuse, is_fused, unfuse
 from converters.ops.basic import Copy, GateUp, GateUpInOne
 from converters.ops.shapes import Shape
-from converters.passthrough import carried_names
+from converters.passthrough import passthrough_names
 from converters.registry import family_of
 from converters.rules import ParamMapping
 from converters.stored import as_stored
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MCORE = "mcore"
 DIALECTS = (MCORE, "slime")
@@ -109,7 +109,7 @@ def to_megatron(source: Checkpoint, where: str, dtype: str | None = None, dialec
     config = as_stored(source.config, source.specs)
     family, rules = family_of(config), list(rules_of(config, dialect))
     require(where, [name for rule in rules for name in rule.hf], source.specs)
-    kept = set(carried_names(source))
+    kept = set(passthrough_names(source))
     converted = [name for name in source.specs if name not in kept]
     steps = [_merge_step(rule, source.specs, dtype) for rule in rules]
     return View(source, Plan(tuple(steps), converted, family.dropped(dims_of(config)), where, config))
@@ -217,14 +217,14 @@ def _passes(rule: Rule, spec: TensorSpec, target: str) -> bool:
 
 def _check_exact(rule: Rule, parts: Sequence[Tensor], merged: Tensor) -> None:
     for name, part, back in zip(rule.hf, parts, rule.mapping.op.split(merged), strict=True):
-        if not torch.equal(back.to(part.dtype), part):
+        if not back.to(part.dtype).equal(part):
             hint = f"{rule.megatron} holds it less one, and a value this close to 0 is lost in that; is the checkpoint damaged?"
             raise CkptkitError(f"{name} holds values that {rule.megatron} would round", hint)
 
 
 def _check_copies(tensor: Tensor, copies: Mapping[str, Tensor], name: str) -> None:
     for copy, content in copies.items():
-        if content.dtype != tensor.dtype or not torch.equal(content, tensor):
+        if content.dtype != tensor.dtype or not content.equal(tensor):
             hint = f"one of them would be lost; if {copy} is not meant, remove it from the source (and its index) first"
             if copy.endswith("lm_head.weight"):
                 hint = "compare both with the release: either tie_word_embeddings must be false in config.json, or one of the two is stale"

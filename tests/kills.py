@@ -61,7 +61,7 @@ def _ways(root: Path) -> list[Way]:
     _wait(_started(lambda: models.save("qwen3_moe", hf)))
     _wait(_started(lambda: convert(hf, megatron)))
     return [
-        _measured("to Megatron", lambda out, **how: convert(hf, out, file_bytes=FILE_BYTES, **how), root / "whole"),
+        _measured("to Megatron", lambda out, **how: convert(hf, out, max_shard_size=FILE_BYTES, **how), root / "whole"),
         _measured("to HF", lambda out, **how: convert(megatron, out, **how), root / "whole"),
         _measured("to INT4", lambda out, **how: quantize(hf, out, int4_scheme(group_size=32), **how), root / "whole"),
     ]

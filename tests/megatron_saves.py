@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron_runs import run_python
+from processes import run_module
 
 from converters.megatron.parallel import ParallelSizes
 
@@ -71,7 +71,7 @@ def save_with_megatron(saves: Sequence[Save], world: int) -> None:
     """Does all of them, on `world` ranks: those beyond the sizes of a save are data parallel."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save([vars(save) for save in saves], Path(folder) / "in.pt")
-        run_python(__file__, [folder, str(world)])
+        run_module("megatron_saves", folder, world, OMP_NUM_THREADS="1")
 
 
 # What follows runs in a process of its own, which becomes that of all the ranks.

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import megatron_runs
+from processes import run_module
 
 from converters.megatron.parallel import ParallelSizes
 
@@ -17,7 +17,7 @@ from converters.megatron.parallel import ParallelSizes
 def refused_by_megatron(cases: Sequence[tuple[Mapping[str, Any], ParallelSizes]], scratch: Path) -> list[str | None]:
     """For each HF config and sizes, what Megatron raises when it builds the model, or None."""
     (scratch / "in.json").write_text(json.dumps([[dict(config), asdict(sizes)] for config, sizes in cases]))
-    megatron_runs.run_python(__file__, [str(scratch)])
+    run_module("megatron_sizes", scratch, OMP_NUM_THREADS="1")
     found: list[str | None] = json.loads((scratch / "out.json").read_text())
     return found
 

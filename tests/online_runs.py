@@ -1,4 +1,4 @@
-"""Updates real SGLang models online, on the CPU, many in one process: `python tests/online_runs.py ORDERS.json` writes REPORT beside it.
+"""Updates real SGLang models online, on the CPU, many in one process: `python -m online_runs ORDERS.json` writes REPORT beside it.
 
 An order is {"int4": the directory that is served, "bf16": the weights of the trainer}, and "broken" where that is tried. The model is SGLang's own with its own
 `load_weights`; of the repacking for Marlin only the CUDA kernels are replaced, by `verify.witnesses.sglang.marlin`. `run` starts that.
@@ -7,8 +7,6 @@ An order is {"int4": the directory that is served, "bf16": the weights of the tr
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from processes import run_logged
 from torch import Tensor, nn
 
 from ckptkit.core.errors import CkptkitError
@@ -142,13 +141,8 @@ def marlin_experts(words: Tensor) -> Tensor:
 
 def run(root: Path, orders: Mapping[str, Mapping[str, Path]]) -> dict[str, dict[str, Any]]:
     """What became of every order. Raises AssertionError with the end of the log where SGLang does not come through."""
-    here = Path(__file__).resolve()
     (root / "orders.json").write_text(json.dumps(orders, default=str))
-    paths = [str(here.parents[1]), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with (root / "log").open("wb") as log:
-        command = [sys.executable, "-W", "ignore", str(here), str(root / "orders.json")]
-        subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
+    run_logged(root / "log", "online_runs", root / "orders.json")
     assert (root / "report.json").exists(), (root / "log").read_text()[-4000:]
     found: dict[str, dict[str, Any]] = json.loads((root / "report.json").read_text())
     return found

@@ -1,4 +1,4 @@
-"""Runs the forward pass of SGLang's own multi-token prediction classes: `python tests/sglang_mtp.py IN.pt OUT.pt`.
+"""Runs the forward pass of SGLang's own multi-token prediction classes: `python -m sglang_mtp IN.pt OUT.pt`.
 
 Only what needs a GPU is replaced: norms and linear layers by torch's, the decoder layer by transformers'. The order in which a
 class joins embedding and hidden state, and for MiMo which weight it takes for which, are SGLang's. `run` starts the process.
@@ -6,7 +6,6 @@ class joins embedding and hidden state, and for MiMo which weight it takes for w
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from processes import environment
+from processes import run_module
 from torch import Tensor, nn
 
 
@@ -36,8 +35,7 @@ class Job:
 def run(scratch: Path, jobs: Sequence[Job]) -> list[Tensor]:
     """Hidden states [sequence, hidden] behind each layer's last norm, all from one process: importing SGLang takes longer than any layer."""
     torch.save([vars(job) for job in jobs], scratch / "sglang-in.pt")
-    command = [sys.executable, "-W", "ignore", __file__, str(scratch / "sglang-in.pt"), str(scratch / "sglang-out.pt")]
-    subprocess.run(command, env=environment(), check=True, timeout=600)
+    run_module("sglang_mtp", scratch / "sglang-in.pt", scratch / "sglang-out.pt")
     outputs: list[Tensor] = torch.load(scratch / "sglang-out.pt")
     return outputs
 

@@ -31,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 
 # What a check looks at. `configuration` is JSON files and training arguments; only preflight knows a `launch`.
 Stage = Literal["headers", "values", "quantization", "megatron", "sglang", "configuration", "launch"]
-# `sound headers`: it reads every byte, which is not worth it while headers are wrong. A witness runs where it is asked for.
+# `sound headers`: it reads every byte, which is not worth it while headers are wrong. A witness must be asked for.
 Need = Literal["sound headers", "source", "megatron", "sglang"]
 WITNESSES: tuple[Need, ...] = ("megatron", "sglang")
 
@@ -68,8 +68,8 @@ def _always(subject: Subject) -> str | None:
 class Check:
     """One registered check: its stable code, what it is about, why it matters, what to do about a finding.
 
-    `needs` is what must be there for it to run. `gate`: where it fails, headers are not sound. `preflight`: preflight runs
-    it too, as it does all of the stages `headers` and `launch`.
+    `needs` is what must be there for it to run. `gate`: where it fails, headers are not sound. `preflight`: preflight
+    runs it too, as it does all of the stages `headers` and `launch`.
     """
 
     code: str
@@ -107,14 +107,14 @@ def check(
     gate: bool = False,
     preflight: bool = False,
     unless: Unless = _always,
-) -> Callable[[Callable[[Subject, Tally], Iterator[Issue | Finding]]], Run]:
+) -> Callable[[Callable[[Subject, Tally], Iterator[Issue]]], Run]:
     """Registers a generator function as the check `code` (fields as in `Check`); called, it then gives findings."""
 
-    def register(issues: Callable[[Subject, Tally], Iterator[Issue | Finding]]) -> Run:
+    def register(issues: Callable[[Subject, Tally], Iterator[Issue]]) -> Run:
         @wraps(issues)
         def run(subject: Subject, tally: Tally) -> Iterator[Finding]:
-            for one in issues(subject, tally):
-                yield from [one] if isinstance(one, Finding) else one.findings(code)
+            for issue in issues(subject, tally):
+                yield from issue.findings(code)
 
         if code in _CHECKS:
             raise ValueError(f"{code} is registered twice")
@@ -156,10 +156,10 @@ class Outcome:
 
 
 def run_checks(subject: Subject, checks: Sequence[Check]) -> Outcome:
-    """Runs checks in this order. Once names, shapes or files are found wrong, those that need sound headers are skipped.
+    """Runs checks in this order. Once a `gate` has failed, those that need sound headers are skipped.
 
     An exception that is none of ours makes the report inconclusive: a fault of this program is no verdict on the
-    checkpoint. What a check found before it raised counts all the same. Raises CkptkitError when the checkpoint cannot be
+    checkpoint. What a check found before it raised counts. Raises CkptkitError when the checkpoint cannot be
     opened although none of these checks found anything.
     """
     outcome = Outcome()

@@ -16,7 +16,7 @@ class Issue:
     """What should be, what is, and the next move.
 
     `names` are the tensors concerned: those that differ in layer and expert numbers only become one finding, or all of
-    them where `together` is set; of no names there is no finding. None: it concerns no tensor, but `count` other things.
+    them where `together` is set; of no names there is no finding. None: it concerns `count` things that are no tensors.
     """
 
     expected: str

@@ -39,14 +39,16 @@ def verify(
 ) -> Report:
     """Verifies the checkpoint at `path`, HF or Megatron, and returns the report; nothing is written.
 
-    `source` is what it was made from; then every value is compared. `hf` gives the config of a Megatron checkpoint that has
-    none beside it. `manifest` is a file with a digest of every tensor to compare with. `against` holds "megatron" and "sglang".
-    `readers` (as `--reader` has them; None: SGLang, slime and miles) are those that are to load or send INT4 weights: an `ignore` list
-    that contradicts the packed weights for one of them is an error, for others a warning. Where none is named and the list is a
-    published one, what only trainers take otherwise is a warning too. `ray`: the address of a Ray cluster that reads all the bytes
-    (`ckptkit.transfer.ray.cluster.connected`); the report is the same.
-    A broken checkpoint gives findings; CkptkitError means that there is no checkpoint at `path` or `source` at all, that something
-    this needs is missing, that there is no such reader, or that the model cannot be cut into these parallel sizes.
+    `source` is what it was made from; then every value is compared. `hf` gives the config of a Megatron checkpoint that
+    has none beside it. `manifest` is a file with a digest of every tensor. `against` holds "megatron" and "sglang".
+    `readers` (as `--reader` has them; None: SGLang, slime and miles) are those that are to load or send INT4 weights:
+    an `ignore` list that contradicts the packed weights for one of them is an error, for others a warning. Where none
+    is named and the list is a published one, what only trainers read differently is a warning too. `ray` is the address
+    of a Ray cluster that reads all the bytes (`ckptkit.transfer.ray.cluster.connected`); the report is the same.
+
+    A broken checkpoint gives findings. CkptkitError means that there is no checkpoint at `path` or `source`, that
+    something is missing that this needs, that there is no such reader, or that the model cannot be cut into these
+    sizes.
     """
     if hf is not None:
         _check_hf(hf)
@@ -67,13 +69,7 @@ def verify(
         ray=ray,
     )
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
-    if subject.source_path:
-        locate(subject.source_path)
-    if hf is not None and "megatron" not in (subject.kind, subject.source_path and subject.source_kind):
-        refuse_hf(hf, path)
-    _refuse_legacy(subject.path)
-    if "megatron" in against:
-        _check_sizes_early(subject)
+    _check_early(subject, hf, path)
     chosen, left_out = choose(subject, [one for one in all_checks() if one.stage != "launch"])
     outcome = run_checks(subject, chosen)
     return Report(
@@ -114,15 +110,20 @@ def _refuse_legacy(path: Path) -> None:
         raise CkptkitError(f"{weights} is in Megatron's legacy format (mp_rank_*), which verify cannot look into", hint)
 
 
-def _check_sizes_early(subject: Subject) -> None:
-    """Impossible parallel sizes are refused before every byte has been read; whatever else is wrong is for the checks to say."""
+def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> None:
+    """Raises CkptkitError, before every byte has been read, for what is no matter of the checkpoint."""
+    if subject.source_path:
+        locate(subject.source_path)
+    if hf is not None and "megatron" not in (subject.kind, subject.source_path and subject.source_kind):
+        refuse_hf(hf, path)
+    _refuse_legacy(subject.path)
     with suppress(Skip):
-        if usable_config(subject) is not None:
+        if "megatron" in subject.against and usable_config(subject) is not None:
             sizes_of(subject)
 
 
 def _config_home(here: Subject) -> Path | None:
-    """Where the HF config of a Megatron side comes from where --hf does not say: the other side when that is HF and this one has none."""
+    """Where the HF config of a Megatron side comes from without --hf: the other side, if that is HF and it has none."""
     path, source = here.path, here.source_path
     if source is None:
         here.kind  # noqa: B018 - raises where there is no checkpoint

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
-from torch import Tensor
 
 from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.buffers import bytes_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _HEX = frozenset("0123456789abcdef")
 

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
-from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
@@ -25,6 +24,9 @@ from ckptkit.storage.digest import TensorDigest, is_blake3
 from ckptkit.storage.remote_file import size_of
 from ckptkit.storage.whole import write_whole
 from ckptkit.transfer.copy import copy
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SCHEMAS = "ckptkit-manifest/"
 SCHEMA = f"{_SCHEMAS}2"

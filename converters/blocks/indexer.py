@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from converters.config.dims import Indexer, Mla, ModelDims
 from converters.config.values import flag, integer
 from converters.ops.basic import Copy, Op
 from converters.rules import ParamMapping, Place, decoder
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # transformers and SGLang norm the keys with this epsilon, whatever rms_norm_eps is.
 _KEY_NORM_EPS = 1e-6
@@ -51,7 +51,7 @@ class RotaryLast:
         return tensor
 
     def _rolled(self, tensor: Tensor, by: int) -> Tensor:
-        return torch.roll(tensor.reshape(-1, self.head_dim, *tensor.shape[1:]), by, dims=1).reshape(tensor.shape)
+        return tensor.reshape(-1, self.head_dim, *tensor.shape[1:]).roll(by, dims=1).reshape(tensor.shape)
 
 
 def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | None) -> Indexer:

@@ -127,7 +127,7 @@ _NESTED = Release(
 )
 _TEXT = ModelFamily(
     ("gemma3_text",),
-    ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
+    ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     read_dims,
     mappings,
     carried=("vision_tower.", "multi_modal_projector."),
@@ -136,5 +136,11 @@ _TEXT = ModelFamily(
 )
 FAMILIES = (
     _TEXT,
-    replace(_TEXT, model_types=("gemma3",), release=_NESTED, sglang=SglangClass(QKV_GATE_UP, asks_outside=True)),
+    replace(
+        _TEXT,
+        model_types=("gemma3",),
+        architectures=_TEXT.architectures[::-1],
+        release=_NESTED,
+        sglang=SglangClass(QKV_GATE_UP, outside=((".self_attn.out_proj", ".self_attn.proj"),)),
+    ),
 )

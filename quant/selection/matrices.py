@@ -82,11 +82,7 @@ def _matrix(module: str, tree: ClassTree, known: SglangClass) -> Matrix:
     if outside := next((prefix for prefix in tree.outside if module.startswith(prefix)), None):
         linear = _NO_LINEAR.fullmatch(module.rpartition(".")[2]) is None
         entry = rf"re:.*{outside.split('.')[-2]}\..*"
-        layer = (
-            fused_layer(module, None).replace(".self_attn.out_proj", ".self_attn.proj")
-            if linear and known.asks_outside
-            else None
-        )
+        layer = known.layer_outside(fused_layer(module, None)) if linear else None
         return Matrix(tensor, linear, kept, layer, module if linear else None, entry)
     asked = module in tree.linears and module not in tree.gates and module != tree.head
     fused = fused_layer(module, tree) if asked else None

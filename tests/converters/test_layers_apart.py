@@ -146,7 +146,7 @@ ARGS_GPT_OSS_20B: dict[str, Any] = {
 
 
 def wrong(config: Mapping[str, Any], args: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    return [(one.argument, one.expected, one.actual) for one in mismatches(dims_of(config), args)]
+    return list(mismatches(dims_of(config), args))
 
 
 def said(config: Mapping[str, Any], *names: str) -> dict[str, Any]:

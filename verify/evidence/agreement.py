@@ -29,9 +29,10 @@ _BY_CLASS = frozenset(RULES) - {"slime"}
 class Agreement:
     """The modules of an INT4 checkpoint that readers do not find as they look for them.
 
-    `forbidden`: packed, though the model's classes rule it out, with the reason. `unwanted`: packed, and no reader that knows
-    classes looks for it packed. `missing`: unquantized, or not there, and all of them look for it packed. `issues`: one for each
-    reader that takes the list otherwise than the files are. `looked_at`: modules that are packed or should be.
+    `forbidden`: packed, though the model's classes rule it out, with the reason. `unwanted`: packed, and no reader that
+    knows classes looks for it packed. `missing`: unquantized, or not there, and all of them look for it packed.
+    `issues`: one for each reader that takes the list otherwise than the files are. `looked_at`: modules that are packed
+    or should be.
     """
 
     looked_at: int
@@ -46,7 +47,7 @@ def agreement(
 ) -> Agreement:
     """What the packed modules among `specs` are to the readers of `ignore`.
 
-    Which reader's disagreement is an error is for `severity_of`; `asked` and `updated` are as there. Raises CkptkitError as
+    Which disagreement is an error is for `severity_of`; `asked` and `updated` are as there. Raises CkptkitError as
     `read_scheme` and `class_tree` do.
     """
     ignore, tree, stored = read_scheme(config).ignore, class_tree(config), set(packed_in(specs))
@@ -78,7 +79,10 @@ def agreement(
 
 
 def _absent(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
-    """Linear layers of the model that are stored under no name of their own, such as fused experts; a tied output layer is no such one."""
+    """Linear layers of the model that are stored under no name of their own, such as fused experts.
+
+    The output layer is left out: a tied one is not stored.
+    """
     absent = (
         name
         for name in sorted(tree.linears - {tree.head})

@@ -39,8 +39,8 @@ Shape = tuple[int, ...]
 class Expected:
     """Names and shapes that must be there (None: packed, its shape is for CK303 to judge).
 
-    `vocab` names may have more rows, `fp32` names must not be rounded, `optional` names may be there and are not used, `wide` names
-    hold what the release has in the next wider dtype.
+    `vocab` names may have more rows, `fp32` names must not be rounded, `optional` names may be there and are not used,
+    `wide` names hold what the release has in the next wider dtype.
     """
 
     shapes: Mapping[str, Shape | None]
@@ -51,9 +51,10 @@ class Expected:
 
 
 def config_of(subject: Subject) -> Mapping[str, Any]:
-    """The HF config of the checkpoint, of a supported family, as its tensors hold it (`converters.stored.as_stored`). Raises as `stated_config_of`.
+    """The HF config of the checkpoint, of a supported family, as its tensors hold it (`converters.stored.as_stored`).
 
-    A launch that trains multi-token prediction layers needs them in the checkpoint that it loads.
+    Raises as `stated_config_of`. A launch that trains multi-token prediction layers needs them in the checkpoint that
+    it loads.
     """
     config, names = stated_config_of(subject), _names(subject)
     return as_stored(config, names) if names else config
@@ -66,7 +67,10 @@ def remarks_of(subject: Subject) -> list[str]:
 
 
 def _names(subject: Subject) -> Collection[str]:
-    """Every tensor that headers, the index or `.metadata` name; none where nothing can be read, or each that the config promises is wanted."""
+    """Every tensor that headers, the index or `.metadata` name.
+
+    None where nothing can be read, or where each tensor that the config promises is wanted.
+    """
     if subject.kind == "megatron" and subject.arguments is not None and subject.arguments.mtp:
         return ()
     if subject.kind == "megatron":
@@ -131,7 +135,7 @@ def expected_of(subject: Subject) -> Expected | None:
 
 
 def _carried(subject: Subject, config: Mapping[str, Any]) -> frozenset[str]:
-    """Tensors that are no part of the language model, which is told from what stands before or behind all numbers in their names."""
+    """Tensors that are no part of the language model, told by what precedes or follows the numbers in their names."""
     family = family_of(config)
     return frozenset(name for names in subject.kinds if family.carries(names[0]) for name in names)
 
@@ -150,7 +154,7 @@ def weights_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def packed_parts(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Suffixes of the tensors that one packed weight consists of. Source: compressed-tensors `pack_quantized/base.py`."""
+    """The parts that one packed weight consists of. Source: compressed-tensors `pack_quantized/base.py`."""
     weights = weights_of(config)
     zero_point = (WEIGHT_ZERO_POINT,) if weights.get("symmetric") is False else ()
     order = (WEIGHT_G_IDX,) if weights.get("actorder") in ("group", "dynamic") else ()
@@ -160,7 +164,7 @@ def packed_parts(config: Mapping[str, Any]) -> tuple[str, ...]:
 def _packed(
     shapes: Mapping[str, Shape | None], names: Collection[str], config: Mapping[str, Any]
 ) -> dict[str, Shape | None]:
-    """Every weight that is stored packed replaced by its parts; where floats of 8 bits are stored, their scales stand beside them."""
+    """Replaces every weight that is stored packed by its parts, and adds the scales of weights in 8-bit floats."""
     scales = () if weights_of(config).get("type", "float") == "int" else (FP8_SCALE_INV, FP8_SCALE)
     parts = [f".{part}" for part in packed_parts(config)]
     result: dict[str, Shape | None] = {}

@@ -1,4 +1,4 @@
-"""What one tensor holds, from one pass over its bytes: digest, extremes, the size of its values, rows of nothing but zeros."""
+"""What one tensor holds, from one pass over its bytes: digest, extremes, the size of its values, rows of zeros."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Extremes:
     """What one tensor holds.
 
-    `digest` is the BLAKE3 of its bytes. `finite`: whether all of it is. `low` and `high` are the smallest and largest value, `rms` the
-    root of the mean square (0 of integers), `zero_rows` the rows of nothing but zeros. `coarse`: a few float32 numbers that are all
-    numbers of bfloat16 too.
+    `digest` is the BLAKE3 of its bytes. `finite`: whether all of it is. `low` and `high` are the smallest and largest
+    value, `rms` the root of the mean square (0 of integers), `zero_rows` the rows of nothing but zeros. `coarse`: a few
+    float32 numbers that are all numbers of bfloat16 too.
     """
 
     digest: bytes
@@ -46,7 +46,7 @@ class Extremes:
 
     @property
     def denormal(self) -> bool:
-        """Whether it holds other numbers than zero, and none as large as 2**-126, where float32 and bfloat16 begin to lose precision."""
+        """Whether it holds numbers other than zero, but none of 2**-126 or more, where float32 loses precision."""
         return 0 < max(abs(self.low), abs(self.high)) < _SMALLEST_NORMAL
 
 
@@ -66,7 +66,7 @@ def digest_of(tensor: Tensor) -> bytes:
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors agree in dtype, shape and every bit: NaN equals NaN there, and 0.0 differs from -0.0."""
+    """Whether two contiguous tensors agree in dtype, shape and every bit (NaN equals NaN, 0.0 differs from -0.0)."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     # memcmp reads at the speed of memory and lets other threads run; torch.equal does neither for every dtype.

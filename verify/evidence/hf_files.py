@@ -1,6 +1,6 @@
 """An HF directory as its files tell it, however broken: every fault is kept as data, and nothing here raises for one.
 
-`ckptkit.formats.hf.reader` refuses a broken directory at its first fault. To list all of them, and to still know the names
+`ckptkit.formats.hf.reader` refuses a broken directory at its first fault. To list all of them, and to know the names
 in a truncated shard, the headers are read here a second time, leniently.
 """
 
@@ -38,7 +38,7 @@ class ShardScan:
 
 
 def scan_shard(path: Path) -> ShardScan:
-    """Reads a header and compares it with the size of its file: truncated, trailing, overlapping, holes, listed twice."""
+    """Reads a header and compares it with its file: truncated, trailing, overlapping, holes, listed twice."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -53,7 +53,7 @@ def scan_shard(path: Path) -> ShardScan:
         return _unreadable(path, f"a header that is not JSON ({error})")
     if not isinstance(header, dict):
         return _unreadable(path, "a header that is not a JSON object")
-    # Every pair has a colon. More of them stand in a name, or in a pair whose key came again: only then it takes a slower look to tell.
+    # Every pair has a colon. More of them stand in a name, or in a pair whose key came again, which is slower to tell.
     issues = list(_repetitions(text)) if text.count(b":") > _pairs(header) else []
     about = header.pop("__metadata__", None)
     if about is not None and not (isinstance(about, dict) and all(isinstance(value, str) for value in about.values())):
@@ -127,7 +127,7 @@ def _layout_issues(spans: Sequence[Span], start: int, size: int) -> Iterator[Iss
 
 @dataclass(frozen=True)
 class HfFiles:
-    """Everything that the files of an HF directory say. `index` maps names to file names; None where there is no usable index."""
+    """Everything that the files of an HF directory say. `index` maps names to files; None without a usable index."""
 
     root: Path
 
@@ -159,7 +159,7 @@ class HfFiles:
 
     @cached_property
     def index_issues(self) -> tuple[Issue, ...]:
-        """What is wrong with the index itself: unreadable, no weight_map, entries outside the directory, or not there at all."""
+        """What is wrong with the index: unreadable, absent, no weight_map, or entries outside the directory."""
         content, issues = self._index
         if issues:
             return issues

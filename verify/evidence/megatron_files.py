@@ -16,7 +16,7 @@ from ckptkit.formats.torch_save.blob import Blob
 
 
 class LenientTorchDist(TorchDistCheckpoint):
-    """The global tensors that `.metadata` names, opened even where chunks do not tile: for looking at names and shapes."""
+    """Names and shapes of the global tensors in `.metadata`, opened even where chunks do not tile."""
 
     def __init__(self, path: Path, metadata: StoredMetadata, hf: Path | None) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""The pass over all the bytes as tasks on a Ray cluster: each opens both sides where it runs, and looks at some groups of tensors."""
+"""The pass over all the bytes as tasks on a Ray cluster: each opens both sides, and looks at some groups of tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TaskInput:
 def parts_on_ray(
     subject: Subject, stored: bool, checkpoint: Checkpoint, groups: Groups
 ) -> Generator[Values, None, None]:
-    """What each task found, in the order of `groups`. Raises CkptkitError as `outcomes` does, and where a node sees other files."""
+    """What each task found, in the order of `groups`. Raises CkptkitError as `outcomes`, and where nodes differ."""
     task = TaskInput(subject.path, subject.source_path, subject.hf_path, stored, _files(subject))
     sizes = {names: sum(checkpoint.specs[name].nbytes for name in names) for names in groups}
     with connected(subject.ray or "auto") as ray:
@@ -49,7 +49,7 @@ def parts_on_ray(
 
 
 def look_at(task: TaskInput, names: Sequence[str]) -> Values:
-    """Looks at whole groups, on the node that this runs on. Raises CkptkitError when it does not see what the coordinator sees."""
+    """Looks at whole groups, on this node. Raises CkptkitError when it does not see the coordinator's files."""
     checkpoint, source, groups = _opened(task)
     wanted, found = set(names), Values()
     for group in groups:
@@ -62,8 +62,9 @@ def look_at(task: TaskInput, names: Sequence[str]) -> Values:
 def _opened(task: TaskInput) -> tuple[Checkpoint, Checkpoint | None, Groups]:
     """Both sides, opened once a process."""
     if _files(task) != task.files:
+        also = f" or {task.source_path}" if task.source_path else ""
         raise CkptkitError(
-            f"node {socket.gethostname()} sees other files at {task.path}{f' or {task.source_path}' if task.source_path else ''} than the coordinator"
+            f"node {socket.gethostname()} sees other files at {task.path}{also} than the coordinator"
             " (names, sizes or times differ)",
             "name paths on a file system that all nodes share, or copy with times (rsync -a)",
         )

@@ -25,7 +25,7 @@ from verify.evidence.subject import Subject
 class Format:
     """What `quantization_config` says of the packed weights. `group` is in weights; None means one scale a row.
 
-    `sglang_experts`: whether zero points of routed experts are stored as SGLang reads them, and not as compressed-tensors does.
+    `sglang_experts`: zero points of routed experts are stored as SGLang reads them, not as compressed-tensors does.
     """
 
     bits: int
@@ -56,7 +56,7 @@ def format_of(config: Mapping[str, Any]) -> Format | None:
 
 @dataclass(frozen=True)
 class Scale:
-    """The scale of one module: how many values, how many are not finite, how many zero or negative, and the median of the others.
+    """The scale of one module: how many values, how many not finite, zero or negative, and the median of the others.
 
     `shape` is what its weight_shape says; None where there is none. `nbytes` is what was read.
     """
@@ -71,7 +71,7 @@ class Scale:
 
 
 def read_scales(subject: Subject) -> list[Scale]:
-    """Every scale of the checkpoint, and the weight_shape beside it, in the order of the module names. Raises CkptkitError."""
+    """Every scale of the checkpoint with the weight_shape beside it, in order. Raises CkptkitError."""
     return list(_scales(subject))
 
 
@@ -96,7 +96,9 @@ def _scales(subject: Subject) -> Iterator[Scale]:
 def part_shapes(
     form: Format, shape: tuple[int, ...], module: str
 ) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Shape and permitted dtypes of each part of a [rows, columns] weight. Source: compressed-tensors `pack_quantized/base.py`.
+    """Shape and permitted dtypes of each part of a [rows, columns] weight.
+
+    Source: compressed-tensors `pack_quantized/base.py`.
 
     Zero points of routed experts may be stored as SGLang reads them (`quant.formats.zero_points`).
     """

@@ -13,7 +13,10 @@ from converters.stored import as_stored
 
 
 def plain(path: Path) -> HfCheckpoint | View:
-    """The checkpoint, a quantized one as the weights that it dequantizes to. Raises CkptkitError as `refuse_foreign` and `quant.formats.dequantize.dequantized`."""
+    """The checkpoint, a quantized one as the weights that it dequantizes to.
+
+    Raises CkptkitError as `refuse_foreign` and `quant.formats.dequantize.dequantized`.
+    """
     source = HfCheckpoint(path)
     refuse_foreign(source.specs, path)
     if not is_quantized(source.config):

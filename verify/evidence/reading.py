@@ -1,4 +1,4 @@
-"""One pass over all the bytes of a checkpoint, and of its source: a few tensors in memory, on all cores or a Ray cluster."""
+"""One pass over all the bytes of a checkpoint and its source, with few tensors in memory: threads, or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _parts(
 
 @contextmanager
 def _threads(largest: int) -> Iterator[Executor]:
-    """A thread a core, memory permitting, each with torch to itself: threads of torch's own would only be in their way."""
+    """A thread a core, memory permitting, each with one thread of torch's: more would only be in their way."""
     before = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(_workers(largest), initializer=torch.set_num_threads, initargs=(1,)) as pool:

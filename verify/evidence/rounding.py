@@ -3,17 +3,17 @@
 The bound on the error of a rounded weight, in steps (one step is the scale of its group):
 - Inside the grid rounding is to the nearest code, so the error is at most 1/2.
 - At the clamped end. qmax7 has scale absmax/7, so nothing is clamped. minmax has scale absmax/7.5 and codes -8..7: the
-  largest positive weight stands at 7.5 and becomes 7, again 1/2; the largest negative one stands at -7.5 and becomes -8 or -7.
+  largest positive weight stands at 7.5 and becomes 7, again 1/2; the largest negative one, at -7.5, becomes -8 or -7.
 - Rounding on the way, with u the unit roundoff of the dtype that the quantizer computes and stores scales in (2^-8 for
-  bfloat16). A rounded scale puts the end of the grid up to 7.5 u further out. A quotient weight/scale below 8 is rounded
-  by up to half its spacing, 4 u. Together below 12 u.
-- Clipping. A search (`observer_kwargs.search`) shrinks a range to no less than 0.81 of itself, so that a weight may stand up to
+  bfloat16). A rounded scale puts the end of the grid up to 7.5 u further out. A quotient weight/scale below 8 is
+  rounded by up to half its spacing, 4 u. Together below 12 u.
+- Clipping. A search (`observer_kwargs.search`) shrinks a range to no less than 0.81 of itself: a weight may stand up to
   7.5 / 0.81 - 7.5 steps beyond the symmetric grid, or 15 / 0.81 - 15 beyond the asymmetric one.
-- Asymmetric grids. Range and scale are each rounded: 30 u at the end of 15 steps. The quotient, below 16, takes 8 u, its
-  sum with the zero point 4 u, the quotient that the zero point is rounded from at most 6 u more. Together 48 u.
+- Asymmetric grids. Range and scale are each rounded: 30 u at the end of 15 steps. The quotient, below 16, takes 8 u,
+  its sum with the zero point 4 u, the quotient that the zero point is rounded from at most 6 u more. Together 48 u.
 
-A step that is too large hides behind this bound, so where config.json names the grid the scale itself is compared too: absmax/7
-(qmax7, at least 1e-5) or absmax/7.5 (minmax), each rounded a few times on the way.
+A step that is too large hides behind this bound, so where config.json names the grid the scale itself is compared too:
+absmax/7 (qmax7, at least 1e-5) or absmax/7.5 (minmax), each rounded a few times on the way.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Rounding:
 def rounding_of(subject: Subject) -> dict[str, Rounding]:
     """How far every packed weight with sound parts is off the source, by the HF name of the plain weight.
 
-    The checkpoint must be packed, in a known format, and have a source that is not. Raises CkptkitError where one of the
+    The checkpoint must be packed, in a known format, and its source must not be. Raises CkptkitError where one of the
     two cannot be read.
     """
     config, specs = config_of(subject), subject.checkpoint.specs
@@ -112,8 +112,8 @@ def _fits(
 def dequantized(
     parts: Mapping[str, Tensor], module: str, form: Format, shape: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """float32 weights [rows, groups, group] and scales [rows, groups] of one module; a last group that is short ends in zeros."""
-    # Imported here because it brings transformers with it, which takes seconds that checks of plain checkpoints do not need.
+    """float32 weights [rows, groups, group] and scales [rows, groups] of one module; a short last group ends in 0."""
+    # Imported here because it brings transformers with it, which takes seconds.
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
     codes = grouped(unpack_from_int32(parts[module + PACKED], form.bits, torch.Size(shape)).float(), form)
@@ -146,7 +146,7 @@ def grouped(weight: Tensor, form: Format) -> Tensor:
 
 
 def bound_in_steps(dtype: torch.dtype, symmetric: bool, searched: bool = False) -> float:
-    """The largest error of a correctly rounded weight, in steps, where scales are stored in `dtype`; derived at the top."""
+    """The largest error of a correctly rounded weight, in steps, where scales are stored in `dtype`."""
     unit_roundoff = torch.finfo(dtype).eps / 2
     clipped = (7.5 if symmetric else 15) * (1 / _NARROWEST - 1) if searched else 0.0
     return 0.5 + clipped + (12 if symmetric else 48) * unit_roundoff
@@ -167,10 +167,10 @@ def grid_of(config: Mapping[str, Any]) -> str | None:
 
 
 def scale_off(scale: Tensor, original: Tensor, form: Format, grid: str) -> float:
-    """By how much, as a part of itself, the scale [rows, groups] that is furthest off differs from that of `grid` for `original`; 0 where none does.
+    """By how much, as a part of itself, the worst scale [rows, groups] differs from that of `grid`; 0 where none does.
 
-    A few roundings to the dtypes of weights and scales are allowed for. Left out are groups so small that the grid's floor decides,
-    and those whose scale is not a positive number, which CK304 names.
+    A few roundings to the dtypes of weights and scales are allowed for. Left out are groups so small that the grid's
+    floor decides, and those whose scale is not a positive number, which CK304 names.
     """
     wanted = grouped(original.float(), form).abs().amax(dim=-1) / _LARGEST[grid]
     allowed = 4 * (torch.finfo(scale.dtype).eps + torch.finfo(original.dtype).eps)

@@ -31,8 +31,8 @@ class Subject:
     """A checkpoint and the question asked of it. Opening is lazy, so that file checks can look at broken ones.
 
     `tp`, `pp`, `ep`, `etp` (inside experts; None: as launch scripts choose) and `vpp` are the parallel sizes to load
-    Megatron with. `against` holds "megatron" and "sglang" as asked for. `manifest` is a file with digests to compare with.
-    `launch` says how a training job would find this checkpoint, `arguments` what its launch script says of parallel sizes,
+    Megatron with. `against` holds "megatron" and "sglang" as asked for. `manifest` is a file with digests to compare.
+    `launch` says how a training job would find this checkpoint, `arguments` what its launch script says of sizes,
     `updated` that it quantizes weights by the `ignore` list of this checkpoint; only preflight gives these three.
     `readers` (as `--reader` has them) will load an INT4 checkpoint; None: `quant.selection.readers.RL_READERS`.
     `ray` is the address of the Ray cluster (`ckptkit.transfer.ray.cluster.connected`) that reads all the bytes; None:
@@ -74,7 +74,7 @@ class Subject:
 
     @cached_property
     def kind(self) -> Literal["hf", "megatron"]:
-        """What lies at `path`, told by any file that is still there. Raises CkptkitError when it holds no checkpoint at all."""
+        """What lies at `path`, told by any file still there. Raises CkptkitError when it holds no checkpoint at all."""
         if any((self.path / mark).exists() for mark in (TRACKER, ".metadata")) or any(self.path.glob("*.distcp")):
             return "megatron"
         if (self.path / "config.json").exists():
@@ -116,7 +116,7 @@ class Subject:
 
     @cached_property
     def source(self) -> Checkpoint | None:
-        """What `--source` names, opened; a quantized release as the weights that it dequantizes to, unless this checkpoint is quantized too.
+        """What `--source` names, opened; a quantized release as plain weights, unless this checkpoint is quantized too.
 
         Raises CkptkitError where it cannot be opened, or is quantized in a format that is not supported.
         """

@@ -17,7 +17,7 @@ from ckptkit.formats.detect import locate
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.experts import is_fused, unfuse
 from converters.megatron.legacy import LegacyCheckpoint
-from converters.passthrough import carried_beside
+from converters.passthrough import passthrough_beside
 from converters.planner import to_hf
 from verify.evidence.extremes import Extremes, as_integers, digest_of, extremes, same_bytes
 from verify.evidence.plain import plain
@@ -31,7 +31,7 @@ _COUNTED = 1 << 16  # elements up to which distinct values are counted: router b
 
 @dataclass(frozen=True)
 class Difference:
-    """How a tensor differs from its source: dtypes, the count of unequal elements after casting, the largest gap, distinct values."""
+    """How a tensor differs from its source: dtypes, elements unequal after casting, largest gap, distinct values."""
 
     source: TensorSpec
     actual: TensorSpec
@@ -43,7 +43,7 @@ class Difference:
 
 @dataclass
 class Values:
-    """The outcome of the pass. Names are HF names with one tensor an expert where there was a source, else those on disk."""
+    """The outcome of the pass. With a source, names are HF names with one tensor an expert, else those on disk."""
 
     stats: dict[str, Extremes] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
@@ -63,13 +63,15 @@ class Values:
 
 
 def in_hf_space(checkpoint: Checkpoint, where: Path, release: Collection[str] = ()) -> Checkpoint:
-    """The checkpoint with HF names, one tensor an expert, with what is only carried. Raises CkptkitError where its config does not fit it.
+    """The checkpoint with HF names, one tensor an expert, and what is only carried.
+
+    Raises CkptkitError where its config does not fit it.
 
     `release` are the names to compare with: tensors that it repeats are repeated.
     """
     if isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         view = to_hf(checkpoint, str(where), release=release)
-        untouched = carried_beside(checkpoint, locate(where).root, plain)
+        untouched = passthrough_beside(checkpoint, checkpoint.hf_path, locate(where).root, plain)
         return Joined(view, untouched) if untouched else view
     return (
         View(checkpoint, unfuse(checkpoint.specs, checkpoint.config, str(where)))
@@ -144,7 +146,7 @@ def _compare(name: str, tensor: Tensor, origin: Tensor, values: Values) -> None:
 
 
 def difference(name: str, tensor: Tensor, origin: Tensor) -> Difference:
-    """How `tensor` differs from `origin`: the source is cast to the dtype found first, so that rounding alone is no difference."""
+    """How `tensor` differs from `origin`, which is cast to its dtype first: rounding alone is no difference."""
     source, actual = (TensorSpec.of(name, one) for one in (origin, tensor))
     if source.shape != actual.shape:
         return Difference(source, actual, tensor.numel(), float("nan"), 0, 0)

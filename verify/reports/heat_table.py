@@ -1,4 +1,4 @@
-"""The heat map as a table: a row a layer, a column a kind of tensor, a link to the finding in each cell that has one."""
+"""The heat map as a table: a row for each layer, a column for each kind of tensor, and links to findings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MEANINGS = {
 
 @dataclass(frozen=True)
 class HeatCell:
-    """What a cell shows: a word, its CSS class ("" for none), all that is known of it, and where it links to, if anywhere."""
+    """What a cell shows: a word, its CSS class (may be ""), its full description, and the finding it links to."""
 
     word: str
     style: str

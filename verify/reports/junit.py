@@ -14,7 +14,7 @@ _CLASSES = {"headers": "files", "launch": "configuration"}  # of the stages that
 
 
 def junit(report: Report) -> str:
-    """One testsuite; a check with findings of severity error is a failure, one with warnings alone passes and prints them."""
+    """One testsuite. A check with findings of severity error fails; one with warnings alone passes and prints them."""
     root = ElementTree.Element("testsuites")
     counts = report.to_json()["counts"]
     suite = ElementTree.SubElement(

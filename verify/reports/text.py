@@ -21,7 +21,7 @@ class Group:
 
 
 def groups(report: Report, limit: int) -> list[Group]:
-    """All findings with their anchors, errors first, by code in the order of the report; at most `limit` shown of each group."""
+    """All findings with their anchors by code, errors first; at most `limit` shown of each."""
     found: dict[tuple[str, str], list[tuple[str, Finding]]] = defaultdict(list)
     for anchor, finding in zip(anchors(report.findings), report.findings, strict=True):
         found[finding.severity, finding.code].append((anchor, finding))

@@ -14,19 +14,19 @@ from functools import cached_property
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.dtypes import DTYPE_OF_CODE, ITEMSIZE
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.extents import Extent, Place
+from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import other_weights
 from ckptkit.storage.buffers import bytes_of, elements
-from ckptkit.storage.read import FileExtent, held, read_into
+from ckptkit.storage.read import FileExtent, read_new
 from ckptkit.storage.remote_file import RemoteFile, remote_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -43,21 +43,31 @@ class Shard:
     metadata: Mapping[str, str]
     remote: RemoteFile | None = None
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, which may lie in what is `prefetched`.
+    def read(self, name: str, reader: Reader | None = None) -> Tensor:
+        """One tensor; what `reader` has loaded of it is not read again.
 
         It is read with plain reads, not mapped: a file that is cut meanwhile, or a bad sector, is an error and no signal.
         """
-        spec, offset = self.specs[name], self.offsets[name]
-        if (found := held(self.path, offset, spec.nbytes)) is not None:
-            return elements(found, spec.torch_dtype).view(spec.shape)
-        tensor = torch.empty(spec.shape, dtype=spec.torch_dtype)
-        buffer = bytes_of(tensor)
-        count = self.remote.read_into(buffer, offset) if self.remote else read_into(self.path, buffer, offset)
-        if count != spec.nbytes:
+        spec, flat = self.specs[name], self._bytes(name, reader)
+        if len(flat) != spec.nbytes:
             hint = "the file is truncated; copy or download it again"
             raise CkptkitError(f"{self.remote or self.path}: {name} ends before its {spec.nbytes} bytes", hint)
-        return tensor
+        return elements(flat, spec.torch_dtype).view(spec.shape)
+
+    def _bytes(self, name: str, reader: Reader | None) -> Tensor:
+        """The bytes of a tensor, uint8 [bytes]: fewer where the file ends."""
+        if self.remote is None:
+            wanted = self.byte_range(name)
+            found = reader.loaded(wanted) if reader else None
+            return read_new(wanted) if found is None else found
+        import torch
+
+        flat = torch.empty(self.specs[name].nbytes, dtype=torch.uint8)
+        return flat[: self.remote.read_into(bytes_of(flat), self.offsets[name])]
+
+    def byte_range(self, name: str) -> ByteRange:
+        """Where the bytes of a tensor stand."""
+        return ByteRange(self.path, self.offsets[name], self.offsets[name] + self.specs[name].nbytes)
 
 
 def read_shard(path: Path) -> Shard:
@@ -250,21 +260,23 @@ class HfCheckpoint:
         """Which tensors stand in which file, in file order: what a writer needs to cut shards the same way."""
         return {file: list(shard.specs) for file, shard in self.shards.items()}
 
-    def places(self, names: Iterable[str]) -> Iterator[Place]:
-        """Where the bytes of these tensors stand on a local disk."""
+    def byte_ranges(self, names: Iterable[str]) -> Iterator[ByteRange]:
+        """What is read of a local disk to make these tensors."""
         for name in names:
             shard = self._shard_of[name]
             if shard.remote is None:
-                yield shard.path, shard.offsets[name], shard.offsets[name] + shard.specs[name].nbytes
+                yield shard.byte_range(name)
 
-    def in_order(self, name: str) -> bool:
+    def is_streamable(self, name: str) -> bool:
         """Whether its bytes are on a local disk: there they are in order."""
         return self._shard_of[name].remote is None
 
     def extents(self, name: str) -> Sequence[Extent] | None:
         """Where its bytes stand, on a local disk."""
         shard = self._shard_of[name]
-        return [FileExtent(shard.path, shard.offsets[name], shard.specs[name].nbytes)] if self.in_order(name) else None
+        if shard.remote is not None:
+            return None
+        return [FileExtent(shard.path, shard.offsets[name], shard.specs[name].nbytes)]
 
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: self._shard_of[name].read(name) for name in names}
+    def read(self, names: Sequence[str], reader: Reader | None = None) -> dict[str, Tensor]:
+        return {name: self._shard_of[name].read(name, reader) for name in names}

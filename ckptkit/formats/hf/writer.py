@@ -9,9 +9,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.dtypes import SAFETENSORS_CODE
 from ckptkit.core.errors import CkptkitError
@@ -20,6 +18,9 @@ from ckptkit.formats.files import FILE_BYTES, Piece
 from ckptkit.formats.hf.reader import INDEX, SINGLE, read_shard
 from ckptkit.storage.buffers import cuts
 from ckptkit.storage.write import WrittenFile
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SafetensorsFiles:

@@ -15,20 +15,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ckptkit.core.dtypes import torch_dtype
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.extents import Extent, Place
+from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.megatron_config import config_in, hf_home
 from ckptkit.formats.torch_dist.names import engine_name, whole_of
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 _FIRST = attrgetter("offsets")
@@ -184,17 +185,19 @@ class _Part:
         """Whether every chunk is whole rows of it and of nothing else."""
         return not self.index and all(chunk.sizes[1:] == self.stored.shape[1:] for chunk in self.chunks)
 
-    def read(self) -> Tensor:
+    def read(self, reader: Reader | None) -> Tensor:
         dtype, depth = self.stored.dtype, len(self.index)
         if len(self.chunks) == 1:
-            return self.chunks[0].blob.tensor(dtype, self.chunks[0].sizes)[self._within(self.chunks[0])]
+            return self.chunks[0].blob.tensor(dtype, self.chunks[0].sizes, reader)[self._within(self.chunks[0])]
+        import torch
+
         result = torch.empty(self.shape, dtype=torch_dtype(dtype))
         for chunk in self.chunks:
             place = tuple(
                 slice(start, start + size)
                 for start, size in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True)
             )
-            result[place] = chunk.blob.borrowed(dtype, chunk.sizes)[self._within(chunk)]
+            result[place] = chunk.blob.tensor(dtype, chunk.sizes, reader)[self._within(chunk)]
         return result
 
     def _within(self, chunk: Chunk) -> Shape:
@@ -312,20 +315,20 @@ class TorchDistCheckpoint:
             )
         return dict(vars(stored)) if stored is not None else {}
 
-    def places(self, names: Iterable[str]) -> Iterator[Place]:
+    def byte_ranges(self, names: Iterable[str]) -> Iterator[ByteRange]:
         """Where the chunks of these tensors stand."""
         for blob in {
             id(chunk): chunk.blob for name in names for part in self._logical[name] for chunk in part.chunks
         }.values():
-            yield blob.path, blob.offset, blob.offset + blob.length
+            yield blob.byte_range
 
-    def in_order(self, name: str) -> bool:
+    def is_streamable(self, name: str) -> bool:
         """Whether its chunks are whole rows, one after the other."""
         return all(part.in_rows for part in self._logical[name])
 
     def extents(self, name: str) -> Sequence[Extent] | None:
         """Where its bytes stand, if its chunks are whole rows. Raises CkptkitError as `Blob.tensor`."""
-        if not self.in_order(name):
+        if not self.is_streamable(name):
             return None
         found = [
             chunk.blob.extent(part.stored.dtype, chunk.sizes)
@@ -334,11 +337,15 @@ class TorchDistCheckpoint:
         ]
         return None if None in found else [extent for extent in found if extent is not None]
 
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: self._read(self._logical[name]) for name in names}
+    def read(self, names: Sequence[str], reader: Reader | None = None) -> dict[str, Tensor]:
+        return {name: self._read(self._logical[name], reader) for name in names}
 
-    def _read(self, parts: Sequence[_Part]) -> Tensor:
-        return parts[0].read() if len(parts) == 1 else torch.cat([part.read() for part in parts])
+    def _read(self, parts: Sequence[_Part], reader: Reader | None) -> Tensor:
+        if len(parts) == 1:
+            return parts[0].read(reader)
+        import torch
+
+        return torch.cat([part.read(reader) for part in parts])
 
 
 def _mapping(blob: Blob) -> Mapping[str, Any]:

@@ -10,16 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
 from zlib_ng import zlib_ng
 
 from ckptkit.core.dtypes import DTYPE_OF_STORAGE, ITEMSIZE, torch_dtype
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.unpickle import Record
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # How torch began a file before its zip format (torch 1.6): a pickle of a magic number (`torch/serialization.py`).
 _OLD_FORMAT = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -117,6 +118,8 @@ class SavedFile:
 
         Storages may be large and hold many tensors (a buffer of all of a rank's parameters): only this tensor's part is kept.
         """
+        import torch
+
         info = self._entries[f"data/{tensor.storage}"]
         size = ITEMSIZE[tensor.dtype]
         flat = torch.empty(tensor.reach * size, dtype=torch.uint8)
@@ -124,7 +127,7 @@ class SavedFile:
             self._check(info)
         self._blob.read_into(info, memoryview(flat.numpy()), tensor.offset * size)  # type: ignore[arg-type]
         self._sound.add(tensor.storage)
-        return torch.as_strided(flat.view(torch_dtype(tensor.dtype)), tensor.shape, tensor.stride).contiguous()
+        return flat.view(torch_dtype(tensor.dtype)).as_strided(tensor.shape, tensor.stride).contiguous()
 
     def _check(self, info: Any) -> None:
         """One pass over a storage that is read in parts, for its checksum."""

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-from torch._utils import _rebuild_tensor_v2
 from zlib_ng import zlib_ng
 
-from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS, torch_dtype
+from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS
+from ckptkit.formats.torch_save.blob import dense_stride
 from ckptkit.storage.buffers import cuts
 from ckptkit.storage.write import WrittenFile
 
@@ -161,13 +160,16 @@ class _Described:
     dtype: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        size = torch.Size(self.shape)
-        stride = torch.empty(size, dtype=torch_dtype(self.dtype), device="meta").stride()
-        return _rebuild_tensor_v2, (_Storage(self.dtype, size.numel()), 0, tuple(size), stride, False, OrderedDict())
+        from torch._utils import _rebuild_tensor_v2
+
+        storage = _Storage(self.dtype, math.prod(self.shape))
+        return _rebuild_tensor_v2, (storage, 0, self.shape, dense_stride(self.shape), False, OrderedDict())
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
+        import torch
+
         if isinstance(value, _Storage):
             return "storage", getattr(torch, STORAGE_CLASS[value.dtype]), "0", "cpu", value.elements
         return None

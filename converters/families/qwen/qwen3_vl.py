@@ -76,6 +76,7 @@ FAMILIES = (
     replace(
         _DENSE,
         model_types=("qwen3_vl_moe",),
+        architectures=_DENSE.architectures[::-1],
         release=replace(_RELEASE, model_type="qwen3_vl_moe_text", classes=_CLASSES),
     ),
 )

@@ -1,11 +1,8 @@
-"""convert, quantize and inspect with URLs, against a real S3 server and a hub: the same bytes as on a disk, and nothing half written anywhere."""
+"""convert, quantize and inspect with URLs, against a real S3 server and a hub: the same bytes as on a disk."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import models
 import pytest
 from fake_hub import fake_hub
+from processes import ckptkit
 from remote_servers import Bucket
 
 from ckptkit.app.api import convert, inspect, int4_scheme, model_arguments, quantize
@@ -31,12 +29,6 @@ def megatron(small_release: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     root = tmp_path_factory.mktemp("megatron") / "qwen-megatron"
     convert(small_release, root)
     return root
-
-
-def ckptkit(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command."""
-    words = [sys.executable, "-m", "ckptkit", *map(str, arguments)]
-    return subprocess.run(words, env=os.environ | variables, capture_output=True, text=True, check=False)
 
 
 def content(root: Path) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ckptkit.app.api import convert
-from ckptkit.app.jobs import Job, planned
+from ckptkit.app.plan import make_plan
+from ckptkit.app.run_options import RunOptions
+from ckptkit.core.extents import Reader
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.formats.torch_dist.writer import TorchDistFiles
@@ -153,16 +155,16 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> Streamed:
     """From when this is called on tensors that stay as they are go through a buffer, a small one. Returns the extents that are read."""
 
     def start() -> list[raw.FileExtent]:
-        view, found = raw.FileExtent.view, list[raw.FileExtent]()
+        read, found = raw.FileExtent.read, list[raw.FileExtent]()
 
-        def watched(self: raw.FileExtent, start: int, nbytes: int) -> memoryview:
+        def watched(self: raw.FileExtent, reader: Reader, start: int, nbytes: int) -> memoryview:
             found.append(self)
-            return view(self, start, nbytes)
+            return read(self, reader, start, nbytes)
 
         monkeypatch.setattr(copying, "BATCH", 0)
         monkeypatch.setattr(raw, "BUFFER", 8192)
         monkeypatch.setattr(blob, "AT_ONCE", 0)
-        monkeypatch.setattr(raw.FileExtent, "view", watched)
+        monkeypatch.setattr(raw.FileExtent, "read", watched)
         return found
 
     return start
@@ -204,7 +206,7 @@ def test_the_way_back(
 
 def test_files_that_are_read_again_to_go_on_after_a_crash(in_chunks: PathOf, releases: PathOf) -> None:
     path = in_chunks("qwen3_next")
-    (output, *_) = planned(Job("convert", str(releases("qwen3_next")))).outputs
+    (output, *_) = make_plan(RunOptions("convert", str(releases("qwen3_next")), "out")).outputs
     reader = TorchDistCheckpoint(path / "release")
     found = {name: tensor for file in output.files.names for name, tensor in output.files.read(file, path)}
     assert found.keys() == reader.specs.keys()

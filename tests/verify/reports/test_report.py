@@ -14,9 +14,10 @@ import pytest
 from fixture_types import CopyOf, PathOf
 from rich.console import Console
 
+from ckptkit.core.errors import CkptkitError
 from verify.check import Check, Run, Skip, Tally, Unable, run_checks
 from verify.evidence.subject import Subject
-from verify.report import CheckResult, Finding, Report
+from verify.report import CheckResult, Finding, Report, Severity
 from verify.reports import text_of as text_in
 from verify.reports.render import render
 from verify.run import verify
@@ -229,6 +230,41 @@ def test_report_with_a_check_that_could_not_look_is_inconclusive() -> None:
         "INCONCLUSIVE  /data/a against /data/b",
         "  not looked at: CK701, CK702: no GPU",
     ]
+
+
+def finding_then(error: Exception, severity: Severity = "error") -> Run:
+    """A check that finds something, then raises."""
+
+    def run(subject: Subject, tally: Tally) -> Iterator[Finding]:
+        tally.compared(1)
+        yield replace(FINDING, severity=severity)
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Unable("no GPU"), "no GPU"),
+        (Skip("nothing more"), "nothing more"),
+        (CkptkitError("a shard is gone", "copy it"), "a shard is gone"),
+        (KeyError("a name of ours"), "an error inside this check"),
+    ],
+)
+def test_findings_before_an_exception_count_and_its_reason_is_kept(error: Exception, reason: str) -> None:
+    report = report_of(finding_then(error))
+    assert (report.status, report.findings) == ("failed", [FINDING])
+    (result,) = report.checks
+    assert (result.status, result.tensors_compared) == ("failed", 1)
+    assert result.reason is not None
+    assert result.reason.startswith(reason)
+
+
+def test_warnings_before_an_exception_are_kept_and_the_report_is_inconclusive() -> None:
+    report = report_of(finding_then(Unable("no GPU"), "warning"))
+    assert (report.status, report.warnings, report.reasons) == ("inconclusive", 1, ["CK700: no GPU"])
+    assert report.checks[0].status == "skipped"
 
 
 def test_report_with_an_error_of_our_own_is_inconclusive_and_says_where() -> None:

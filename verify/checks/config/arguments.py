@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,23 +14,12 @@ from converters.megatron.arguments import comparable_args
 Args = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Mismatch:
-    """One argument that belongs to another model."""
-
-    argument: str
-    expected: str
-    actual: str
-
-    @property
-    def hint(self) -> str:
-        """The next move."""
-        if self.argument in WITHOUT_FLAG:
-            set_it = "set the attribute on the arguments before the model is built"
-            return f"Megatron-LM has no flag for it: {set_it}, or train with its default knowingly"
-        return (
-            "this argument of the run that saved it belongs to another model: correct the launch script, or config.json"
-        )
+def hint_of(argument: str) -> str:
+    """What to do where this argument belongs to another model."""
+    if argument in WITHOUT_FLAG:
+        set_it = "set the attribute on the arguments before the model is built"
+        return f"Megatron-LM has no flag for it: {set_it}, or train with its default knowingly"
+    return "this argument of the run that saved it belongs to another model: correct the launch script, or config.json"
 
 
 def _get(args: Args, name: str, default: Any) -> Any:
@@ -257,23 +245,26 @@ def _fields(dims: ModelDims) -> dict[str, Callable[[Args], Any]]:
     return fields | (_SOFTMAX if dims.experts and not dims.router_sigmoid else {})
 
 
-def mismatches(dims: ModelDims, args: Args) -> Iterator[Mismatch]:
-    """Every argument that does not describe the model of `dims`; numbers are equal within a relative 1e-6."""
+def mismatches(dims: ModelDims, args: Args) -> Iterator[tuple[str, str, str]]:
+    """Each argument that does not describe the model of `dims`, what it should be and what it is.
+
+    Numbers are equal within a relative 1e-6.
+    """
     expected = comparable_args(dims)
     for name, read in (_fields(dims) | _sparse(dims, args)).items():
         want, found = read(expected), read(args)
         if not _same(want, found):
-            yield Mismatch(name, _text(want), "nothing" if found is None else _text(found))
+            yield name, _text(want), "nothing" if found is None else _text(found)
     yield from _vocabulary(dims, args)
 
 
-def _vocabulary(dims: ModelDims, args: Args) -> Iterator[Mismatch]:
+def _vocabulary(dims: ModelDims, args: Args) -> Iterator[tuple[str, str, str]]:
     """`vocab_size`, which cuts rows at export, must be true where given; `padded_vocab_size` may only be larger."""
     vocab, padded = args.get("vocab_size"), args.get("padded_vocab_size")
     if vocab is not None and vocab != dims.vocab:
-        yield Mismatch("vocab_size", str(dims.vocab), str(vocab))
+        yield "vocab_size", str(dims.vocab), str(vocab)
     if padded is not None and padded < dims.vocab:
-        yield Mismatch("padded_vocab_size", f"at least {dims.vocab}", str(padded))
+        yield "padded_vocab_size", f"at least {dims.vocab}", str(padded)
 
 
 def _same(want: Any, found: Any) -> bool:

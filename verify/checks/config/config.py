@@ -14,12 +14,13 @@ from converters.megatron.parallel import ParallelSizes, refusals, with_remainder
 from converters.megatron.pipeline import Pipeline
 from converters.planner import dims_of
 from verify.check import Skip, Tally, check
-from verify.checks.config.arguments import compared, mismatches
+from verify.checks.config.arguments import compared, hint_of, mismatches
 from verify.checks.config.config_keys import keys_behind
 from verify.evidence.expected import config_of, stated_config_of
 from verify.evidence.folding import chunk_ranges
 from verify.evidence.subject import Subject
-from verify.report import Finding, Severity
+from verify.issue import Issue
+from verify.report import Severity
 
 # Keys that say how a checkpoint is stored or run, and the rotary settings, which have two spellings.
 _STORAGE = (
@@ -59,14 +60,12 @@ def _source_config(subject: Subject) -> Mapping[str, Any]:
     "Megatron's stored arguments describe the model of config.json",
     stage="configuration",
     preflight=True,
-    rationale=(
-        "Training takes sizes from a launch script, generation from config.json. "
-        "Where they differ, training runs on and gives another model."
-    ),
+    rationale="Training takes sizes from a launch script, generation from config.json. Where they differ, training "
+    "runs on and gives another model.",
     fix="Correct the launch script's model arguments (or config.json), then convert or train again.",
     unless=lambda subject: None if subject.kind == "megatron" else "an HF directory stores no training arguments",
 )
-def arguments_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`args` in common.pt against the HF config, field by field, with Megatron's defaults for absent ones."""
     config = _config(subject)
     try:
@@ -80,9 +79,8 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
     for _ in range(compared(dims)):
         tally.compared(0)
     where = str(subject.megatron_files.weights / "common.pt")
-    for wrong in mismatches(dims, args):
-        expected, actual = f"{wrong.argument} = {wrong.expected}", f"{wrong.argument} = {wrong.actual}"
-        yield Finding("CK701", expected, actual, wrong.hint, file=where)
+    for name, expected, actual in mismatches(dims, args):
+        yield Issue(f"{name} = {expected}", f"{name} = {actual}", hint_of(name), file=where)
 
 
 @check(
@@ -94,7 +92,7 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
     rationale="A rope base or an epsilon that changed on the way changes every logit, and no weight shows it.",
     fix="Take config.json from the source; only dtype and quantization_config may differ.",
 )
-def configs_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Both configs by their Megatron arguments and rotary settings, and key by key where neither shows a difference.
 
     A key that only one of them has is a warning: a newer transformers writes out what used to be a default.
@@ -108,13 +106,15 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
     # One finding a key, however many arguments follow from it.
     named = {keys.get(one[0], one)[0]: keys.get(one[0], one) for one in _differing(_args(here), _args(there), tally)}
     for name, expected, actual in named.values():
-        yield Finding("CK702", f"{name} = {expected}", f"{name} = {actual}", hint, file=where)
+        yield Issue(f"{name} = {expected}", f"{name} = {actual}", hint, file=where)
     for name, expected, actual in _differing(_scaling(here), _scaling(there), tally):
-        yield Finding("CK702", f"rotary {name} = {expected}", f"rotary {name} = {actual}", hint, file=where)
+        yield Issue(f"rotary {name} = {expected}", f"rotary {name} = {actual}", hint, file=where)
     for name, expected, actual in _differing(_unstored(here), _unstored(there), tally):
         if not _seen_in_arguments(here, name, there):
-            severity: Severity = "error" if name in here and name in there else "warning"
-            yield Finding("CK702", f"{name} = {expected}", f"{name} = {actual}", hint, file=where, severity=severity)
+            both = name in here and name in there
+            yield Issue(
+                f"{name} = {expected}", f"{name} = {actual}", hint, file=where, severity="error" if both else "warning"
+            )
 
 
 def _differing(here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally) -> Iterator[tuple[str, Any, Any]]:
@@ -165,7 +165,7 @@ def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, An
         else "no --tp, --pp, --ep or --etp above 1 was given"
     ),
 )
-def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What Megatron refuses at these tp, etp and ep; layers against pp and the pipeline options of a launch.
 
     Without an etp this looks at Megatron's default, tp; what is refused there is only a warning.
@@ -176,18 +176,17 @@ def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
     etp = subject.tp if subject.etp is None else subject.etp
     for one in refusals(dims, ParallelSizes(subject.tp, ep=subject.ep, etp=etp)):
         severity: Severity = "warning" if one.option == "etp" and subject.etp is None else "error"
-        yield Finding("CK703", one.expected, one.actual, one.hint, file=str(subject.path), severity=severity)
+        yield Issue(one.expected, one.actual, one.hint, file=subject.path, severity=severity)
 
 
-def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Finding]:
+def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Whether the layers make a pipeline. Without a launch, a remainder that `verify` can place is a warning."""
     options, pp, where = subject.arguments, subject.pp, str(subject.path)
     try:
         stages = (options.pipeline(dims.layers, pp) if options else Pipeline(dims.layers, pp)).stages
     except CkptkitError as error:
         if options and options.uneven:
-            expected, hint = "pipeline options that Megatron accepts", error.hint or ""
-            yield Finding("CK703", expected, error.message, hint, file=where)
+            yield Issue("pipeline options that Megatron accepts", error.message, error.hint or "", file=where)
             return
         last = with_remainder(ParallelSizes(pp=pp), dims.layers).last
         options_for_it = "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
@@ -195,9 +194,7 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Finding
         if last:
             hint = f"the launch must say so, for example by --decoder-last-pipeline-num-layers {last}"
         expected, actual = f"num_hidden_layers that divides by pp = {pp}", f"num_hidden_layers = {dims.layers}"
-        yield Finding(
-            "CK703", expected, actual, hint, file=where, severity="warning" if last and options is None else "error"
-        )
+        yield Issue(expected, actual, hint, file=where, severity="warning" if last and options is None else "error")
         return
     if options and options.uneven:
         tally.facts[STAGES] = [f"pp rank {stage}: layers {chunk_ranges(chunks)}" for stage, chunks in enumerate(stages)]

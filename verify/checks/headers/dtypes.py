@@ -22,7 +22,7 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 
 _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8")
-# State of linear attention that is computed in float32 and that releases store in bfloat16 all the same (Qwen3-Next, Qwen3.5's dt_bias).
+# Float32 state of linear attention that releases store in bfloat16 all the same (Qwen3-Next, Qwen3.5's dt_bias).
 _ROUNDED_BY_RELEASES = (".A_log", ".dt_bias")
 _INTEGER_PARTS = (PACKED, SHAPE, ZERO_POINT, G_IDX)
 
@@ -31,7 +31,8 @@ _INTEGER_PARTS = (PACKED, SHAPE, ZERO_POINT, G_IDX)
     "CK107",
     "dtypes are the same in every layer, and fp32 state is fp32",
     stage="headers",
-    rationale="bfloat16 keeps 8 significant bits: a router bias around 6.9 that spans 0.2 falls into 8 distinct values, and routing changes.",
+    rationale="bfloat16 keeps 8 significant bits: a router bias around 6.9 that spans 0.2 falls into 8 distinct "
+    "values, and routing changes.",
     fix="Convert again from the release with the dtype kept; router biases must stay fp32.",
 )
 def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -101,7 +102,7 @@ def _config_dtype(
 
 
 def _trained_dtype(subject: Subject, stored: str) -> Iterator[Issue]:
-    """The dtype that the stored training arguments name (Megatron-LM: `params_dtype`, by --bf16 or --fp16), against the one most weights are in."""
+    """`params_dtype` of the stored training arguments (by --bf16 or --fp16) against the dtype of most weights."""
     try:
         said = subject.megatron_files.args.get("params_dtype")
     except CkptkitError:

@@ -1,4 +1,4 @@
-"""CK101 to CK106: what headers and JSON files alone can tell. No weight is read; every problem is listed, not only the first."""
+"""CK101 to CK106: what headers and JSON files alone can tell. No weight is read, and every problem is listed."""
 
 from __future__ import annotations
 
@@ -32,10 +32,16 @@ def only_hf(subject: Subject) -> str | None:
 
 
 def names_of(subject: Subject) -> Mapping[str, TensorSpec]:
-    """Every tensor that headers or `.metadata` name. Raises Skip where `.metadata` cannot be read, which CK111 reports."""
-    if subject.kind == "megatron" and not subject.megatron_files.readable:
-        raise Skip("not run because .metadata cannot be read (CK111)")
+    """Every tensor that headers or `.metadata` name. Raises Skip where `.metadata` cannot be read (CK111)."""
+    if subject.kind == "megatron":
+        require_metadata(subject)
     return subject.specs
+
+
+def require_metadata(subject: Subject) -> None:
+    """Raises Skip where the `.metadata` of a Megatron checkpoint cannot be read, which CK111 reports."""
+    if not subject.megatron_files.readable:
+        raise Skip("not run because .metadata cannot be read (CK111)")
 
 
 @check(
@@ -43,13 +49,14 @@ def names_of(subject: Subject) -> Mapping[str, TensorSpec]:
     "config.json describes a supported model",
     stage="headers",
     gate=True,
-    rationale="Every expected name and shape follows from the config. A config of another model makes loaders skip or misread tensors.",
+    rationale="Every expected name and shape follows from the config. A config of another model makes loaders skip or "
+    "misread tensors.",
     fix="Restore config.json from the release that the weights belong to.",
 )
 def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The config is there, is JSON, is of a supported family, and its sizes make sense."""
-    if subject.kind == "megatron" and not subject.megatron_files.readable:
-        raise Skip("not run because .metadata cannot be read (CK111)")
+    if subject.kind == "megatron":
+        require_metadata(subject)
     try:
         config_of(subject)
         tally.compared(0)
@@ -66,7 +73,8 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "every shard is there and whole",
     stage="headers",
     gate=True,
-    rationale="A truncated shard can be mapped beyond its end and then reads as zeros or garbage; some loaders skip an absent one silently.",
+    rationale="A truncated shard can be mapped beyond its end and then reads as zeros or garbage; some loaders skip an "
+    "absent one silently.",
     fix="Download or copy the named file again, or run the conversion again.",
     unless=only_hf,
 )
@@ -88,7 +96,8 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "the index is sound",
     stage="headers",
     gate=True,
-    rationale="Loaders find tensors through model.safetensors.index.json; an entry that points out of the directory reads a file of somebody else.",
+    rationale="Loaders find tensors through model.safetensors.index.json; an entry that points out of the directory "
+    "reads a file of somebody else.",
     fix="Restore model.safetensors.index.json from the release, or convert again.",
     unless=only_hf,
 )
@@ -104,11 +113,12 @@ def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "index, shards and config name the same tensors",
     stage="headers",
     gate=True,
-    rationale="A converter that loses a tensor usually writes an index that agrees with its own loss. Only the config tells what should be there.",
+    rationale="A converter that loses a tensor usually writes an index that agrees with its own loss. Only the config "
+    "tells what should be there.",
     fix="Convert again from the release. If config.json belongs to another model, restore it.",
 )
 def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Three-way equality of index, headers and config; for Megatron, of `.metadata` and config. Also duplicates and orphan files."""
+    """Index, headers and config name the same tensors (Megatron: `.metadata` and config); no duplicates or orphans."""
     specs = names_of(subject)
     config = usable_config(subject)
     expected = subject.once(expected_of)
@@ -120,7 +130,8 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.note(text)
     if subject.kind == "hf" and config and (tied := tied_head(config)) and tied[0] in specs:
         tally.note(
-            f"{tied[0]} is stored although tie_word_embeddings is true; that it repeats {tied[1]} can be told from values only (CK211)"
+            f"{tied[0]} is stored although tie_word_embeddings is true; that it repeats {tied[1]} can be told "
+            "from values only (CK211)"
         )
     tally.facts["tensors per layer"] = layer_table(subject.kinds, dict(config) if config else None)
     if expected is None:
@@ -231,7 +242,8 @@ def _verdict(
     "shapes are those of the config",
     stage="headers",
     gate=True,
-    rationale="A shape that differs means another model, a wrong merge of gate and up or q, k and v, or a vocabulary cut to the tokenizer's size.",
+    rationale="A shape that differs means another model, a wrong merge of gate and up or q, k and v, or a vocabulary "
+    "cut to the tokenizer's size.",
     fix="Restore the config.json that belongs to these weights, or convert again.",
 )
 def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -271,8 +283,10 @@ def _no_index_needed(subject: Subject) -> str | None:
     "CK106",
     "total_size is the sum of all tensors in bytes",
     stage="headers",
-    rationale="Loaders do not read total_size, so it is only a warning. One that is not the sum shows an index that was not written with these shards.",
-    fix="Set metadata.total_size in model.safetensors.index.json to the number given, after the other CK1xx checks pass.",
+    rationale="Loaders do not read total_size, so it is only a warning. One that is not the sum shows an index that "
+    "was not written with these shards.",
+    fix="Set metadata.total_size in model.safetensors.index.json to the number given, after the other CK1xx checks "
+    "pass.",
     unless=_no_index_needed,
 )
 def total_size_true(subject: Subject, tally: Tally) -> Iterator[Issue]:

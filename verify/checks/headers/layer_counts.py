@@ -1,4 +1,4 @@
-"""How many tensors each layer and each expert has: a table to look at, and what stands out where there is no config to tell."""
+"""How many tensors each layer has: a table to look at, and without a config the layers that lack some."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _PACKED = re.compile(r"\.weight_\w+$")
 
 
 def layer_table(kinds: Iterable[Sequence[str]], config: dict[str, object] | None) -> list[str]:
-    """`dense layers {0..1}: 14 tensors` for every set of layers of one kind and count. `kinds` are names that differ in numbers only, together."""
+    """`dense layers {0..1}: 14 tensors each`, a line for all layers of one kind and count.
+
+    `kinds` are names that differ in numbers only, together.
+    """
     dims = dims_of(config) if config else None
     counts: Counter[tuple[bool, int]] = Counter()
     for names in kinds:
@@ -33,7 +36,7 @@ def layer_table(kinds: Iterable[Sequence[str]], config: dict[str, object] | None
 
 
 def _layers(names: Iterable[str], start: int) -> Counter[str]:
-    """How many of these names have which layer number. They differ in numbers only, so it begins at the same place in all of them."""
+    """How many names have each layer number. They differ in numbers only, so it begins at the same place in all."""
     return Counter([name[start : name.index(".", start)] for name in names])
 
 
@@ -46,7 +49,7 @@ def _kind_of_layer(layer: int, dims: ModelDims | None) -> str:
 
 
 def uneven(specs: Mapping[str, TensorSpec], file: str) -> Iterator[Issue]:
-    """Without a usable config: layers that lack what others of their kind have, and experts that lack what others of all layers have."""
+    """Without a usable config: layers and experts that lack what others of their kind have."""
     yield from _uneven_layers(specs, file)
     yield from _uneven_experts(specs, file)
 
@@ -72,8 +75,8 @@ def _uneven_experts(names: Iterable[str], file: str) -> Iterator[Issue]:
 def _uneven_layers(specs: Iterable[str], file: str) -> Iterator[Issue]:
     """Without a usable config: a layer that is as several others are, less some tensors.
 
-    What two layers or more have alike is a kind of layer: models mix full and linear attention, dense layers and experts, and some
-    (Gemma 4) use keys as values, or those of an earlier layer.
+    What two layers or more have alike is a kind of layer: models mix full and linear attention, dense layers and
+    experts, and some (Gemma 4) use keys as values, or those of an earlier layer.
     """
     parts: dict[int, set[str]] = defaultdict(set)
     for name in specs:

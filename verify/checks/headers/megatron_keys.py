@@ -1,4 +1,4 @@
-"""CK114 to CK117: what the keys of `.metadata` tell, held against the training arguments and the metadata stored beside them."""
+"""CK114 to CK117: the keys of `.metadata` against the training arguments and metadata stored beside them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges, summarize
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS
 from verify.check import Skip, Tally, check
+from verify.checks.headers.files import require_metadata
 from verify.checks.headers.torch_dist import only_megatron
 from verify.evidence.folding import LAYER, MTP_LAYER
 from verify.evidence.subject import Subject
@@ -33,8 +34,7 @@ _SHARD = re.compile(r"(.+)\._extra_state/shard_([\d.]+)_([\d.]+)")
 
 def _weights(subject: Subject) -> list[str]:
     """Keys of the weights. Raises Skip where `.metadata` cannot be read, which CK111 reports."""
-    if not subject.megatron_files.readable:
-        raise Skip("not run because .metadata cannot be read (CK111)")
+    require_metadata(subject)
     return [key for key in subject.megatron_files.metadata.tensors if not NOT_WEIGHTS.fullmatch(key)]
 
 
@@ -51,12 +51,15 @@ def _common(subject: Subject) -> Mapping[str, Any]:
     "CK114",
     "the stored training arguments promise the layers and experts that are stored",
     stage="headers",
-    rationale="A save of a run that lost a layer agrees with itself everywhere but here. No HF config is needed to see it.",
-    fix="Save or convert again. If the arguments are wrong, correct the launch script: Megatron builds the model by them.",
+    rationale=(
+        "A save of a run that lost a layer agrees with itself everywhere but here. No HF config is needed to see it."
+    ),
+    fix="Save or convert again. If the arguments are wrong, correct the launch script: Megatron builds the model by "
+    "them.",
     unless=only_megatron,
 )
 def arguments_fit_keys(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Layers, multi-token prediction layers, experts, output layer and vocabulary rows of the keys against `args`, where `args` say them."""
+    """Layers, MTP layers, experts, output layer and vocabulary rows against `args`, where `args` say them."""
     _weights(subject)
     args = _common(subject).get("args")
     said: Mapping[str, Any] = vars(args) if hasattr(args, "__dict__") else {}
@@ -116,7 +119,7 @@ def _experts(names: Iterable[str]) -> dict[tuple[str, frozenset[int]], list[str]
 def _numbers(
     argument: str, said: Mapping[str, Any], found: Set[int], what: str, *templates: str
 ) -> Iterator[tuple[str, str, str, list[str]]]:
-    """Whether just the numbers from 0 are there that an argument promises; one that is absent promises nothing, None means 0.
+    """Yields what is wrong where an argument promises the numbers from 0 to its value; None is 0, absent promises none.
 
     `templates` name what has such a number, with `{}` for it.
     """
@@ -135,12 +138,13 @@ def _numbers(
     "CK115",
     "the layout of the keys is the one that content_metadata says",
     stage="headers",
-    rationale="Megatron asks for keys by content_metadata. Under another layout it finds none of them; slime's patch then starts from random weights.",
+    rationale="Megatron asks for keys by content_metadata. Under another layout it finds none of them; slime's patch "
+    "then starts from random weights.",
     fix="Convert or save again; do not copy common.pt from another save.",
     unless=only_megatron,
 )
 def layout_said(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Layers stacked or one key each, experts and gate and up together or apart: one layout, and that of `content_metadata`.
+    """One layout in all keys, and the one of `content_metadata`: layers stacked or apart, experts and gate and up too.
 
     Source: megatron-core `transformer_block.py` (`sharded_state_dict`), `mlp.py`, `moe/experts.py`.
     """
@@ -186,7 +190,10 @@ def _layout_faults(found: Mapping[str, list[str]], said: Mapping[str, Any], unev
 
 
 def _uneven_args(args: Any) -> bool:
-    """Whether arguments alone make Megatron give each layer a key: `moe_layer_freq` or `linear_attention_freq` as a list or above 1, or blocks of its own."""
+    """Whether the arguments alone give each layer a key of its own.
+
+    These are `moe_layer_freq` or `linear_attention_freq` as a list or above 1, and heterogeneous blocks.
+    """
     said: Mapping[str, Any] = vars(args) if hasattr(args, "__dict__") else {}
     freqs = [said.get(name) for name in ("moe_layer_freq", "linear_attention_freq")]
     blocks = any(
@@ -209,7 +216,7 @@ def _uneven_args(args: Any) -> bool:
     unless=only_megatron,
 )
 def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """An `_extra_state` for every linear layer that each of Megatron's specs gives one, and all shards of each (layers, experts)."""
+    """An `_extra_state` for every linear layer that Megatron gives one, with all its shards (layers, experts)."""
     modules = dict.fromkeys(match[1] for key in _weights(subject) if (match := _LINEAR.fullmatch(key)))
     shards: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for key in subject.megatron_files.metadata.objects:
@@ -241,7 +248,8 @@ def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "CK117",
     "every stored entry is long enough for its part of the tensor, and files end with their last entry",
     stage="headers",
-    rationale="An entry that is too short holds another tensor or another dtype. Bytes behind the last entry are those of an older, longer file.",
+    rationale="An entry that is too short holds another tensor or another dtype. Bytes behind the last entry are those "
+    "of an older, longer file.",
     fix="Copy the named .distcp file again from the save, or save or convert again into an empty directory.",
     unless=only_megatron,
 )
@@ -256,8 +264,7 @@ def entries_long_enough(subject: Subject, tally: Tally) -> Iterator[Issue]:
             need = math.prod(chunk.sizes) * ITEMSIZE[stored.dtype]
             if chunk.blob.length < need:
                 short[
-                    f"at least {need} bytes for {list(chunk.sizes)} {stored.dtype}",
-                    f"{chunk.blob.length} bytes",
+                    f"at least {need} bytes for {list(chunk.sizes)} {stored.dtype}", f"{chunk.blob.length} bytes"
                 ].append(key)
     for (want, actual), keys in short.items():
         hint = ".metadata and the .distcp files are of different saves: save or convert again"

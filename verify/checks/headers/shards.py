@@ -32,12 +32,14 @@ _ADAPTER_NAMES = (
     "CK108",
     "shards are numbered as their names promise",
     stage="headers",
-    rationale="A name like model-00003-of-00048 promises 48 files. An index that was written with a loss agrees with that loss; the numbers do not.",
-    fix="Copy or download the shard of the missing number; remove shards of an earlier save; give a renamed one its name back.",
+    rationale="A name like model-00003-of-00048 promises 48 files. An index that was written with a loss agrees with "
+    "that loss; the numbers do not.",
+    fix="Copy or download the shard of the missing number; remove shards of an earlier save; give a renamed one its "
+    "name back.",
     unless=only_hf,
 )
 def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The numbers 1 to N, or from 0, each once and with one N; and no missing file whose tensors lie in one of another name."""
+    """The numbers 1 to N, or from 0, each once and with one N; and no shard that was only renamed."""
     files = subject.hf_files
     if not files.wanted:
         raise Skip("there are no shards (CK103)")
@@ -91,8 +93,10 @@ def _renamed(files: HfFiles) -> Iterator[Issue]:
     "CK110",
     "no LoRA adapter is left unmerged",
     stage="headers",
-    rationale="An engine that loads the directory without its adapter serves the base model; one that meets adapter tensors skips them.",
-    fix="Merge the adapter into the weights (peft's merge_and_unload) and save again, or take its files out of the directory.",
+    rationale="An engine that loads the directory without its adapter serves the base model; one that meets adapter "
+    "tensors skips them.",
+    fix="Merge the adapter into the weights (peft's merge_and_unload) and save again, or take its files out of the "
+    "directory.",
 )
 def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No adapter files beside the weights, no adapter names among the tensors."""

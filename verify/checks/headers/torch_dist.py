@@ -9,7 +9,8 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import TRACKER, is_legacy
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.torch_dist.reader import tiling_problem
-from verify.check import Skip, Tally, check
+from verify.check import Tally, check
+from verify.checks.headers.files import require_metadata
 from verify.evidence.folding import alike
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -28,22 +29,19 @@ def only_megatron(subject: Subject) -> str | None:
     return None if subject.kind == "megatron" else "an HF directory has no torch_dist files"
 
 
-def _readable(subject: Subject) -> None:
-    if not subject.megatron_files.readable:
-        raise Skip("not run because .metadata cannot be read (CK111)")
-
-
 @check(
     "CK111",
     "Megatron would find and accept the directory",
     stage="headers",
     gate=True,
-    rationale="With a tracker or a file missing Megatron starts from random weights, or from another checkpoint, and training goes on.",
-    fix="Convert again, or copy the named file from the original save. Give the directory that holds the tracker, not the iteration.",
+    rationale="With a tracker or a file missing Megatron starts from random weights, or from another checkpoint, and "
+    "training goes on.",
+    fix="Convert again, or copy the named file from the original save. Give the directory that holds the tracker, not "
+    "the iteration.",
     unless=only_megatron,
 )
 def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The tracker names a directory; `.metadata`, `metadata.json` and `common.pt` (or `common_state`) are there and readable."""
+    """The tracker names a directory, in which `.metadata`, `metadata.json` and the common state can be read."""
     files = subject.megatron_files
     try:
         weights = files.weights
@@ -52,7 +50,10 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     tally.compared(0)
     if is_legacy(weights):
-        hint = "Megatron loads it at the same parallel sizes only, and nothing more can be checked: export it and convert the export"
+        hint = (
+            "Megatron loads it at the same parallel sizes only, and nothing more can be checked: export it and "
+            "convert the export"
+        )
         yield Issue(
             "a torch_dist checkpoint", "Megatron's legacy format (mp_rank_*)", hint, file=weights, severity="warning"
         )
@@ -67,7 +68,10 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _backend(weights: Path) -> Iterator[Issue]:
-    """metadata.json: that it is there, and names formats and versions that Megatron has. Source: megatron-core `dist_checkpointing/core.py`."""
+    """metadata.json is there and names formats and versions that Megatron has.
+
+    Source: megatron-core `dist_checkpointing/core.py`.
+    """
     where = weights / "metadata.json"
     try:
         content = read_json(weights / "metadata.json")
@@ -92,7 +96,7 @@ def _backend(weights: Path) -> Iterator[Issue]:
 )
 def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """File, offset and length of every entry against the files that are there; entries share bytes only as aliases."""
-    _readable(subject)
+    require_metadata(subject)
     files = subject.megatron_files
     for path, stored in files.blobs.items():
         tally.compared(0, len(stored))
@@ -132,13 +136,14 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "chunks tile every tensor exactly",
     stage="headers",
     gate=True,
-    rationale="A part of a tensor that no chunk holds is left random at load; slime and miles switch off Megatron's own check of this.",
+    rationale="A part of a tensor that no chunk holds is left random at load; slime and miles switch off Megatron's "
+    "own check of this.",
     fix="Convert again, or save again from the training run: the save is incomplete.",
     unless=only_megatron,
 )
 def chunks_tile(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No hole, no overlap, nothing outside, for every tensor of `.metadata`."""
-    _readable(subject)
+    require_metadata(subject)
     problems: dict[str, str] = {}
     for key, stored in subject.megatron_files.metadata.tensors.items():
         tally.compared(0)

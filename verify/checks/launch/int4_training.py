@@ -14,9 +14,9 @@ from verify.check import Skip, Tally, check
 from verify.checks.launch.engine import engine_config, engine_of, unless_skipped
 from verify.evidence.expected import is_quantized, weights_of
 from verify.evidence.subject import Subject
+from verify.issue import Issue
 from verify.launch.arguments import QAT_FLAG, QAT_GROUP, LaunchArguments
 from verify.launch.launch import Launch
-from verify.report import Finding
 
 # What slime's fake quantization does whatever the config says. Source: its `fake_int4_quant_cuda.cu`, Megatron patch.
 _TRAINED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
@@ -53,7 +53,7 @@ def _rounding(subject: Subject) -> tuple[Path, LaunchArguments]:
     ),
     unless=unless_skipped(_rounding),
 )
-def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Group size, bits and symmetry of `quantization_config` of `--hf-checkpoint` against the launch's variables."""
     root, options = _rounding(subject)
     config, where = engine_config(root), str(root / "config.json")
@@ -62,7 +62,7 @@ def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
     if not is_quantized(config):
         expected = f"an INT4 checkpoint, since {QAT_FLAG} is set"
         actual = "no quantization_config: the engine serves BF16, and drops INT4 updates without a word"
-        yield Finding("CK709", expected, actual, "give the INT4 checkpoint as --hf-checkpoint", file=where)
+        yield Issue(expected, actual, "give the INT4 checkpoint as --hf-checkpoint", file=where)
         return
     weights = weights_of(config)
     for key, wanted in (_TRAINED | ({} if options.qat_group is None else {"group_size": options.qat_group})).items():
@@ -71,7 +71,7 @@ def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
             make = f"make {QAT_GROUP} the group_size of the checkpoint"
             hint = make if key == "group_size" else "quantize the checkpoint again with `ckptkit quantize`"
             expected, actual = f"{key} = {wanted}, as training rounds", f"{key} = {weights.get(key)}"
-            yield Finding("CK709", expected, actual, hint, file=where)
+            yield Issue(expected, actual, hint, file=where)
 
 
 def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
@@ -95,7 +95,7 @@ def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
     fix="Quantize the checkpoint that the engine serves again, routed experts only, symmetric: `ckptkit quantize`.",
     unless=unless_skipped(_updated),
 )
-def updates_taken(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def updates_taken(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What `OnlineQuantizer` refuses: INT4 Linear layers, zero points, layers packed in part, several groups."""
     root, config = _updated(subject)
     tally.compared(0)
@@ -103,4 +103,4 @@ def updates_taken(subject: Subject, tally: Tally) -> Iterator[Finding]:
         tally.compared(0, len(served(config, read_scheme(config), root).packed))
     except CkptkitError as error:
         expected = "INT4 weights that SGLang can take again at every update"
-        yield Finding("CK715", expected, error.message, error.hint or "quantize it again", file=str(root))
+        yield Issue(expected, error.message, error.hint or "quantize it again", file=root)

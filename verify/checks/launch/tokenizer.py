@@ -10,8 +10,8 @@ from verify.check import Skip, Tally, Unable, check
 from verify.checks.launch.engine import engine_of, unless_skipped
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
+from verify.issue import Issue
 from verify.launch.launch import sides_of
-from verify.report import Finding
 
 _SPECIAL = ("eos", "pad", "bos", "unk")
 _HINT = "give the HF directory of the model that the trainer's weights were converted from as --hf-checkpoint"
@@ -36,7 +36,7 @@ def _engine(subject: Subject) -> SideFiles:
     fix="Give the HF directory of the model that --load and --ref-load were converted from as --hf-checkpoint.",
     unless=unless_skipped(_engine),
 )
-def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Token ids and merges of --hf-checkpoint against those in `hf/` beside the Megatron weights.
 
     Other chat templates and special tokens are a warning.
@@ -45,7 +45,7 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Finding]:
     tally.compared(0)
     if not engine.has_tokenizer:
         expected = "files of a tokenizer, which engine and trainer load from --hf-checkpoint"
-        yield Finding("CK716", expected, "none", "copy them from the release of the model", file=str(engine.root))
+        yield Issue(expected, "none", "copy them from the release of the model", file=engine.root)
         return
     sides = sides_of(subject.launch) if subject.launch else []
     for root in dict.fromkeys(side.path.parent / "hf" for side in sides if side.kind == "megatron" and side.path):
@@ -56,18 +56,18 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Finding]:
             yield from _differing(engine, trainer, tally)
         except CkptkitError as error:
             hint = error.hint or "copy them from the release"
-            yield Finding("CK716", "files that can be read", error.message, hint, file=str(root))
+            yield Issue("files that can be read", error.message, hint, file=root)
 
 
-def _differing(engine: SideFiles, trainer: SideFiles, tally: Tally) -> Iterator[Finding]:
+def _differing(engine: SideFiles, trainer: SideFiles, tally: Tally) -> Iterator[Issue]:
     where = str(trainer.root)
     for expected, actual in _vocabularies(engine, trainer, tally):
-        yield Finding("CK716", expected, actual, _HINT, file=where)
+        yield Issue(expected, actual, _HINT, file=where)
     tally.compared(0, 3)
     hint = "right where the weights were trained further; else take both from one release"
     for what, there, here in _presentation(engine, trainer):
         expected, actual = f"{what} of --hf-checkpoint: {there}", f"beside the trainer's weights: {here}"
-        yield Finding("CK716", expected, actual, hint, file=where, severity="warning")
+        yield Issue(expected, actual, hint, file=where, severity="warning")
 
 
 def _vocabularies(engine: SideFiles, trainer: SideFiles, tally: Tally) -> Iterator[tuple[str, str]]:

@@ -11,12 +11,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.planner import expected_hf, rules_of
-from quant.formats.part_names import (
-    PACKED,
-    SCALE,
-    SHAPE,
-    packed_in,
-)
+from quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
 from quant.selection.spelling import spell
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.quantization_config import config_issue
@@ -78,8 +73,10 @@ def never_packed(config: Mapping[str, Any]) -> dict[str, str]:
     "no router, embedding, norm or head is packed",
     stage="quantization",
     preflight=True,
-    rationale="Engines build these unquantized, do not know the name weight_packed there and skip it: the router stays zero, the server answers garbage.",
-    fix="Add the named module to `ignore` in a spelling that every reader understands, and quantize again with `ckptkit quantize`.",
+    rationale="Engines build these unquantized, do not know the name weight_packed there and skip it: the router stays "
+    "zero, the server answers garbage.",
+    fix="Add the named module to `ignore` in a spelling that every reader understands, and quantize again with "
+    "`ckptkit quantize`.",
     unless=not_quantized,
 )
 def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -116,15 +113,18 @@ def _targeted(module: str, config: Mapping[str, Any]) -> bool:
     "exactly the modules that a reader expects are packed",
     stage="quantization",
     preflight=True,
-    rationale="A module that the reader builds quantized but finds unpacked keeps whatever was in memory, and so does the reverse.",
-    fix="Quantize again from the release with `ckptkit quantize`, which writes an ignore list that every reader takes alike.",
+    rationale="A module that the reader builds quantized but finds unpacked keeps whatever was in memory, and so does "
+    "the reverse.",
+    fix="Quantize again from the release with `ckptkit quantize`, which writes an ignore list that every reader takes "
+    "alike.",
     unless=not_quantized,
 )
 def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The packed set on disk against what each reader of `ignore` looks for; what CK301 names is not said twice.
 
-    What the readers that count would load or send wrongly is an error (`quant.selection.readers.severity_of`). Where the files are as these read
-    the list, and only others take it otherwise, that is a warning with the portable spelling.
+    What the readers that count would load or send wrongly is an error (`quant.selection.readers.severity_of`). Where
+    the files are as these read the list, and only others take it otherwise, that is a warning with the portable
+    spelling.
     """
     if (reason := not_quantized(subject)) is not None:
         raise Skip(reason)
@@ -136,7 +136,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
             raise _nothing_packed(config, issue.actual)
         yield replace(issue, file=subject.path / "config.json")
         return
-    # Imported here because it brings transformers with it, which takes seconds that checks of plain checkpoints do not need.
+    # Imported here because it brings transformers with it, which takes seconds.
     from verify.evidence.agreement import agreement
 
     try:
@@ -169,7 +169,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _nothing_packed(config: Mapping[str, Any], said: str) -> Skip:
-    """Releases in FP8 and MXFP4 pack nothing; of a format that is not known here nobody can say what should be packed."""
+    """Releases in FP8 and MXFP4 pack nothing; of an unknown format nobody can say what should be packed."""
     from quant.formats.dequantize import format_of as stored_format
 
     try:
@@ -189,7 +189,7 @@ def _nothing_packed(config: Mapping[str, Any], said: str) -> Skip:
     unless=not_quantized,
 )
 def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Shape and dtype of every part: packed int32 [rows, columns x bits / 32], scale [rows, groups], shape int64 [2]."""
+    """Shape and dtype of every part: words int32 [rows, columns x bits / 32], scale [rows, groups], shape int64 [2]."""
     config, specs, form = packed_weights(subject)
     shapes = expected_hf(config)
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -215,7 +215,8 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "CK304",
     "scales are finite and not zero, and weight_shape is true",
     stage="quantization",
-    rationale="A scale of zero silences a group of weights, one of NaN poisons it; decompressors take the row length from weight_shape.",
+    rationale="A scale of zero silences a group of weights, one of NaN poisons it; decompressors take the row length "
+    "from weight_shape.",
     fix="Quantize again from the release.",
     unless=not_quantized,
 )
@@ -242,8 +243,11 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "dequantized weights are within half a step of the source",
     stage="quantization",
     needs=("source",),
-    rationale="Nibbles in another order, scales of another tensor or a wrong zero point give weights that look like weights and are not.",
-    fix="Quantize again from the source. GPTQ and AWQ round by other criteria, so their outputs do not pass this check.",
+    rationale="Nibbles in another order, scales of another tensor or a wrong zero point give weights that look like "
+    "weights and are not.",
+    fix=(
+        "Quantize again from the source. GPTQ and AWQ round by other criteria, so their outputs do not pass this check."
+    ),
     unless=not_quantized,
 )
 def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:

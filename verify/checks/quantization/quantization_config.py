@@ -20,7 +20,7 @@ def config_issue(config: Mapping[str, Any]) -> Issue | None:
 
     Raises Unable for a scheme that is valid compressed-tensors and is not judged here, such as an asymmetric one.
     """
-    # Imported here because it brings transformers with it, which takes seconds that checks of plain checkpoints do not need.
+    # Imported here because it brings transformers with it, which takes seconds.
     from quant.formats.scheme import read_scheme
 
     content = quantization_of(config)
@@ -38,7 +38,7 @@ def config_issue(config: Mapping[str, Any]) -> Issue | None:
 
 
 def _valid_elsewhere(config: Mapping[str, Any]) -> bool:
-    """Whether compressed-tensors takes the scheme, and it would be judged here but for the way that weights are rounded."""
+    """Whether compressed-tensors takes the scheme, which is not judged here only for the way it rounds weights."""
     from compressed_tensors.quantization import QuantizationConfig
 
     from quant.formats.scheme import read_scheme

@@ -1,4 +1,4 @@
-"""CK306 to CK308: INT4 weights beside one another: what engines hold in one, what a tensor parallel size leaves of them, and their scales."""
+"""CK306 to CK308: INT4 weights beside one another: fused layers, tensor parallel cuts, and the size of scales."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ _PACKED: Scheme = ()  # packed, however
     "CK306",
     "weights that engines hold in one are quantized alike",
     stage="quantization",
-    rationale="q, k and v, gate and up, and the experts of a layer become one parameter. Where one of them differs, an engine drops it or reads it wrongly.",
+    rationale="q, k and v, gate and up, and the experts of a layer become one parameter. Where one of them differs, an "
+    "engine drops it or reads it wrongly.",
     fix="Quantize again with `ckptkit quantize`, with an ignore list that names all parts of a fused layer or none.",
     unless=not_quantized,
 )
 def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Packed or not, group size, dtype of scales and zero points, over the parts of each fused layer and the experts of each layer."""
+    """Packed or not, group size, dtype of scales and zero points, over each fused layer and each layer's experts."""
     specs = subject.hf_files.specs
     if not any(packed_in(specs)):
         raise Skip("nothing is packed (CK302)")
@@ -81,7 +82,7 @@ def _in_words(scheme: Scheme) -> str:
 
 
 def _together(module: str, scheme: Scheme) -> Iterator[tuple[tuple[str, str], Scheme]]:
-    """The layers that a module is held in with others: all experts are packed or none, and those of one projection alike."""
+    """The fused layers that a module is part of. All experts are packed or none, and those of one projection alike."""
     parent, _, projection = module.rpartition(".")
     layer, _, expert = parent.rpartition(".experts.")
     if layer and expert.isdecimal():
@@ -108,8 +109,10 @@ def _no_tp(subject: Subject) -> str | None:
     "INT4 weights divide into groups and kernel tiles at the planned tensor parallel size",
     stage="quantization",
     preflight=True,
-    rationale="SGLang cuts packed weights by ranks. A group or a Marlin tile that is cut through stops the server after minutes, or has no kernel.",
-    fix="Serve with a smaller tensor parallel size, or quantize again with a smaller group size, or leave the named layers out.",
+    rationale="SGLang cuts packed weights by ranks. A group or a Marlin tile that is cut through stops the server "
+    "after minutes, or has no kernel.",
+    fix="Serve with a smaller tensor parallel size, or quantize again with a smaller group size, or leave the named "
+    "layers out.",
     unless=_no_tp,
 )
 def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -127,7 +130,7 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not chosen:
         raise Skip("nothing is packed (CK302)")
     tally.compared(0, len(chosen))
-    # Imported here because it brings transformers with it, which takes seconds that checks of plain checkpoints do not need.
+    # Imported here because it brings transformers with it, which takes seconds.
     from quant.selection.class_tree import class_tree
     from quant.selection.tiles import check_tiles
 
@@ -169,12 +172,13 @@ def _packed(name: str) -> str:
     "CK308",
     "scales are as large as those of the same kind of weight",
     stage="quantization",
-    rationale="Scales that lost a factor, or belong to another tensor, give weights hundreds of times too large or too small; finite they still are.",
+    rationale="Scales that lost a factor, or belong to another tensor, give weights hundreds of times too large or too "
+    "small; finite they still are.",
     fix="Quantize again from the release; with --source, CK305 says how far the weights are off.",
     unless=not_quantized,
 )
 def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The median scale of every packed weight against that of its kind over all layers and experts: at most 32 times as large or as small.
+    """The median scale of every packed weight is within 32 times that of its kind over all layers and experts.
 
     Much smaller is a warning only: experts that training never chose keep small weights.
     """

@@ -1,4 +1,4 @@
-"""CK207 to CK210: numbers that are possible one by one, and together cannot be what was trained. They read no byte that CK201 has not."""
+"""CK207 to CK210: numbers that are possible one by one, but not together. They read no byte that CK201 has not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.report import Severity
 
-# The layers of trained models differ in size by less than 10 times either way; a scale that was lost or applied twice is 100 and more.
+# The layers of trained models differ in size by less than 10 times; a scale lost or applied twice is 100 and more.
 _FACTOR = 32.0
 _SIBLINGS = 3  # fewer have no majority
 
@@ -30,8 +30,10 @@ _SIBLINGS = 3  # fewer have no majority
     "numbers are not all denormal",
     stage="values",
     needs=("sound headers",),
-    rationale="Bytes of another format or byte order, read as floats, are often numbers below 1e-38. They act as zeros.",
-    fix="Convert again from the release. Check that the reader took the dtype from the file and did not guess it from the width.",
+    rationale="Bytes of another format or byte order, read as floats, are often numbers below 1e-38. They act as "
+    "zeros.",
+    fix="Convert again from the release. Check that the reader took the dtype from the file and did not guess it from "
+    "the width.",
 )
 def not_denormal(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Some number of each tensor that is not zero is at least 2**-126 (about 1.2e-38), as every weight in use is."""
@@ -48,11 +50,12 @@ def not_denormal(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "matrices are as large as their siblings",
     stage="values",
     needs=("sound headers",),
-    rationale="A scale that was lost or applied twice makes a weight about 200 times too large. Memory that was never written holds numbers of any size.",
+    rationale="A scale that was lost or applied twice makes a weight about 200 times too large. Memory that was never "
+    "written holds numbers of any size.",
     fix="Convert again from the release. Of quantized releases, check that every scale was found and applied once.",
 )
 def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The root mean square of each matrix is within 32 times the median of its siblings: the same matrix in other layers and experts.
+    """The root mean square of each matrix is within 32 times the median of the same matrix in other layers and experts.
 
     It is only a warning where the source holds the same bits: then the source is to be asked.
     """
@@ -104,12 +107,14 @@ def _only_padded(subject: Subject) -> str | None:
     "padded rows of the vocabulary are zero",
     stage="values",
     needs=("sound headers",),
-    rationale="Megatron pads the vocabulary to what its ranks can share. Other numbers there are rows of another vocabulary, or memory never written.",
-    fix="Convert again. In a checkpoint saved by training, rows of the output layer may have been trained: then the warning is harmless.",
+    rationale="Megatron pads the vocabulary to what its ranks can share. Other numbers there are rows of another "
+    "vocabulary, or memory never written.",
+    fix="Convert again. In a checkpoint saved by training, rows of the output layer may have been trained: then the "
+    "warning is harmless.",
     unless=_only_padded,
 )
 def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Rows beyond the config's vocab_size: an error in `release/`, which a converter wrote, a warning in what training saved."""
+    """Rows beyond vocab_size: an error in `release/`, which a converter wrote, a warning in what training saved."""
     if not subject.once(read_values).stats:
         raise Skip(UNREAD)
     expected = subject.once(expected_of)
@@ -152,14 +157,16 @@ def _no_fp32_bias(subject: Subject) -> str | None:
     "float32 biases were not rounded on the way",
     stage="values",
     needs=("sound headers",),
-    rationale="A buffer that a training framework cast to bfloat16 and saved as float32 again has the right dtype and has lost most of its values.",
+    rationale="A buffer that a training framework cast to bfloat16 and saved as float32 again has the right dtype and "
+    "has lost most of its values.",
     fix="Take the biases from the release, and keep the buffer in float32 while training.",
     unless=_no_fp32_bias,
 )
 def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Not every number of a float32 router bias is one of bfloat16 too, which happens by chance once in 65536 for each.
 
-    A warning, since releases exist whose biases are so. Where the source holds the same bits nothing is said; constant ones are for CK205.
+    A warning, since releases exist whose biases are so. Where the source holds the same bits nothing is said; constant
+    ones are for CK205.
     """
     values, biases = subject.once(read_values), _fp32_biases(subject)
     looked_at = {name: one for name, one in values.stats.items() if name in biases}

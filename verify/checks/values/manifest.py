@@ -24,12 +24,16 @@ def needs_manifest(subject: Subject) -> str | None:
     "CK120",
     "tensors and side files are those of the manifest",
     stage="headers",
-    rationale="A copy or a download can lose or change bytes, and a checkpoint can be edited. The manifest says what it held when it was made.",
+    rationale="A copy or a download can lose or change bytes, and a checkpoint can be edited. The manifest says what "
+    "it held when it was made.",
     fix="Copy or download the named files again. If the change was meant, make a new manifest with `ckptkit manifest`.",
     unless=needs_manifest,
 )
 def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every tensor of the manifest with its dtype, shape and bytes, no other tensor, and every side file. CkptkitError: it cannot be read."""
+    """Every tensor of the manifest with its dtype, shape and bytes, no other tensor, and every side file.
+
+    Raises CkptkitError where the manifest cannot be read.
+    """
     manifest = read_manifest(subject.manifest or Path())
     yield from _tensors(subject, manifest, tally)
     root = subject.location.root

@@ -25,8 +25,10 @@ def no_second_head(subject: Subject) -> str | None:
     "a tied output layer repeats the embedding",
     stage="values",
     needs=("sound headers",),
-    rationale="Where tie_word_embeddings is true, Megatron and most engines use the embedding and never read lm_head; some readers load both as they are.",
-    fix="Compare with the release. Set tie_word_embeddings to false for a model with an output layer of its own; restore the tensor that is stale otherwise.",
+    rationale="Where tie_word_embeddings is true, Megatron and most engines use the embedding and never read lm_head; "
+    "some readers load both as they are.",
+    fix="Compare with the release. Set tie_word_embeddings to false for a model with an output layer of its own; "
+    "restore the tensor that is stale otherwise.",
     unless=no_second_head,
 )
 def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:

@@ -1,17 +1,19 @@
-"""CK201 to CK206: what the bytes tell, with a source to compare with and without one. Everything is read once, streamed.
+"""CK201 to CK206: what the bytes tell, with and without a source. Everything is read once, streamed.
 
 What may legally be constant, so that a fresh or tiny model raises no false alarm:
 - norm weights: all ones is how training starts, so any constant but zero is a warning only where it is not one;
 - biases and the router's selection bias: all zero is how training starts, so it is a warning, never an error;
 - matrices: never. Initialization is random, and nothing makes a trained matrix constant, so it is an error.
-Rows of zeros inside a matrix are a warning (a hole in a file, or a dead neuron), and normal in the vocabulary's matrices.
+Rows of zeros inside a matrix are a warning (a hole in a file, or a dead neuron), and normal in the vocabulary's
+matrices.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Collection, Iterator, Mapping, Set, Sized
 
 from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from converters.planner import dims_of, rules_of, tied_head
@@ -48,7 +50,7 @@ PARTS = (WEIGHT_SCALE, WEIGHT_SHAPE, WEIGHT_ZERO_POINT, WEIGHT_G_IDX, FP8_SCALE_
 
 
 def counted(tally: Tally, names: Sized, none: str) -> None:
-    """Counts tensors whose bytes CK201 or CK202 has counted already. Raises Skip with the reason `none` where there are none."""
+    """Counts tensors whose bytes CK201 or CK202 has counted. Raises Skip, saying `none`, where there are none."""
     if not len(names):
         raise Skip(none)
     tally.tensors += len(names)
@@ -59,13 +61,14 @@ def counted(tally: Tally, names: Sized, none: str) -> None:
     "every tensor can be read",
     stage="values",
     needs=("sound headers",),
-    rationale="Headers can be whole while the bytes behind them are not, after a disk error or a copy that was cut short.",
+    rationale="Headers can be whole while the bytes behind them are not, after a disk error or a copy that was cut "
+    "short.",
     fix="Copy the named file again, or convert again.",
 )
 def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor is read once; this pass also feeds the other CK2xx checks."""
-    unreadable = subject.once(read_values).unreadable
-    for stats in subject.once(read_values).stats.values():
+    values, unreadable = subject.once(read_values).stats, subject.once(read_values).unreadable
+    for stats in values.values():
         tally.compared(stats.nbytes)
     files: dict[str, list[str]] = defaultdict(list)
     for name, reason in unreadable.items():
@@ -86,28 +89,22 @@ def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "CK202",
     "values equal the source's, bit for bit",
     stage="values",
-    needs=(
-        "sound headers",
-        "source",
-    ),
-    rationale="A swap of gate and up, experts off by one, or a layer in the wrong place keeps every name and shape right.",
-    fix="Convert again from the source. If the finding says whose values are there instead, the mapping between the two is the defect.",
+    needs=("sound headers", "source"),
+    rationale="A swap of gate and up, experts off by one, or a layer in the wrong place keeps every name and shape "
+    "right.",
+    fix="Convert again from the source. If the finding says whose values are there instead, the mapping between the "
+    "two is the defect.",
 )
 def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """HF <-> Megatron <-> HF in any combination, both seen as HF; the source is cast where the dtype differs (CK203 names that)."""
+    """Every value, with both sides seen as HF; where the dtype differs (CK203), the source is cast."""
     values = subject.once(read_values)
     if not values.stats:
         raise Skip(UNREAD)
     for nbytes in values.compared.values():
         tally.compared(nbytes)
     quantized = _judged_by_steps(subject)
-    extra = [
-        name
-        for name in values.only_here
-        if not (name.endswith((PACKED, *PARTS)) and f"{name.rpartition('.')[0]}.weight" in quantized)
-    ]
     dropped = _dropped(subject) | _repeated_head(subject)
-    extra = [name for name in extra if name not in dropped]
+    extra = [name for name in values.only_here if name not in dropped and not _part_of(name, quantized)]
     lost = [name for name in values.only_source if name not in quantized and name not in dropped]
     yield Issue(
         "the tensor of the source", "it is not here", "convert again from the source", names=lost, file=subject.path
@@ -126,8 +123,8 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
             "each layer's own values", moved.text, moved.hint, names=moved.names, together=True, file=subject.path
         )
         wrong = {name: difference for name, difference in wrong.items() if name not in set(moved.names)}
-    for group in _grouped(wrong, whose):
-        for names in alike(group):
+    for misplaced in (True, False):
+        for names in alike(name for name in wrong if (whose[name] is not None) == misplaced):
             worst = max(names, key=lambda name: wrong[name].largest)
             hint = "convert again from the source; if that does not help, name the right --source"
             yield Issue(
@@ -139,8 +136,12 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
             )
 
 
-def _judged_by_steps(subject: Subject) -> frozenset[str]:
-    """Weights of the source that are packed here in a format whose rounding CK305 can judge, so that they are neither lost nor extra."""
+def _part_of(name: str, quantized: Collection[str]) -> bool:
+    return name.endswith((PACKED, *PARTS)) and f"{name.rpartition('.')[0]}.weight" in quantized
+
+
+def _judged_by_steps(subject: Subject) -> Set[str]:
+    """Weights of the source that are packed here, and whose rounding CK305 can judge: neither lost nor extra."""
     if (
         subject.kind == "megatron"
         or subject.source is None
@@ -148,10 +149,8 @@ def _judged_by_steps(subject: Subject) -> frozenset[str]:
         or format_of(subject.checkpoint.config) is None
     ):
         return frozenset()
-    values = subject.once(read_values)
-    return frozenset(f"{module}.weight" for module in packed_in(subject.checkpoint.specs)) & frozenset(
-        values.only_source
-    )
+    packed = {f"{module}.weight" for module in packed_in(subject.checkpoint.specs)}
+    return packed & frozenset(subject.once(read_values).only_source)
 
 
 def _dropped(subject: Subject) -> frozenset[str]:
@@ -161,7 +160,10 @@ def _dropped(subject: Subject) -> frozenset[str]:
 
 
 def _repeated_head(subject: Subject) -> frozenset[str]:
-    """The output layer of tied embeddings where only one side stores it: here, for CK211 to judge, or in the source, where it repeats the embedding."""
+    """The output layer of tied embeddings where only one side stores it.
+
+    Stored here it is for CK211 to judge; stored in the source it must repeat the embedding.
+    """
     config = usable_config(subject)
     tied = tied_head(config) if config else None
     values, source = subject.once(read_values), subject.source
@@ -179,20 +181,12 @@ def _whose(subject: Subject, name: str) -> str | None:
     return subject.once(read_values).source_names.get(subject.once(read_values).stats[name].digest)
 
 
-def _grouped(wrong: Mapping[str, Difference], whose: Mapping[str, str | None]) -> list[list[str]]:
-    swapped = [name for name in wrong if whose[name] is not None]
-    other = [name for name in wrong if whose[name] is None]
-    return [group for group in (swapped, other) if group]
-
-
 def _described(difference: Difference, name: str, whose: str | None) -> str:
     if difference.source.shape != difference.actual.shape:
         return f"shape {list(difference.actual.shape)}, in the source {list(difference.source.shape)}"
     if whose is not None and whose != name:
         return f"{name} holds the values of {whose}"
-    numel = 1
-    for size in difference.actual.shape:
-        numel *= size
+    numel = math.prod(difference.actual.shape)
     return f"{difference.unequal} of {numel} elements differ in {name}, by up to {difference.largest:.3g}"
 
 
@@ -200,15 +194,13 @@ def _described(difference: Difference, name: str, whose: str | None) -> str:
     "CK203",
     "dtypes are kept, fp32 state above all",
     stage="values",
-    needs=(
-        "sound headers",
-        "source",
-    ),
-    rationale="A router bias rounded to bfloat16 loses most of its distinct values, and the top-k experts of almost every token change.",
+    needs=("sound headers", "source"),
+    rationale="A router bias rounded to bfloat16 loses most of its distinct values, and the top-k experts of almost "
+    "every token change.",
     fix="Convert again with --dtype auto; fp32 state (e_score_correction_bias, expert_bias) must stay fp32.",
 )
 def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Each change of dtype: an error where none is legal and for fp32 state that was rounded, a warning for other tensors."""
+    """Each change of dtype: an error where none is legal and for rounded fp32 state, else a warning."""
     values = subject.once(read_values)
     counted(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
     config = usable_config(subject)
@@ -230,7 +222,10 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _cast(before: str, after: str, state: bool) -> tuple[Severity, str]:
-    """How bad a change of dtype is, and what to do: only between floats of at least 16 bits is there a legal one, for fp32 state only a widening one."""
+    """How bad a change of dtype is, and what to do.
+
+    Only floats of at least 16 bits may change, and fp32 state only to a wider one.
+    """
     if not {before, after} <= _FLOATS:
         return "error", "convert again: integers and floats of 8 bits mean nothing in another dtype"
     if state and ITEMSIZE[after] < ITEMSIZE[before]:
@@ -252,13 +247,14 @@ def _fp32_names(config: Mapping[str, object]) -> frozenset[str]:
 )
 def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN and no infinity anywhere."""
-    counted(tally, subject.once(read_values).stats, UNREAD)
+    values = subject.once(read_values).stats
+    counted(tally, values, UNREAD)
     hint = "look at the source: if it is finite there, convert again"
     yield Issue(
         "finite values",
         "NaN or infinity",
         hint,
-        names=[name for name, stats in subject.once(read_values).stats.items() if not stats.finite],
+        names=[name for name, stats in values.items() if not stats.finite],
         file=subject.path,
     )
 
@@ -268,41 +264,34 @@ def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "no tensor is all zero or constant",
     stage="values",
     needs=("sound headers",),
-    rationale="A router of zeros sends every token to the same experts; the server still answers, fluently and wrongly.",
+    rationale="A router of zeros sends every token to the same experts; the server still answers, fluently and "
+    "wrongly.",
     fix="Convert again from the release. A hole in a file reads as zeros: compare the file with its source.",
 )
 def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Constants that no training makes; the module's first lines say which may be."""
-    counted(tally, subject.once(read_values).stats, UNREAD)
-    verdicts: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, stats in subject.once(read_values).stats.items():
+    values = subject.once(read_values).stats
+    counted(tally, values, UNREAD)
+    verdicts: dict[tuple[Severity, str], list[str]] = defaultdict(list)
+    for name, stats in values.items():
         if (verdict := _constant(name, stats)) is not None:
             verdicts[verdict].append(name)
     for (severity, actual), found in verdicts.items():
         hint = "compare with the release: was this tensor ever loaded?"
-        severe: Severity = "error" if severity == "error" else "warning"
-        yield Issue("values that vary", actual, hint, names=found, file=subject.path, severity=severe)
+        yield Issue("values that vary", actual, hint, names=found, file=subject.path, severity=severity)
 
 
-def _constant(name: str, stats: Extremes) -> tuple[str, str] | None:
+def _constant(name: str, stats: Extremes) -> tuple[Severity, str] | None:
     """Severity and description, or None where the tensor is as it may be."""
     if name.endswith(PARTS) or not stats.finite or not stats.rows:
         return None
-    one_axis = stats.rows == 1
     if stats.constant:
+        actual = "all zero" if stats.low == 0 else f"all {stats.low:g}"
         if "norm" in name:
-            return (
-                None
-                if stats.low == 1
-                else ("error", "all zero")
-                if stats.low == 0
-                else ("warning", f"all {stats.low:g}")
-            )
-        if one_axis:
-            return ("warning", "all zero" if stats.low == 0 else f"all {stats.low:g}")
-        return ("error", "all zero" if stats.low == 0 else f"all {stats.low:g}")
+            return None if stats.low == 1 else ("error" if stats.low == 0 else "warning", actual)
+        return "warning" if stats.rows == 1 else "error", actual
     if stats.zero_rows and not name.endswith(_VOCABULARY):
-        return ("warning", f"{stats.zero_rows} of {stats.rows} rows are all zero")
+        return "warning", f"{stats.zero_rows} of {stats.rows} rows are all zero"
     return None
 
 
@@ -311,14 +300,17 @@ def _constant(name: str, stats: Extremes) -> tuple[str, str] | None:
     "experts and layers differ from one another",
     stage="values",
     needs=("sound headers",),
-    rationale="Two experts with the same bytes are an expert read by its rank-local number; two equal layers are an offset by a pipeline stage.",
-    fix="Convert again. Only a model whose experts were all copied from one dense MLP, and never trained since, may be so.",
+    rationale="Two experts with the same bytes are an expert read by its rank-local number; two equal layers are an "
+    "offset by a pipeline stage.",
+    fix="Convert again. Only a model whose experts were all copied from one dense MLP, and never trained since, may be "
+    "so.",
 )
 def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """By digest: no two experts of a layer and no two layers hold the same matrix."""
-    counted(tally, subject.once(read_values).stats, UNREAD)
+    values = subject.once(read_values).stats
+    counted(tally, values, UNREAD)
     groups: dict[tuple[str, bytes], list[str]] = defaultdict(list)
-    for name, stats in subject.once(read_values).stats.items():
+    for name, stats in values.items():
         if kind_of(name) != name and stats.rows > 1 and not stats.constant and not name.endswith(PARTS):
             groups[kind_of(name), stats.digest].append(name)
     equal = [found for found in groups.values() if len(found) > 1]

@@ -38,8 +38,10 @@ def _finished(subject: Subject) -> MegatronRun:
     "Megatron loads it strictly on every rank",
     stage="megatron",
     needs=("megatron",),
-    rationale="A name that Megatron asks for and the checkpoint lacks stays random under the lenient modes that trainers run with.",
-    fix="Convert again with this version. If Megatron's own last line names a shape, config.json describes another model.",
+    rationale="A name that Megatron asks for and the checkpoint lacks stays random under the lenient modes that "
+    "trainers run with.",
+    fix="Convert again with this version. If Megatron's own last line names a shape, config.json describes another "
+    "model.",
 )
 def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every rank comes up, every key that it asks for is on disk, and every key on disk is asked for by some rank."""
@@ -79,12 +81,15 @@ def _unexpected(reports: Sequence[RankReport]) -> Iterator[Issue]:
 def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> Iterator[Issue]:
     missing = set(reports[0].missing) if reports else set()
     left = [key for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key) and not _is_alias(key, missing, names)]
-    hint = "the checkpoint holds more than config.json describes: check num_hidden_layers, num_nextn_predict_layers and the number of experts"
+    hint = (
+        "the checkpoint holds more than config.json describes: check num_hidden_layers, num_nextn_predict_layers "
+        "and the number of experts"
+    )
     yield Issue("loaded by some rank", "no rank asks for it", hint, names=left)
 
 
 def _is_alias(key: str, missing: set[str], names: Container[str]) -> bool:
-    """Whether a key that nobody asked for is the second name of a norm that somebody asked for, in a model of these names."""
+    """Whether a key that nobody asked for is the second name of a norm that some rank asked for."""
     alias = norm_alias(key, names)
     return alias is not None and alias not in missing
 
@@ -94,11 +99,12 @@ def _is_alias(key: str, missing: set[str], names: Container[str]) -> bool:
     "every rank holds its slice of the source",
     stage="megatron",
     needs=("megatron",),
-    rationale="Names and shapes can all be right while a rank holds another layer's, another expert's or another slice's values.",
+    rationale="Names and shapes can all be right while a rank holds another layer's, another expert's or another "
+    "slice's values.",
     fix="Convert again from the source; if it stays, please report it with the megatron-core version.",
 )
 def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Bit for bit, every parameter and persistent buffer against the slice predicted from the source (or from the bytes on disk)."""
+    """Every parameter and persistent buffer, bit for bit, against its slice of the source (or of the bytes on disk)."""
     run = _finished(subject)
     seen = [(report.rank, tensor) for report in run.reports for tensor in report.tensors]
     for _, tensor in seen:

@@ -13,7 +13,7 @@ import torch
 
 
 class _Hidden(MetaPathFinder):
-    """Finds the packages first, and says that they are not installed."""
+    """Reports some packages as not installed."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self._packages = frozenset(packages)
@@ -29,7 +29,7 @@ class _Hidden(MetaPathFinder):
 
 @contextmanager
 def hidden(packages: Sequence[str]) -> Iterator[None]:
-    """Imports inside find none of these packages unless they are imported already; afterwards all is as before."""
+    """Within the context, importing one of these packages raises ModuleNotFoundError, unless it was imported before."""
     finder = _Hidden(packages)
     sys.meta_path.insert(0, finder)
     try:
@@ -41,7 +41,7 @@ def hidden(packages: Sequence[str]) -> Iterator[None]:
 def importing_megatron() -> AbstractContextManager[None]:
     """The context to import megatron-core in.
 
-    megatron-core 0.19 imports `flash_mla` where it is installed, and takes only an ImportError for "not installed".
-    Without a CUDA driver that package fails with an OSError. Its kernels run on a GPU alone, so without one it is hidden.
+    megatron-core 0.19 imports `flash_mla` where it is installed, and expects an ImportError where it is not. Without a
+    CUDA driver that package raises OSError. Its kernels need a GPU, so without one it is hidden.
     """
     return hidden(() if torch.cuda.is_available() else ("flash_mla",))

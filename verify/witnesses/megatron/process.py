@@ -1,7 +1,8 @@
-"""Ranks of a real Megatron that load a checkpoint: `python -m verify.witnesses.megatron.process FOLDER RANK...`, each by FOLDER/job-RANK.json.
+"""Ranks of a real Megatron that load a checkpoint: `python -m verify.witnesses.megatron.process FOLDER RANK...`.
 
-Builds the model, poisons every parameter, loads strictly with Megatron's own `dist_checkpointing`, and compares what it
-then holds with the slices predicted from the reference. An exception ends the process; its phase log says what that means.
+A rank reads FOLDER/job-RANK.json, builds the model, poisons every parameter, loads strictly with Megatron's own
+`dist_checkpointing`, and compares what it holds with the slices predicted from the reference. An exception ends it; the
+phase log says what that means.
 """
 
 from __future__ import annotations
@@ -79,9 +80,12 @@ def _ignore(phase: Phase) -> None:
 def load(
     chunks: list[GPTModel], checkpoint: str, enter: Callable[[Phase], None] = _ignore
 ) -> tuple[int, set[str], set[str], list[str]]:
-    """Megatron's load: keys requested, keys on disk that no rank requested, keys requested that the disk lacks, names refused.
+    """Loads with Megatron.
 
-    `return_all` finds what `raise_all` finds, on all ranks, but goes on, so that the values can be looked at too.
+    Returns how many keys were requested, the keys on disk that no rank requested, the keys requested that the disk
+    lacks, and the names that `load_state_dict` refused.
+
+    `return_all` finds what `raise_all` finds, on all ranks, but goes on, so that values can be compared too.
     """
     enter(LOAD)
     common = dist_checkpointing.load_common_state_dict(checkpoint)

@@ -64,8 +64,8 @@ class Failure:
 def sizes_of(subject: Subject) -> ParallelSizes:
     """The parallel sizes asked for, known to be possible; costs nothing, so it can be called before anything is read.
 
-    Raises Unable where Megatron is not installed or the checkpoint is no Megatron one, CkptkitError where the model does not
-    divide into these sizes.
+    Raises Unable where Megatron is not installed or the checkpoint is no Megatron one, CkptkitError where the model
+    does not divide into these sizes.
     """
     if subject.kind == "hf":
         raise Unable("this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source")
@@ -87,8 +87,8 @@ def sizes_of(subject: Subject) -> ParallelSizes:
 def run_megatron(subject: Subject) -> MegatronRun:
     """Loads the checkpoint of `subject` into real Megatron, in as many processes as its parallel sizes need.
 
-    On GPUs (NCCL) where there are enough of them, else on the CPU (gloo). Raises as `sizes_of`, and CkptkitError where the
-    source does not fit its own config.
+    On GPUs (NCCL) where there are enough of them, else on the CPU (gloo). Raises as `sizes_of`, and CkptkitError where
+    the source does not fit its own config.
     """
     sizes = sizes_of(subject)
     if (dialect := dialect_of(config_of(subject), subject.checkpoint.specs)) != MCORE:
@@ -97,11 +97,13 @@ def run_megatron(subject: Subject) -> MegatronRun:
     release = tuple(map(int, found.split(".")[:2]))
     if dims.indexer and release < _INDEXER_SINCE:
         raise Unable(
-            f"the indexer of megatron-core {found} wants other rows than that of 0.19, which this checkpoint is for; install 0.19"
+            f"the indexer of megatron-core {found} wants other rows than that of 0.19, which this checkpoint is "
+            "for; install 0.19"
         )
     if dims.mla and dims.mla.q_rank is None and release >= _QUERY_NORM_SINCE:
         raise Unable(
-            f"megatron-core {found} puts a norm before linear_q_proj, which no model without q_lora_rank has; install one before 0.19"
+            f"megatron-core {found} puts a norm before linear_q_proj, which no model without q_lora_rank has; "
+            "install one before 0.19"
         )
     if subject.source is not None and subject.source_kind == "hf":
         to_megatron(subject.source, str(subject.source_path))
@@ -141,7 +143,8 @@ def _job(subject: Subject, sizes: ParallelSizes, rank: int, scratch: Path, gpu: 
 def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float) -> dict[int, Failure]:
     """Runs a process a job to the end and says why the first ones to fail failed; empty when all reported.
 
-    On the CPU they are forked from one that has imported Megatron, which takes longer than to load a small model. CUDA bears no fork.
+    On the CPU they are forked from one that has imported Megatron, which takes longer than to load a small model.
+    CUDA bears no fork.
     """
     processes = (
         {job.rank: _start([job], scratch, gpu) for job in jobs} if gpu else {jobs[0].rank: _start(jobs, scratch, gpu)}
@@ -167,7 +170,8 @@ def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float)
 
 # What gloo, NCCL and torch's store say of a rank that is gone.
 _LOST = re.compile(
-    r"Connection (?:reset|closed) by peer|Connection closed|Broken pipe|remote process exited|failed to recv|sendBytes failed|recvValue failed"
+    r"Connection (?:reset|closed) by peer|Connection closed|Broken pipe|remote process exited|failed to recv"
+    r"|sendBytes failed|recvValue failed"
 )
 
 
@@ -199,7 +203,7 @@ def _start(jobs: Sequence[RankJob], scratch: Path, gpu: bool) -> subprocess.Pope
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills what still runs of a process and of those that it forked, which a process that was itself killed leaves behind."""
+    """Kills what still runs of a process and of those that it forked, which outlive it when it is killed."""
     if process.poll() != 0:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -212,7 +216,7 @@ _Codes = dict[int, int | None]
 def _wait(
     ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]], scratch: Path, deadline: float
 ) -> tuple[_Codes, _Codes]:
-    """Exit codes of the ranks that failed first, None for those still running at the deadline; and of all that had failed soon after.
+    """Exit codes of the ranks that failed first, None for those running at the deadline; and all that had soon after.
 
     Empty when all went well. Whoever waits for a rank that fails may be seen to fail before it.
     """
@@ -238,7 +242,7 @@ def _codes(ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]
 
 
 def _code(file: Path, ended: int | None) -> int | None:
-    """Exit code of a rank: as the process that forked it wrote it down, or that of its own process; None while it runs."""
+    """Exit code of a rank: as its parent wrote it down, or that of its own process; None while it runs."""
     return int(file.read_text()) if file.exists() else ended
 
 

@@ -1,6 +1,6 @@
-"""What each parameter of a Megatron rank ought to hold, predicted from global tensors, and whether it does.
+"""What each parameter of a Megatron rank must hold, predicted from global tensors, and whether it does.
 
-Nothing here asks Megatron how it reshards: only its own numbers of layers, experts and ranks are used.
+Megatron's resharding is never asked, only its numbers of layers, experts and ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Position:
 
 
 def expected_slice(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> tuple[Tensor, Tensor]:
-    """The part of a global tensor that a rank ought to hold, cast to the dtype it holds it in, and that part of `local`.
+    """The part of a global tensor that a rank must hold, in the dtype of `local`, and that part of `local`.
 
     Both are the same shape unless something is wrong. Rows of padding in the vocabulary are left out.
     """

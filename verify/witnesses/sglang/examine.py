@@ -1,4 +1,4 @@
-"""What the witness does in the place of SGLang's loading: poison, the model's own `load_weights`, comparison, repacking."""
+"""What the witness runs instead of SGLang's loading: poison, the model's own `load_weights`, comparison, repacking."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from verify.witnesses.bits import poison
 from verify.witnesses.ending import PhaseLog
 from verify.witnesses.sglang.compare import Comparison, Model, compare, dead_routers, dropped, unwritten
-from verify.witnesses.sglang.job import SglangReport, Trouble
+from verify.witnesses.sglang.job import Observation, SglangReport
 from verify.witnesses.sglang.load import COMPARE, LOAD, REPACK, Weights
 from verify.witnesses.sglang.marlin import (
     after_repacking,
@@ -42,9 +42,9 @@ class _NotFound(logging.Handler):
 
 @dataclass
 class Examination:
-    """One loading, and what it showed; called by SGLang's loader with the model, the weights and the device.
+    """One load and what it showed; SGLang's loader calls it with the model, the weights and the device.
 
-    `reference` gives every tensor that should be in the model, each time anew; `alter` stands between weights and model.
+    `reference` gives every tensor that must be in the model, at each call anew; `alter` changes the weights.
     """
 
     config: Mapping[str, Any]
@@ -55,11 +55,11 @@ class Examination:
     parameters: int = 0
     landed: Mapping[str, set[str]] = field(default_factory=dict)
     comparison: Comparison = field(default_factory=Comparison)
-    unwritten: tuple[Trouble, ...] = ()
-    dropped: tuple[Trouble, ...] = ()
-    routers: tuple[Trouble, ...] = ()
+    unwritten: tuple[Observation, ...] = ()
+    dropped: tuple[Observation, ...] = ()
+    routers: tuple[Observation, ...] = ()
     log: tuple[str, ...] = ()
-    repacked: tuple[Trouble, ...] | None = None
+    repacked: tuple[Observation, ...] | None = None
     repacked_seen: int = 0
     unchecked: tuple[str, ...] = ()
 
@@ -92,8 +92,8 @@ class Examination:
         self.routers = tuple(dead_routers(seen))
 
     def _repack(self, model: torch.nn.Module) -> None:
-        """The quantization methods, module by module as SGLang's loader calls them; then everything else must be as before."""
-        troubles: list[Trouble] = []
+        """Runs the quantization methods module by module, as SGLang's loader does; all else must stay as it was."""
+        troubles: list[Observation] = []
         changed: set[str] = set()
         free: set[str] = set()
         for name, module in model.named_modules():

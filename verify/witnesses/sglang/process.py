@@ -1,10 +1,10 @@
-"""Real SGLang as a witness: `python -m verify.witnesses.sglang.process JOB.json` loads a checkpoint into SGLang's own model and reports.
+"""Real SGLang as a witness: `python -m verify.witnesses.sglang.process JOB.json` loads a checkpoint and reports.
 
-Every parameter and persistent buffer is poisoned before the model's own `load_weights` runs. Afterwards three records that
-do not depend on one another are held together: which elements still hold the poison; which storage was written while each
-incoming tensor was being loaded (watched at the level of torch operations, so no loader can hide a write or skip one
-unseen); and whether each tensor's bits stand where our own prediction (`slots`) puts them. SGLang's mapping of names
-is never asked. With CUDA the quantization methods then repack weights, and that is checked too.
+Every parameter and persistent buffer is poisoned before the model's own `load_weights` runs. Afterwards three
+independent records are compared: which elements still hold the poison; which storage was written while each incoming
+tensor was loaded (seen at the level of torch operations, so no loader can hide a write); and whether each tensor's bits
+are where our own prediction (`slots`) puts them. SGLang's mapping of names is never asked. With CUDA the quantization
+methods then repack weights, and that is checked too.
 
 An HF directory is read by SGLang's own weight iterator and, for the comparison, by the safetensors library. A Megatron
 checkpoint is streamed Megatron -> HF -> SGLang as a live weight update does, with no HF copy of the weights on disk.
@@ -35,7 +35,7 @@ from verify.witnesses.sglang.slots import fuses_shared
 
 
 def run(job: SglangJob, alter: Callable[[Weights], Weights] = lambda weights: weights) -> None:
-    """Loads the checkpoint and writes the report; where that fails, its phase log says how. `alter` stands between the checkpoint and SGLang."""
+    """Loads the checkpoint and writes the report, or an `Ending`. `alter` changes the weights for SGLang."""
     with PhaseLog(ending_path(Path(job.report))) as phases:
         witness(job, alter, phases).save(Path(job.report))
 

@@ -36,10 +36,10 @@ class SglangRun:
 
 
 def run_sglang(subject: Subject) -> SglangRun:
-    """Loads the subject into real SGLang, in a subprocess whose output goes nowhere but into the description of how it ended.
+    """Loads the subject into real SGLang, in a subprocess whose output only serves to describe how it ended.
 
-    Raises Unable where SGLang is not installed or would take a class or a layout that ckptkit does not know, CkptkitError where the config
-    is of no supported family.
+    Raises Unable where SGLang is not installed or would take a class or a layout that ckptkit does not know,
+    CkptkitError where the config is of no supported family.
     """
     if find_spec("sglang") is None:
         raise Unable("SGLang is not installed here: pip install sglang")
@@ -83,18 +83,19 @@ def outcome(ended: str | None, report: Path, log: Path) -> SglangRun:
 def _check_class(config: Mapping[str, Any]) -> None:
     """Raises Unable unless SGLang has to choose the class that is known here.
 
-    For a name that is no class of its own SGLang would take transformers' class, and to find it run the Python files that `auto_map`
-    names, which come with the checkpoint.
+    For a name that is no class of its own SGLang would take transformers' class, and to find it run the Python files
+    that `auto_map` names, which come with the checkpoint.
     """
     (wanted,), named = FAMILIES[config["model_type"]].architectures, config.get("architectures")
     if named != [wanted]:
         raise Unable(
-            f"config.json has architectures {named!r:.80}, not ['{wanted}']: SGLang would run another class, or code that comes with the checkpoint"
+            f"config.json has architectures {named!r:.80}, not ['{wanted}']: SGLang would run another class, or "
+            "code that comes with the checkpoint"
         )
 
 
 def _source(subject: Subject) -> str | None:
-    """What a Megatron checkpoint's values are held against, where it is unquantized HF; an HF one's are held against its own files."""
+    """The unquantized HF directory that a Megatron checkpoint's values are held against, if any."""
     path = subject.source_path
     if subject.kind == "hf" or path is None or subject.source_kind != "hf":
         return None

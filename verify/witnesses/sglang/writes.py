@@ -15,7 +15,7 @@ def place(tensor: Tensor) -> int:
 
 
 class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, notes for the name given last by `feed` which of `owners` (place of the storage -> name) are written."""
+    """While active, notes which of `owners` (storage -> name) are written for the name that `feed` gave last."""
 
     def __init__(self, owners: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,10 +1,9 @@
-"""Bytes reach their places, past the page cache or through it, whatever stands beside them."""
+"""Bytes are read and written as they are, past the page cache or through it, whatever stands beside them."""
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,14 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckptkit.core.extents import ByteRange
 from ckptkit.storage import read as raw
-from ckptkit.storage.buffers import cuts, thread_buffer
-from ckptkit.storage.read import read_into
+from ckptkit.storage.buffers import bytes_of, cuts
+from ckptkit.storage.read import FileReader, read_into, read_new
 from ckptkit.storage.write import Regions, WrittenFile
 
 MIB = 1 << 20
 # Beginnings and lengths that fit blocks of 4096 bytes, and that do not.
-PLACES = [
+RANGES = [
     (0, 3 * MIB),
     (1, 3 * MIB),
     (4095, 3 * MIB + 2),
@@ -71,8 +71,8 @@ def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return str(request.param)
 
 
-@pytest.mark.parametrize(("offset", "length"), PLACES)
-def test_what_is_written_is_there(file_system: str, tmp_path: Path, offset: int, length: int) -> None:
+@pytest.mark.parametrize(("offset", "length"), RANGES)
+def test_written_bytes_are_in_the_file(file_system: str, tmp_path: Path, offset: int, length: int) -> None:
     content = numbers(length)
     file = opened(tmp_path / "x", offset + length + 10)
     file.write(content, offset)
@@ -81,15 +81,18 @@ def test_what_is_written_is_there(file_system: str, tmp_path: Path, offset: int,
 
 
 @pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize(("offset", "length"), PLACES)
-def test_what_is_there_is_read(file_system: str, tmp_path: Path, offset: int, length: int, cached: bool) -> None:
+@pytest.mark.parametrize(("offset", "length"), RANGES)
+def test_every_way_to_read_gives_the_bytes_of_the_file(
+    file_system: str, tmp_path: Path, offset: int, length: int, cached: bool
+) -> None:
     content = numbers(offset + length + 5000)
     (tmp_path / "x").write_bytes(content)
     if not cached:
         forget(tmp_path / "x")
-    buffer = bytearray(length)
+    buffer, wanted = bytearray(length), ByteRange(tmp_path / "x", offset, offset + length)
     assert read_into(tmp_path / "x", memoryview(buffer), offset) == length
-    assert buffer == content[offset : offset + length]
+    expected = content[offset : offset + length]
+    assert buffer == FileReader().read(wanted) == bytes_of(read_new(wanted)) == expected
 
 
 def forget(path: Path) -> None:
@@ -101,7 +104,9 @@ def forget(path: Path) -> None:
 
 @pytest.mark.parametrize("length", [2 * MIB, 2 * MIB + 1, 9 * MIB + 4095])
 @pytest.mark.parametrize("cached", [True, False])
-def test_a_file_that_ends_too_early(file_system: str, tmp_path: Path, length: int, cached: bool) -> None:
+def test_reading_beyond_the_end_gives_what_is_there(
+    file_system: str, tmp_path: Path, length: int, cached: bool
+) -> None:
     content = numbers(length)
     (tmp_path / "x").write_bytes(content)
     if not cached:
@@ -109,9 +114,10 @@ def test_a_file_that_ends_too_early(file_system: str, tmp_path: Path, length: in
     buffer = bytearray(2 * length)
     assert read_into(tmp_path / "x", memoryview(buffer), 100) == length - 100
     assert buffer[: length - 100] == content[100:]
+    assert bytes_of(read_new(ByteRange(tmp_path / "x", 100, 2 * length))) == content[100:]
 
 
-def test_neighbours_written_at_the_same_time(tmp_path: Path) -> None:
+def test_neighbours_written_by_threads_are_all_in_the_file(tmp_path: Path) -> None:
     sizes = [MIB + 4097 * index + 13 for index in range(24)]
     pieces = [numbers(size, seed) for seed, size in enumerate(sizes)]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
@@ -122,7 +128,7 @@ def test_neighbours_written_at_the_same_time(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_bytes() == b"".join(pieces)
 
 
-def test_a_disk_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = opened(tmp_path / "x", 4 * MIB)
 
     def full(descriptor: int, content: bytes, offset: int) -> int:
@@ -146,20 +152,3 @@ def test_cuts_tile_and_keep_blocks_whole(offset: int, nbytes: int) -> None:
 
 def inner(found: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return list(found)[:-1]
-
-
-def test_what_a_disk_reads_into_may_be_huge_pages() -> None:
-    """With pages of 4 KiB, a request of a disk ends after a megabyte. The kernel says of each part of memory what it was advised (proc_pid_smaps(5))."""
-    if not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
-        pytest.skip("this kernel has no huge pages")
-    with ThreadPoolExecutor(1) as pool:
-        address = pool.submit(lambda: thread_buffer("arena", raw.ARENA).ctypes.data).result()
-        parts = re.findall(
-            r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$",
-            Path("/proc/self/smaps").read_text(),
-            re.MULTILINE | re.DOTALL,
-        )
-    (flags,) = [
-        flags for begin, end, flags in parts if int(begin, 16) <= address and address + raw.BUFFER <= int(end, 16)
-    ]
-    assert "hg" in flags.split()
