@@ -56,7 +56,7 @@ Command = tuple[list[str], Path, Path | None]
 
 
 def cold_runs(commands: Mapping[str, Command], kept: Collection[Path]) -> dict[str, list[Run]]:
-    """Runs every command in turn, ROUNDS times, on files outside the page cache. Removes outputs that are not `kept`."""
+    """Runs every command in turn, ROUNDS times, on files outside the page cache. Removes outputs unless `kept`."""
     runs: dict[str, list[Run]] = {what: [] for what in commands}
     for _ in range(ROUNDS):
         last = None

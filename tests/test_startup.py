@@ -59,12 +59,6 @@ def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(
     assert not any(name.startswith("rich") for name in back)
 
 
-def test_quantizing_imports_neither_the_compiler_nor_model_classes(releases: PathOf, tmp_path: Path) -> None:
-    (modules,) = loaded(["quantize", str(releases("qwen3_moe")), str(tmp_path / "int4"), "--dry-run"])
-    assert "quant.planner" in modules
-    assert modules & (COMPILER | MODELS | REMOTE | {"sklearn", "torchao", "torchvision"}) == set()
-
-
 @pytest.mark.parametrize("command", [["--help"], ["convert", "--help"], ["verify", "--help"]])
 def test_help_imports_nothing_that_is_not_needed(command: list[str]) -> None:
     (modules,) = loaded(command)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _PIECE = 1 << 20  # bytes that stay in a core's cache while they are looked at in several ways
 _COUNTED = 1 << 16  # elements up to which it is worth looking at each one's bits: router biases, not matrices
-_SMALLEST_NORMAL = 2.0**-126  # of float32
+_SMALLEST_NORMAL = 2.0**-126  # of float32 and bfloat16
 
 
 @dataclass(frozen=True)

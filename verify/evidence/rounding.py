@@ -114,9 +114,8 @@ def dequantized(
     parts: Mapping[str, Tensor], module: str, form: Format, shape: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """float32 weights [rows, groups, group] and scales [rows, groups] of one module; a short last group ends in 0."""
-    import torch
-
     # Imported here because it brings transformers with it, which takes seconds.
+    import torch
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
     codes = grouped(unpack_from_int32(parts[module + PACKED], form.bits, torch.Size(shape)).float(), form)
@@ -142,11 +141,11 @@ def _in_rows(zero_point: Tensor) -> Tensor:
 
 def grouped(weight: Tensor, form: Format) -> Tensor:
     """[rows, columns] as [rows, groups, group], the last group filled up with zeros."""
-    import torch
-
     rows, columns = weight.shape
     group = form.group or columns
     short = -columns % group
+    import torch
+
     return (torch.nn.functional.pad(weight, (0, short)) if short else weight).reshape(rows, -1, group)
 
 
