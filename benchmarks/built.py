@@ -1,6 +1,7 @@
-"""Conversion as it is commonly done, to compare with: through a built model, in memory. `python built.py to-megatron|to-hf SOURCE TARGET [HF]`.
+"""Converts as it is commonly done, through a built model in memory: `built.py to-megatron|to-hf SOURCE TARGET [HF]`.
 
-to-megatron: transformers loads the release, megatron-core builds the model, weights are copied over, `dist_checkpointing.save` writes it.
+to-megatron: transformers loads the release, megatron-core builds the model, weights are copied over, and
+`dist_checkpointing.save` writes it.
 to-hf: torch.distributed.checkpoint loads all keys of the checkpoint into memory, `save_file` writes shards of 5 GB.
 Both use the rules of ckptkit's families for names and layouts, so that only the way of moving the bytes differs.
 """

@@ -17,11 +17,13 @@ Rules = Callable[[ModelDims], tuple[ParamMapping, ...]]
 
 @dataclass(frozen=True)
 class FusedExperts:
-    """How a family keeps all experts of a layer in one tensor: `gate_up_proj` and `down_proj`, and their biases `*_proj_bias`.
+    """How a family keeps all experts of a layer in one tensor.
 
-    By default a weight is [experts, rows, columns], the rows of gate above those of up. `transposed`: [experts, columns, rows];
-    `interleaved`: gate and up take turns, row by row. `always`: no reader knows these experts one by one. `renamed`: a fused
-    save calls the whole block otherwise than the release does, and is refused.
+    `gate_up_proj` and `down_proj`, and their biases `*_proj_bias`.
+
+    By default a weight is [experts, rows, columns], the rows of gate above those of up. `transposed`: [experts,
+    columns, rows]; `interleaved`: gate and up take turns, row by row. `always`: no reader knows these experts one by
+    one. `renamed`: a fused save calls the whole block otherwise than the release does, and is refused.
     """
 
     transposed: bool = False
@@ -34,9 +36,9 @@ class FusedExperts:
 class Draft:
     """A multi-token prediction layer. `prefix`: how its names begin in the release.
 
-    `sglang`: how they begin in SGLang; None where that cannot be told from the model's own names. `entry`: the entry of `ignore`
-    that leaves the layer out for every reader. `layer`: how the names of its decoder layer begin. `joint`: its module that joins the
-    embedding and the hidden state.
+    `sglang`: how they begin in SGLang; None where that cannot be told from the model's own names. `entry`: the entry of
+    `ignore` that leaves the layer out for every reader. `layer`: how the names of its decoder layer begin. `joint`: its
+    module that joins the embedding and the hidden state.
     """
 
     prefix: str
@@ -55,14 +57,16 @@ def no_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
 class Release:
     """How releases of a family spell and quantize its modules.
 
-    `root` stands before the names of the language model's modules, `head` is the output embedding. `nested`: the sizes of the
-    language model are in `text_config`; `flat`: or at the top, in configs from before transformers 4.52. `drafts`: its multi-token prediction layers, from the language model's config and `root`.
-    `linears_outside`: the Linear layers outside the language model, by every name that an `ignore` list may know them by,
-    from config.json; None where they are not known. `published_ignore`: lists of released INT4 checkpoints.
+    `root` stands before the names of the language model's modules, `head` is the output embedding. `nested`: the sizes
+    of the language model are in `text_config`; `flat`: or at the top, in configs from before transformers 4.52.
+    `drafts`: its multi-token prediction layers, from the language model's config and `root`. `linears_outside`: the
+    Linear layers outside the language model, by every name that an `ignore` list may know them by, from config.json;
+    None where they are not known. `published_ignore`: lists of released INT4 checkpoints.
 
-    The rest says how transformers spells the same: `model_type` of its class for the language model (empty: the family's own),
-    `moe` and `experts`: the release's names for the block with the experts and for an expert's gate, up and down projection, `classes`:
-    transformers' classes of modules that are no Linear, by their kind in `ParamMapping`.
+    The rest says how transformers spells the same: `model_type` of its class for the language model (empty: the
+    family's own), `moe` and `experts`: the release's names for the block with the experts and for an expert's gate, up
+    and down projection, `classes`: transformers' classes of modules that are no Linear, by their kind in
+    `ParamMapping`.
     """
 
     root: str = "model."
@@ -112,12 +116,13 @@ class Dense:
 class SglangClass:
     """SGLang's class of a model. Source: `sglang/srt/models/*.py` of SGLang 0.5.16.
 
-    `fused`: the fused layers that it declares in `packed_modules_mapping`, and so takes apart before it looks at `ignore`; any other
-    fused layer is looked up by its own name. `root`: how a released module's name begins, and what SGLang has instead.
-    `entries`: beginnings that SGLang rewrites in plain entries of `ignore` (`hf_to_sglang_mapper`); the first that fits counts.
-    `outside`: parts of names that it spells otherwise in layers outside the language model; None: it never asks about those. `dense`: what it cannot hold as INT4.
-    `joins_shared_expert`: on CUDA it makes the shared expert one of the routed ones, unless told not to.
-    `placed`: where it keeps every tensor was held against `verify/witnesses/sglang/slots.py`.
+    `fused`: the fused layers that it declares in `packed_modules_mapping`, and so takes apart before it looks at
+    `ignore`; any other fused layer is looked up by its own name. `root`: how a released module's name begins, and what
+    SGLang has instead. `entries`: beginnings that SGLang rewrites in plain entries of `ignore` (`hf_to_sglang_mapper`);
+    the first that fits counts. `outside`: parts of names that it spells otherwise in layers outside the language model;
+    None: it never asks about those. `dense`: what it cannot hold as INT4. `joins_shared_expert`: on CUDA it makes the
+    shared expert one of the routed ones, unless told not to. `placed`: where it keeps every tensor was held against
+    `verify/witnesses/sglang/slots.py`.
     """
 
     fused: tuple[str, ...] = ()
@@ -161,14 +166,16 @@ QKV_GATE_UP = ("qkv_proj", "gate_up_proj")
 class ModelFamily:
     """One kind of model: its exact `model_type`s, how its config is read, its rules, and how others spell it.
 
-    `architectures`: the classes that its language models are published under, as config.json spells them; SGLang runs the first.
+    `architectures`: the classes that its language models are published under, as config.json spells them; SGLang runs
+    the first.
 
-    `mappings` names Megatron tensors as megatron-core's own modules do; `dialects` holds the rules of stacks that train with
-    modules of their own, by the stack's name. `carried`: how HF names begin (of a vision tower) that no Megatron language
-    model holds; these tensors are kept beside the Megatron weights and come back byte for byte. `carried_ends`: the same for endings of
-    names (values that every reader computes for itself, in releases that have them). `dropped`: names that are not
-    converted on purpose. `fused`: what its fused experts look like. `language_models`: the `model_type`s of a language model alone that
-    may be stored under the names of the multimodal model, with the `model_type` of that.
+    `mappings` names Megatron tensors as megatron-core's own modules do; `dialects` holds the rules of stacks that train
+    with modules of their own, by the stack's name. `carried`: how HF names begin (of a vision tower) that no Megatron
+    language model holds; these tensors are kept beside the Megatron weights and come back byte for byte.
+    `carried_ends`: the same for endings of names (values that every reader computes for itself, in releases that have
+    them). `dropped`: names that are not converted on purpose. `fused`: what its fused experts look like.
+    `language_models`: the `model_type`s of a language model alone that may be stored under the names of the multimodal
+    model, with the `model_type` of that.
 
     `release`: how releases are spelled and quantized; None where INT4 is not supported. `sglang`: its class in SGLang.
     """

@@ -1,4 +1,7 @@
-"""Names in HF checkpoints that several packages must read alike: shards that engines fuse, layers, and routed experts."""
+"""Names in HF checkpoints that several packages must read alike.
+
+Shards that engines fuse, layers, and routed experts.
+"""
 
 from __future__ import annotations
 

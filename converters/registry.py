@@ -53,7 +53,8 @@ _OTHERS = (
 def family_of(config: Mapping[str, Any]) -> ModelFamily:
     """The family of a config.
 
-    Raises CkptkitError for an unknown `model_type`, naming the known ones, and UnsupportedError for a class that is not the family's.
+    Raises CkptkitError for an unknown `model_type`, naming the known ones, and UnsupportedError for a class that is not
+    the family's.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

@@ -20,11 +20,11 @@ class ParamMapping:
 
     Templates may hold `{layer}` and `{expert}`; `layers` says which layers the rule is for (None: it has no `{layer}`).
     Megatron names are those of the global, unstacked tensors: one a layer, and one an expert
-    (`decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight`); the torch_dist reader and writer know how they lie on disk.
-    `fp32` marks state that must never be rounded to a smaller dtype; `vocab` marks rows that Megatron may pad; `wide` marks
-    a Megatron tensor kept in the next wider dtype, because its op would round in the HF tensor's own.
-    `copies` names HF tensors that, where a release has them, repeat the only tensor of `hf`.
-    `kind`: the class of the HF modules whose weights with two or more axes these are. Only a Linear may become INT4.
+    (`decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight`); the torch_dist reader and writer know how they lie on
+    disk. `fp32` marks state that must never be rounded to a smaller dtype; `vocab` marks rows that Megatron may pad;
+    `wide` marks a Megatron tensor kept in the next wider dtype, because its op would round in the HF tensor's own.
+    `copies` names HF tensors that, where a release has them, repeat the only tensor of `hf`. `kind`: the class of the
+    HF modules whose weights with two or more axes these are. Only a Linear may become INT4.
     """
 
     megatron: str
@@ -39,7 +39,10 @@ class ParamMapping:
 
     @cached_property
     def megatron_shape(self) -> Shape:
-        """Shape of the Megatron tensor, from running the op; the same in every layer and expert. Raises CkptkitError as `shape_of`."""
+        """Shape of the Megatron tensor, from running the op; the same in every layer and expert.
+
+        Raises CkptkitError as `shape_of`.
+        """
         return shape_of(self.op.merge, self.hf.values())
 
     def expand(self, experts: int) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -57,7 +60,10 @@ class ParamMapping:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a block of rules stands: the prefix of its names on both sides, and its layers (None: one place, no `{layer}`)."""
+    """Where a block of rules stands.
+
+    The prefix of its names on both sides, and its layers (None: one place, no `{layer}`).
+    """
 
     megatron: str
     hf: str

@@ -1,4 +1,4 @@
-"""What real Megatron says to parallel sizes: builds rank 0 of a model in a process of its own, on a process group of no ranks."""
+"""What real Megatron says to parallel sizes: builds rank 0 of a model in its own process, in a group of no ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Updates real SGLang engines on a GPU: `python -m online_engine ORDERS.json` writes a line of REPORTS.jsonl after every step.
+"""Updates real SGLang engines on a GPU: `python -m online_engine ORDERS.json` writes a line of REPORTS.jsonl a step.
 
-An order is {"name", "int4": the directory that the engine serves, "bf16": the weights of the trainer}. `run` starts that. A machine
-that never ran these kernels first compiles Marlin's for experts, which takes minutes on one thread; here on all of them, while the
-first engine starts.
+An order is {"name", "int4": the directory that the engine serves, "bf16": the weights of the trainer}. `run` starts
+that. A machine that never ran these kernels first compiles Marlin's for experts, which takes minutes on one thread;
+here it runs on all of them, while the first engine starts.
 """
 
 from __future__ import annotations

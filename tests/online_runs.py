@@ -1,7 +1,8 @@
-"""Updates real SGLang models online, on the CPU, many in one process: `python -m online_runs ORDERS.json` writes REPORT beside it.
+"""Updates real SGLang models online, on the CPU, many in one process: `python -m online_runs ORDERS.json`.
 
-An order is {"int4": the directory that is served, "bf16": the weights of the trainer}, and "broken" where that is tried. The model is SGLang's own with its own
-`load_weights`; of the repacking for Marlin only the CUDA kernels are replaced, by `verify.witnesses.sglang.marlin`. `run` starts that.
+Writes report.json beside the orders. An order is {"int4": the directory that is served, "bf16": the weights of the
+trainer}, and "broken" where that is tried. The model and its `load_weights` are SGLang's own; of the repacking for
+Marlin only the CUDA kernels are replaced, by `verify.witnesses.sglang.marlin`. `run` starts that.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def differing(one: State, other: State) -> list[str]:
 
 
 def trainer(path: Path, change: Callable[[str], str] = str) -> Iterator[tuple[str, Tensor]]:
-    """Every BF16 tensor by itself, each expert's between those of other layers: the last part of a name counts most."""
+    """Every BF16 tensor alone, each expert's between those of other layers: sorted by the name's last part first."""
     checkpoint = HfCheckpoint(path)
     for name in sorted(checkpoint.specs, key=lambda name: name.split(".")[::-1]):
         yield change(name), checkpoint.read([name])[name]
@@ -135,12 +136,12 @@ def without_cuda() -> None:
 
 
 def marlin_experts(words: Tensor) -> Tensor:
-    """[experts, inputs / 8, outputs]: the experts side by side, since Marlin's tiles are 64 outputs wide and so end where an expert ends."""
+    """[experts, inputs / 8, outputs] side by side: Marlin's tiles of 64 outputs end where an expert ends."""
     return marlin_weight(words.transpose(0, 1).flatten(1)).unflatten(1, (len(words), -1)).transpose(0, 1).contiguous()
 
 
 def run(root: Path, orders: Mapping[str, Mapping[str, Path]]) -> dict[str, dict[str, Any]]:
-    """What became of every order. Raises AssertionError with the end of the log where SGLang does not come through."""
+    """The report of every order. Raises AssertionError with the end of the log where SGLang fails."""
     (root / "orders.json").write_text(json.dumps(orders, default=str))
     run_logged(root / "log", "online_runs", root / "orders.json")
     assert (root / "report.json").exists(), (root / "log").read_text()[-4000:]

@@ -1,6 +1,6 @@
-"""Asks the real SGLang which names it looks up in `ignore`: builds each model class on the meta device and writes down every look-up.
+"""Asks the real SGLang which names it looks up in `ignore`: `python -m sglang_layers CONFIGS.json OUT.json`.
 
-`python -m sglang_layers CONFIGS.json OUT.json`, where CONFIGS is {case: content of config.json}. `looked_up` starts that.
+CONFIGS is {case: content of config.json}. Each model class is built on the meta device. `looked_up` starts that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ QUANTIZATION = {
 
 
 def looked_up(configs: Mapping[str, Mapping[str, Any]], root: Path) -> dict[str, dict[str, Any]]:
-    """For every case: `names` looked up, the model's `class`, its declared `packed_modules_mapping`, and the `ignore` list as mapped."""
+    """For every case: `names` looked up, the model's `class`, and its declared `packed_modules_mapping`."""
     (root / "configs.json").write_text(json.dumps(configs))
     ended_well = run_logged(root / "log", "sglang_layers", root / "configs.json", root / "out.json")
     assert ended_well, (root / "log").read_text()[-2000:]

@@ -1,7 +1,7 @@
 """Loads many checkpoints into real SGLang in one process, since starting SGLang is what takes time.
 
 `python -m sglang_runs CASES.json`, where CASES is a list of {"job": SglangJob as a dict, "alter": a name of ALTER}.
-`run_cases` starts that. Also what the tests quantize with: a plain formula that shares nothing with the package under test.
+`run_cases` starts that. Also what the tests quantize with: a formula that shares nothing with the code under test.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ ALTER: Mapping[str, Callable[[Weights], Weights]] = {
 
 
 def online_int4(weights: Mapping[str, Tensor], ignore: Sequence[str], group: int) -> dict[str, Tensor]:
-    """What an online quantizer that goes by parameter names makes: every `.weight` with two axes packed, unless a rule matches its name.
+    """Packs as an online quantizer that goes by names: every `.weight` with two axes, unless a rule matches its name.
 
     Symmetric, scale = largest magnitude of the group / 7, codes stored + 8, eight a word, lowest bits first.
     """
@@ -156,7 +156,7 @@ def written(root: Path, name: str, release: Path, tensors: Mapping[str, Tensor],
 
 
 def run_cases(cases: Mapping[str, Case], root: Path, *, gpu: bool = False) -> dict[str, SglangRun]:
-    """What SGLang made of every case, on the CPU unless `gpu`. Where one crashes, a new process goes on with the next."""
+    """What SGLang made of every case, on the CPU unless `gpu`. After a crash a new process goes on with the next."""
     orders: dict[str, dict[str, Any]] = {}
     for number, (name, case) in enumerate(cases.items()):
         (scratch := root / f"scratch-{number}").mkdir()

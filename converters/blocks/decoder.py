@@ -15,7 +15,8 @@ from converters.rules import ParamMapping, Place, decoder
 
 # An expert's gate, up and down projection as Mixtral names them.
 W1_W3_W2 = ("w1", "w3", "w2")
-# Some releases store these in each layer (Moonlight, Kimi K2, saves by transformers before 4.32); every reader computes them itself.
+# Some releases store these in each layer (Moonlight, Kimi K2, saves by transformers before 4.32); every reader computes
+# them itself.
 ROTARY_FREQUENCIES = (".self_attn.rotary_emb.inv_freq",)
 
 
@@ -48,7 +49,10 @@ def embeddings(
 
 
 def attention(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, ...]:
-    """Pre-norm grouped-query attention, with or without biases, q/k norms of one head's width, and an output gate from q_proj."""
+    """Pre-norm grouped-query attention.
+
+    With or without biases, q/k norms of one head's width, and an output gate from q_proj.
+    """
     at = at or decoder(dims, dims.softmax_layers)
     out, groups = dims.heads * dims.head_dim, dims.groups * dims.head_dim
     rows = dict(zip(QKV, (2 * out if dims.attention_gate else out, groups, groups), strict=True))
@@ -83,7 +87,10 @@ def attention(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, .
 def gated_mlp(
     at: Place, megatron: str, hf: str, hidden: int, ffn: int, names: tuple[str, str, str] = GATE_UP_DOWN
 ) -> tuple[ParamMapping, ...]:
-    """A SwiGLU block: gate and up projection into linear_fc1, down projection into linear_fc2. `names` are those of the three."""
+    """A SwiGLU block: gate and up projection into linear_fc1, down projection into linear_fc2.
+
+    `names` are those of the three.
+    """
     gate, up, down = (f"{hf}{name}.weight" for name in names)
     return (
         at.rule(megatron + "linear_fc1.weight", {gate: (ffn, hidden), up: (ffn, hidden)}, GateUp()),
@@ -103,7 +110,10 @@ def dense_mlp(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, .
 
 
 def gated_mlp_biases(at: Place, dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """The biases of a dense layer's SwiGLU block. That of the down projection is added once, so every rank holds all of it."""
+    """The biases of a dense layer's SwiGLU block.
+
+    That of the down projection is added once, so every rank holds all of it.
+    """
     gate, up = "mlp.gate_proj.bias", "mlp.up_proj.bias"
     return (
         at.rule("mlp.linear_fc1.bias", {gate: (dims.ffn,), up: (dims.ffn,)}, GateUp()),
@@ -122,8 +132,8 @@ def moe_mlp(
 ) -> tuple[ParamMapping, ...]:
     """The MLP of the mixture-of-experts layers: norm, router (with its fp32 selection bias), routed and shared experts.
 
-    `shared` is the HF module name of the shared experts, `block` that of the whole, `bias` that of the selection bias, and
-    `names` those of an expert's gate, up and down projection.
+    `shared` is the HF module name of the shared experts, `block` that of the whole, `bias` that of the selection bias,
+    and `names` those of an expert's gate, up and down projection.
     """
     at = at or decoder(dims, dims.moe)
     rules = [
@@ -160,7 +170,10 @@ def multi_token_prediction(dims: ModelDims, depth: int) -> tuple[Place, tuple[Pa
 
 
 def mtp_copies(dims: ModelDims, name: str) -> tuple[str, ...]:
-    """Where the multi-token prediction layers of DeepSeek and GLM repeat a tensor of the model: `embed_tokens`, `shared_head.head`."""
+    """Where the multi-token prediction layers of DeepSeek and GLM repeat a tensor of the model.
+
+    `embed_tokens`, `shared_head.head`.
+    """
     return tuple(f"{dims.root}layers.{dims.layers + depth}.{name}.weight" for depth in range(dims.mtp_layers))
 
 

@@ -1,7 +1,9 @@
-"""Gated delta net, the linear attention of Qwen3-Next and Qwen3.5, and what goes with it: output gates and their MTP layer.
+"""Gated delta net, the linear attention of Qwen3-Next and Qwen3.5, and what goes with it.
 
-Names and order on Megatron's side: megatron-core `ssm/gated_delta_net`; on the HF side: transformers `Qwen3NextGatedDeltaNet`
-and `Qwen3_5GatedDeltaNet`, which differ in how the input projection is cut into tensors.
+Output gates and their MTP layer.
+
+Names and order on Megatron's side: megatron-core `ssm/gated_delta_net`; on the HF side: transformers
+`Qwen3NextGatedDeltaNet` and `Qwen3_5GatedDeltaNet`, which differ in how the input projection is cut into tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ SGLANG_DENSE = (
 
 
 def read_linear_attention(config: Mapping[str, Any]) -> LinearAttention:
-    """Sizes and layers of the gated delta net. Raises CkptkitError when `layer_types` and `full_attention_interval` disagree."""
+    """Sizes and layers of the gated delta net.
+
+    Raises CkptkitError when `layer_types` and `full_attention_interval` disagree.
+    """
     count, interval = integer(config, "num_hidden_layers"), integer(config, "full_attention_interval", 4)
     if interval < 1:
         raise CkptkitError(f"config.json: full_attention_interval is {interval}", "compare it with the release")
@@ -69,10 +74,12 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def read_mtp_layers(config: Mapping[str, Any], linear: LinearAttention, default: int) -> int:
-    """Multi-token prediction layers, 0 or 1, as Qwen3.5's configs say it or vLLM reads it. `default`: what a config means that does not say.
+    """Multi-token prediction layers, 0 or 1, as Qwen3.5's configs say it or vLLM reads it.
 
-    Raises CkptkitError for more than one, since HF's `mtp` has one projection and Megatron one a layer, and where the last
-    decoder layer is not of the kind that `mtp` has, since Megatron builds the two alike.
+    `default`: what a config means that does not say.
+
+    Raises CkptkitError for more than one, since HF's `mtp` has one projection and Megatron one a layer, and where the
+    last decoder layer is not of the kind that `mtp` has, since Megatron builds the two alike.
     """
     given = {
         key: integer(config, key)
@@ -93,7 +100,8 @@ def read_mtp_layers(config: Mapping[str, Any], linear: LinearAttention, default:
     if count and last in linear.layers:
         raise CkptkitError(
             f"config.json: a multi-token prediction layer, but decoder layer {last}, the last, has linear attention",
-            "Megatron builds the two alike, and `mtp` has full attention; set mtp_num_hidden_layers to 0 and leave out the mtp tensors",
+            "Megatron builds the two alike, and `mtp` has full attention; "
+            "set mtp_num_hidden_layers to 0 and leave out the mtp tensors",
         )
     return count
 
@@ -114,7 +122,8 @@ def delta_net_args(net: LinearAttention, layers: int) -> dict[str, Any]:
 def gated_delta_net(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping, ...]:
     """Pre-norm linear attention in megatron-core's module, which joins all input projections in one.
 
-    `by_key_head`: the HF input projection is two tensors ordered by key head (Qwen3-Next), not four ordered by kind (Qwen3.5).
+    `by_key_head`: the HF input projection is two tensors ordered by key head (Qwen3-Next), not four ordered by kind
+    (Qwen3.5).
     """
     net = _net(dims)
     at = decoder(dims, net.layers)
@@ -145,7 +154,7 @@ def gated_delta_net(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping
 
 
 def hf_linear_attention(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping, ...]:
-    """Pre-norm linear attention in slime's module, which is the HF one, whole on every rank (slime `HuggingfaceAttention`)."""
+    """Pre-norm linear attention in slime's module: the HF one, whole on every rank (`HuggingfaceAttention`)."""
     at = decoder(dims, _net(dims).layers)
     state = ("linear_attn.A_log", "linear_attn.dt_bias")
     shapes = {"input_layernorm.weight": (dims.hidden,), **_shapes(dims, by_key_head)}
@@ -177,7 +186,9 @@ def _shapes(dims: ModelDims, by_key_head: bool) -> dict[str, tuple[int, ...]]:
 
 
 def qwen_mtp(dims: ModelDims) -> tuple[Place, tuple[ParamMapping, ...]]:
-    """The multi-token prediction layer of Qwen3-Next and Qwen3.5: the place of its decoder layer, and the rules around that.
+    """The multi-token prediction layer of Qwen3-Next and Qwen3.5.
+
+    The place of its decoder layer, and the rules around that.
 
     `fc` takes [embedding, hidden state], as Megatron's eh_proj does and as SGLang's `Qwen3NextForCausalLMMTP` feeds it.
     """
@@ -196,7 +207,10 @@ def qwen_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
 
 
 def qwen_next_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
-    """That of Qwen3-Next, whose releases have no key for it. SGLang builds it under the names of the model's own first layer."""
+    """That of Qwen3-Next, whose releases have no key for it.
+
+    SGLang builds it under the names of the model's own first layer.
+    """
     return _qwen_draft(None, layer_count(text, "mtp_num_hidden_layers", 1))
 
 

@@ -1,4 +1,6 @@
-"""One file a model family, with everything that is particular to it; the registry finds every file here and in the folders below.
+"""One file a model family, with everything that is particular to it.
+
+The registry finds every file here and in the folders below.
 
 Each file lists its families in `FAMILIES`. May import ops, blocks and config.
 """

@@ -1,4 +1,6 @@
-"""Gemma 3 (270M to 27B), its language model: four norms a layer, all stored minus one; five layers with a sliding window, then a full one.
+"""Gemma 3 (270M to 27B), its language model: four norms a layer, all stored minus one.
+
+Five layers with a sliding window, then a full one.
 
 The larger releases come with a vision tower, which is carried along.
 """
@@ -71,7 +73,10 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 
 def _ropes(text: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
-    """Rotary settings of the full layers, and the base of those with a window; transformers v5 has one object for each kind."""
+    """Rotary settings of the full layers, and the base of those with a window.
+
+    Transformers v5 has one object for each kind.
+    """
     kinds = text.get("rope_parameters") or {}
     if not isinstance(kinds, dict) or any(
         value not in (None, "default") for kind, value in kinds.items() if kind not in _KINDS
@@ -84,7 +89,8 @@ def _ropes(text: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
     local = rope_of({"rope_parameters": kinds.get(_KINDS[1]), "rope_theta": text.get("rope_local_base_freq")}, 10_000.0)
     if full["rope_type"] not in ("default", "linear") or local["rope_type"] != "default":
         raise CkptkitError(
-            f"config.json: gemma3 with rope {full['rope_type']!r} in full layers and {local['rope_type']!r} in those with a window is not supported",
+            f"config.json: gemma3 with rope {full['rope_type']!r} in full layers and {local['rope_type']!r} "
+            "in those with a window is not supported",
             "releases scale linearly, and only the full layers; Megatron-Bridge's model cannot do anything else",
         )
     if full["rope_type"] == "linear":
@@ -106,7 +112,10 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
 
 
 def _linears_outside(config: Mapping[str, Any]) -> Iterator[str]:
-    """The Linear layers of the vision tower, as transformers up to 4.57 and since then spell them. Source: its `SiglipVisionModel`."""
+    """The Linear layers of the vision tower, as transformers up to 4.57 and since then spell them.
+
+    Source: its `SiglipVisionModel`.
+    """
     vision = config["vision_config"]
     modules = ["head.attention.out_proj", "head.mlp.fc1", "head.mlp.fc2"] * flag(vision, "vision_use_head", True)
     for layer in range(integer(vision, "num_hidden_layers", 12)):

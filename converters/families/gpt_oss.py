@@ -1,7 +1,9 @@
-"""GPT-OSS (20B, 120B): every layer routed, with biases everywhere, attention sinks, every other layer with a sliding window, YaRN.
+"""GPT-OSS (20B, 120B).
 
-The experts of a layer lie in one tensor, transposed, gate and up taking turns; the HF names below that have an expert's number
-in them are what `converters/experts.py` makes of it.
+Every layer routed, with biases everywhere, attention sinks, every other layer with a sliding window, YaRN.
+
+The experts of a layer lie in one tensor, transposed, gate and up taking turns; the HF names below that have an expert's
+number in them are what `converters/experts.py` makes of it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ _YARN = {
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes of a gpt_oss config. Source: transformers `GptOssConfig`, `GptOssAttention`, `GptOssExperts` (which fixes the clamp)."""
+    """Sizes of a gpt_oss config.
+
+    Source: transformers `GptOssConfig`, `GptOssAttention`, `GptOssExperts` (which fixes the clamp).
+    """
     if not flag(config, "attention_bias", True):
         raise CkptkitError(
             "config.json: gpt_oss without attention_bias is not supported",

@@ -37,7 +37,10 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
 
 
 def _mtp_layer(dims: ModelDims, depth: int) -> tuple[ParamMapping, ...]:
-    """Multi-token prediction layer `depth`. Source of the order in input_proj: the published `MiMoMTPLayers`, SGLang's and vLLM's `mimo_mtp`."""
+    """Multi-token prediction layer `depth`.
+
+    Source of the order in input_proj: the published `MiMoMTPLayers`, SGLang's and vLLM's `mimo_mtp`.
+    """
     megatron, hf, norm = f"mtp.layers.{depth}.", f"model.mtp_layers.{depth}.", (dims.hidden,)
     at, layer = Place(megatron, hf, None), Place(megatron + "transformer_layer.", hf, None)
     return (

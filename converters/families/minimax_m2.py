@@ -1,7 +1,10 @@
-"""MiniMax-M2 to M2.7: every layer routed, sigmoid router with an fp32 selection bias, q/k norms over all heads at once, partial rope.
+"""MiniMax-M2 to M2.7.
 
-Their config.json speaks of multi-token prediction modules (`use_mtp`, `num_mtp_modules`), but the published weights hold none: there
-is nothing to convert, and Megatron is told of none. A checkpoint with tensors of such modules is refused by their names.
+Every layer routed, sigmoid router with an fp32 selection bias, q/k norms over all heads at once, partial rope.
+
+Their config.json speaks of multi-token prediction modules (`use_mtp`, `num_mtp_modules`), but the published weights
+hold none: there is nothing to convert, and Megatron is told of none. A checkpoint with tensors of such modules is
+refused by their names.
 """
 
 from __future__ import annotations
@@ -59,7 +62,9 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 
 def _rotary_fraction(config: Mapping[str, Any], head_dim: int) -> float:
-    """The rotary part of a head: `rotary_dim` in the releases, `partial_rotary_factor` in transformers v5. Raises CkptkitError where they disagree.
+    """The rotary part of a head: `rotary_dim` in the releases, `partial_rotary_factor` in transformers v5.
+
+    Raises CkptkitError where they disagree.
 
     transformers 5.12 takes no notice of `rotary_dim`: it runs a release's own config.json with rope over whole heads.
     """
@@ -68,7 +73,8 @@ def _rotary_fraction(config: Mapping[str, Any], head_dim: int) -> float:
     stated |= {integer(config, "rotary_dim") / max(head_dim, 1)} if config.get("rotary_dim") is not None else set()
     if len(stated) > 1:
         raise CkptkitError(
-            f"config.json: rotary_dim is {config.get('rotary_dim')} of {head_dim} but {key} says otherwise: {sorted(stated)} of a head",
+            f"config.json: rotary_dim is {config.get('rotary_dim')} of {head_dim} but {key} says otherwise: "
+            f"{sorted(stated)} of a head",
             "SGLang reads the first and transformers v5 the second; make them equal",
         )
     return stated.pop() if stated else 1.0
@@ -89,8 +95,8 @@ def _mappings(dims: ModelDims, *, norm: str, axis: int | None) -> tuple[ParamMap
     return (*embeddings(dims), *attention(dims), *norms, *experts)
 
 
-# Two stacks train these models, each with a norm of its own in Megatron's attention: Megatron-Bridge where Megatron has its norms
-# of one head's width, cut with the heads; slime under another name, whole on every rank.
+# Two stacks train these models, each with a norm of its own in Megatron's attention: Megatron-Bridge where Megatron has
+# its norms of one head's width, cut with the heads; slime under another name, whole on every rank.
 mappings = partial(_mappings, norm="{}_layernorm", axis=0)
 FAMILIES = (
     ModelFamily(

@@ -1,4 +1,7 @@
-"""Mistral 7B, Nemo 12B and models of their architecture: dense, in the first 7B with a sliding window on every layer."""
+"""Mistral 7B, Nemo 12B and models of their architecture.
+
+Dense, in the first 7B with a sliding window on every layer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Mixtral 8x7B and 8x22B: every layer routed, experts named w1 (gate), w3 (up) and w2 (down), softmax over the chosen experts."""
+"""Mixtral 8x7B and 8x22B.
+
+Every layer routed, experts named w1 (gate), w3 (up) and w2 (down), softmax over the chosen experts.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes of a mixtral config. Source: transformers `MixtralConfig` (no window where the key is absent), `MixtralTopKRouter`."""
+    """Sizes of a mixtral config.
+
+    Source: transformers `MixtralConfig` (no window where the key is absent), `MixtralTopKRouter`.
+    """
     dims = base_dims(
         config,
         qkv_bias=False,

@@ -1,7 +1,7 @@
-"""`make examples`: the reports of one run that passes and one that fails, in every format, and a screenshot of the page.
+"""`make examples`: reports of one run that passes and one that fails, in every format, and a screenshot of the page.
 
-The model is the small mixture of experts of `ckptkit.app.demo`, with seeded random weights. Nothing of the machine gets into the
-reports: paths are relative to the directory that all is made in, and seconds are set to 0.
+The model is the small mixture of experts of `ckptkit.app.demo`, with seeded random weights. Nothing of the machine gets
+into the reports: paths are relative to the directory that all is made in, and seconds are 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def broken_int4(int4: Path, path: Path) -> None:
-    """A copy of an INT4 checkpoint with three faults: scales of the neighbouring expert, a NaN, and a key projection of zeros."""
+    """A copy of an INT4 checkpoint with three faults: another expert's scales, a NaN, a key projection of zeros."""
     source = HfCheckpoint(int4)
     tensors = dict(source.read(list(source.specs)))
     layer = "model.layers.{}.mlp.experts.{}.{}_proj.weight_scale"
@@ -49,9 +49,9 @@ def broken_int4(int4: Path, path: Path) -> None:
 
 
 def example(path: str, source: str) -> Report:
-    """The report of `ckptkit verify PATH --source SOURCE`, run in the working directory, which its paths are made relative to.
+    """The report of `ckptkit verify PATH --source SOURCE`, run in the working directory.
 
-    Seconds are 0.
+    Its paths are relative to that, and seconds are 0.
     """
     command = ["ckptkit", "verify", path, "--source", source, "--report", "report.html"]
     report = verify(path, source=source, command=command)

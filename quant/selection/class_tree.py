@@ -18,8 +18,9 @@ from quant.selection.tree import ClassTree
 def class_tree(config: Mapping[str, Any]) -> ClassTree:
     """The modules of the model that an HF config describes, from the rules of its family.
 
-    A config that the family does not convert (attention with biases, a key left out) is asked of transformers' own classes, which
-    takes seconds. Raises CkptkitError when the model is not known, or transformers refuses the config too.
+    A config that the family does not convert (attention with biases, a key left out) is asked of transformers' own
+    classes, which takes seconds. Raises CkptkitError when the model is not known, or transformers refuses the config
+    too.
     """
     return _class_tree(json.dumps(dict(config), sort_keys=True))
 
@@ -36,7 +37,10 @@ def _class_tree(text: str) -> ClassTree:
 
 
 def release_of(config: Mapping[str, Any]) -> Release:
-    """How releases of this config's `model_type` are spelled. Raises CkptkitError where INT4 is not supported for it."""
+    """How releases of this config's `model_type` are spelled.
+
+    Raises CkptkitError where INT4 is not supported for it.
+    """
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None or family.release is None:
@@ -71,7 +75,10 @@ def family_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]
 
 
 def _modules(family: ModelFamily, config: Mapping[str, Any]) -> tuple[set[str], dict[str, str]]:
-    """The Linear layers of the language model, and its modules of other classes; without multi-token prediction layers."""
+    """The Linear layers of the language model, and its modules of other classes.
+
+    Without multi-token prediction layers.
+    """
     release, dims = family.release or Release(), family.read_dims(config)
     linears: set[str] = set()
     others: dict[str, str] = {}

@@ -15,7 +15,8 @@ from quant.formats.part_names import PACKED
 from quant.selection.spelling import spell
 from quant.selection.tree import ClassTree
 
-# No reader asks about a single routed expert: about these names of the first one alone, whatever the release calls them.
+# No reader asks about a single routed expert: about these names of the first one alone, whatever the release calls
+# them.
 FIRST_EXPERT = tuple(f"0.{name}" for name in GATE_UP_DOWN)
 _FUSED_OF: Mapping[str, str] = {shard: fused for fused, shards in FUSED.items() for shard in shards}
 # The indexer's key and head weights, which SGLang builds as one BF16 layer on CUDA.
@@ -28,9 +29,10 @@ _NO_LINEAR = re.compile(r".*(embed|conv|patch).*")
 class Matrix:
     """A `….weight` with two or more axes.
 
-    `linear`: whether readers that know classes take it for a Linear. `kept`: why it is never INT4, or None. `sglang`: its layer
-    in SGLang, the fused one where there is one and an expert's container for experts; None where SGLang never asks about it.
-    `vllm`: the same in vLLM, in the names of the release. `entry`: the entry of `ignore` that leaves it out for every reader.
+    `linear`: whether readers that know classes take it for a Linear. `kept`: why it is never INT4, or None. `sglang`:
+    its layer in SGLang, the fused one where there is one and an expert's container for experts; None where SGLang never
+    asks about it. `vllm`: the same in vLLM, in the names of the release. `entry`: the entry of `ignore` that leaves it
+    out for every reader.
     """
 
     tensor: str
@@ -48,7 +50,10 @@ class Matrix:
 
 
 def matrices_of(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
-    """What a reader without classes may take for a Linear: every `….weight` (or `….weight_packed`) with two or more axes."""
+    """What a reader without classes may take for a Linear.
+
+    Every `….weight` (or `….weight_packed`) with two or more axes.
+    """
     modules = (
         name.removesuffix(PACKED).removesuffix(".weight")
         for name, spec in specs.items()
@@ -100,7 +105,10 @@ def _matrix(module: str, tree: ClassTree, known: SglangClass) -> Matrix:
 
 
 def fused_layer(module: str, tree: ClassTree | None) -> str:
-    """The layer that holds a module: of experts their container, of shards that are all there the fused one, else its own."""
+    """The layer that holds a module.
+
+    Of experts their container, of shards that are all there the fused one, else its own.
+    """
     if ".experts." in module:
         return module.partition(".experts.")[0] + ".experts"
     parent, _, name = module.rpartition(".")
@@ -113,7 +121,9 @@ def fused_layer(module: str, tree: ClassTree | None) -> str:
 def names_in_sglang(
     matrix: Matrix, ignore: Collection[str], packed_modules: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, ...]:
-    """The names that SGLang looks up in `ignore` (as it holds it) to decide about this matrix's layer; it wants one answer for all.
+    """The names that SGLang looks up in `ignore` (as it holds it) to decide about this matrix's layer.
+
+    It wants one answer for all.
 
     Source: SGLang `CompressedTensorsConfig.get_moe_scheme` and `should_ignore_layer`.
     """
@@ -121,7 +131,10 @@ def names_in_sglang(
 
 
 def names_in_vllm(matrix: Matrix, ignore: Collection[str]) -> tuple[str, ...]:
-    """As `names_in_sglang` for vLLM, every class of which says what its fused layers are made of. Read in its source, not run."""
+    """As `names_in_sglang` for vLLM, every class of which says what its fused layers are made of.
+
+    Read in its source, not run.
+    """
     # What lies in the release as one matrix already is no fused layer to vLLM.
     return (
         tuple(_asked(matrix.vllm, ignore, FUSED if matrix.vllm != matrix.module else {}))

@@ -1,8 +1,9 @@
 """Builds transformers' class of a model on the meta device from the sizes in its config, and from nothing else of it.
 
-A config.json comes with the checkpoint, so from anyone. transformers makes every key of it an attribute, and by some of them it
-fetches code and runs it: an attention implementation may be a repository of kernels. So only the keys below get through, only with
-values that can be nothing but a size, a switch or a word of a fixed list, and what transformers could choose by itself is fixed.
+A config.json comes with the checkpoint, so from anyone. transformers makes every key of it an attribute, and by some of
+them it fetches code and runs it: an attention implementation may be a repository of kernels. So only the keys below get
+through, only with values that can be nothing but a size, a switch or a word of a fixed list, and what transformers
+could choose by itself is fixed.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ _VISION: Mapping[str, Kind] = MappingProxyType(
     | {"deepstack_visual_indexes": _SIZES, "vision_use_head": _SWITCH, "hidden_act": _ACTIVATIONS}
 )
 _BOTH: Mapping[str, Kind] = MappingProxyType({"mm_tokens_per_image": _SIZE})
-# These give layers other sizes than the keys above say, in one transformers or another, so that no answer would be right.
+# These give layers other sizes than the keys above say, in one transformers or another, so that no answer would be
+# right.
 _OVERRIDING = ("per_layer_config",)
 
 _OFFLINE = Lock()
@@ -115,7 +117,9 @@ def text_model(release: Release, config: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def whole_model(release: Release, config: Mapping[str, Any]) -> PreTrainedModel | None:
-    """The language model (its `language_model`) with all that stands beside it; None where transformers or the config has no such model.
+    """The language model (its `language_model`) with all that stands beside it.
+
+    None where transformers or the config has no such model.
 
     Raises as `text_model`.
     """
@@ -141,7 +145,10 @@ def _language(release: Release, config: Mapping[str, Any]) -> dict[str, Any]:
 def _checked(
     part: Mapping[str, Any], known: Mapping[str, Kind], config: Mapping[str, Any], where: str = ""
 ) -> dict[str, Any]:
-    """The known keys of a part of the config. null is passed on: it means the default, or that there is no such thing."""
+    """The known keys of a part of the config.
+
+    null is passed on: it means the default, or that there is no such thing.
+    """
     if wrong := next((key for key in _OVERRIDING if part.get(key) is not None), None):
         raise _refused(config, f"{where}{wrong} gives layers sizes of their own, which is not supported")
     fields = {key: part[key] for key in known if key in part}

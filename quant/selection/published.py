@@ -1,4 +1,7 @@
-"""`ignore` lists as releases have them: made for engines, and not for a trainer that packs by the names of parameters."""
+"""`ignore` lists as releases have them.
+
+Made for engines, and not for a trainer that packs by the names of parameters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Entries of `ignore` that every reader takes alike: for a module, for a set of modules, and instead of an entry that is not."""
+"""Entries of `ignore` that every reader takes alike.
+
+For a module, for a set of modules, and instead of an entry that is not.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ _ENDING = re.compile(r"(?:\$|\(\\\.weight\)\?|\\?\.weight|\\?\.\.\*|\\\.\*|\\\.)
 def spell(module: str) -> str:
     """An entry for this module, in every layer: a regular expression for module and parameter names.
 
-    Shards that engines fuse, routed experts, and parts that stay as a whole come together; a module outside the layers is its plain name.
+    Shards that engines fuse, routed experts, and parts that stay as a whole come together; a module outside the layers
+    is its plain name.
     """
     match = IN_LAYER.fullmatch(module)
     return rf"re:.*\.{_spell_tail(match[3])}" if match else module
@@ -51,7 +55,10 @@ def _all_shards(match: re.Match[str]) -> str:
 
 
 def entries_for(kept: Mapping[str, str], packed: Collection[str]) -> list[str]:
-    """Entries that leave out every module of `kept` (with its own entry), for all layers where that spares no module of `packed`, else layer by layer."""
+    """Entries that leave out every module of `kept`, given with its own entry, and no module of `packed`.
+
+    Where a module's entry for all layers would cover a packed one, the entries are for single layers.
+    """
     groups: dict[str, list[str]] = {}
     for module, entry in kept.items():
         groups.setdefault(entry, []).append(module)
@@ -76,7 +83,10 @@ def _by_layer(modules: Iterable[str]) -> list[str]:
 
 
 def candidates(pattern: str) -> Iterator[str]:
-    """Spellings that may say portably what an entry means: without what ties it to one kind of name, with fused shards, for all experts."""
+    """Spellings that may say portably what an entry means.
+
+    Without what ties it to one kind of name, with fused shards, for all experts.
+    """
     if pattern.startswith("re:"):
         cores, ending = [_ENDING.sub("", pattern.removeprefix("re:"))], r"(\.weight)?$"
     else:

@@ -1,7 +1,8 @@
 """Whether the INT4 kernels of SGLang can load a layer when it is cut for tensor parallelism.
 
-Source: SGLang `layers/quantization/marlin_utils.py`, `verify_marlin_supports_shape` and `check_moe_marlin_supports_layer`. For
-compressed-tensors SGLang 0.5.16 asks the first and drops the answer, and asks the second not at all.
+Source: SGLang `layers/quantization/marlin_utils.py`, `verify_marlin_supports_shape` and
+`check_moe_marlin_supports_layer`. For compressed-tensors SGLang 0.5.16 asks the first and drops the answer, and asks
+the second not at all.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def check_tiles(
     tp: int,
     ep: int = 1,
 ) -> None:
-    """Raises CkptkitError naming the tensors of `chosen` that SGLang's kernels cannot load at tensor parallel size `tp`.
+    """Raises CkptkitError naming tensors of `chosen` that SGLang's kernels cannot load at tensor parallel size `tp`.
 
     Each expert is cut over tp / ep ranks (SGLang `initialize_model_parallel`, `moe_tp_size`).
     """

@@ -15,12 +15,13 @@ from converters.hf_names import layer_of, tail
 class ClassTree:
     """Modules of a model by the names of its release, with one name an expert and projection.
 
-    `linears`: every Linear layer of the language model. Among them: `head`, the output embedding; `experts`, the projections of
-    routed experts; and `gates`, which stand directly beside the experts to choose or weigh them. No INT4 reader packs head or gates.
-    `others`: modules of another class whose `weight` has two or more axes, with that class. `drafts`: multi-token prediction layers,
-    for which transformers has no classes. `outside`: how modules that are no part of the language model begin. `dense`: what
-    SGLang's class cannot hold as INT4. `spelled`: every Linear of the whole model, by each name that transformers has for it and lists
-    may use. `whole`: whether all modules are known, but for draft layers; False where those outside the language model are not.
+    `linears`: every Linear layer of the language model. Among them: `head`, the output embedding; `experts`, the
+    projections of routed experts; and `gates`, which stand directly beside the experts to choose or weigh them. No INT4
+    reader packs head or gates. `others`: modules of another class whose `weight` has two or more axes, with that class.
+    `drafts`: multi-token prediction layers, for which transformers has no classes. `outside`: how modules that are no
+    part of the language model begin. `dense`: what SGLang's class cannot hold as INT4. `spelled`: every Linear of the
+    whole model, by each name that transformers has for it and lists may use. `whole`: whether all modules are known,
+    but for draft layers; False where those outside the language model are not.
     """
 
     linears: frozenset[str]

@@ -226,7 +226,7 @@ def bytes_damaged(path: Path, key: str) -> str:
 
 
 def padded(fill: Callable[[Tensor], Tensor]) -> Damage:
-    """The embedding with 32 rows more, as for some tensor parallel sizes, and what they hold; its bytes are appended to the file."""
+    """The embedding with 32 rows more, as for some tensor parallel sizes; their bytes are appended to the file."""
 
     def damage(path: Path, key: str) -> None:
         file = path / "release" / FILE

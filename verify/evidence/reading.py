@@ -8,8 +8,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 
-import torch
-
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.progress import progress
 from converters.experts import is_fused
@@ -70,6 +68,8 @@ def _parts(
 @contextmanager
 def _threads(largest: int) -> Iterator[Executor]:
     """A thread a core, memory permitting, each with one thread of torch's: more would only be in their way."""
+    import torch
+
     before = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(_workers(largest), initializer=torch.set_num_threads, initargs=(1,)) as pool:

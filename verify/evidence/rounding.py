@@ -20,10 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.specs import TensorSpec
 from converters.planner import expected_hf
@@ -32,6 +29,10 @@ from verify.evidence.expected import config_of, packed_parts, weights_of
 from verify.evidence.packed import Format, format_of, part_shapes
 from verify.evidence.subject import Subject
 from verify.evidence.values import in_hf_space
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 # The code, as a number, that the largest weight of a group stands at before it is rounded.
 _LARGEST = {"qmax7": 7.0, "minmax": 7.5}
@@ -114,6 +115,7 @@ def dequantized(
 ) -> tuple[Tensor, Tensor]:
     """float32 weights [rows, groups, group] and scales [rows, groups] of one module; a short last group ends in 0."""
     # Imported here because it brings transformers with it, which takes seconds.
+    import torch
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
     codes = grouped(unpack_from_int32(parts[module + PACKED], form.bits, torch.Size(shape)).float(), form)
@@ -142,11 +144,15 @@ def grouped(weight: Tensor, form: Format) -> Tensor:
     rows, columns = weight.shape
     group = form.group or columns
     short = -columns % group
+    import torch
+
     return (torch.nn.functional.pad(weight, (0, short)) if short else weight).reshape(rows, -1, group)
 
 
 def bound_in_steps(dtype: torch.dtype, symmetric: bool, searched: bool = False) -> float:
     """The largest error of a correctly rounded weight, in steps, where scales are stored in `dtype`."""
+    import torch
+
     unit_roundoff = torch.finfo(dtype).eps / 2
     clipped = (7.5 if symmetric else 15) * (1 / _NARROWEST - 1) if searched else 0.0
     return 0.5 + clipped + (12 if symmetric else 48) * unit_roundoff
@@ -172,6 +178,8 @@ def scale_off(scale: Tensor, original: Tensor, form: Format, grid: str) -> float
     A few roundings to the dtypes of weights and scales are allowed for. Left out are groups so small that the grid's
     floor decides, and those whose scale is not a positive number, which CK304 names.
     """
+    import torch
+
     wanted = grouped(original.float(), form).abs().amax(dim=-1) / _LARGEST[grid]
     allowed = 4 * (torch.finfo(scale.dtype).eps + torch.finfo(original.dtype).eps)
     off = ((scale.float() - wanted).abs() / wanted)[(wanted > _FLOOR) & scale.isfinite() & (scale > 0)]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
@@ -22,6 +21,9 @@ from converters.planner import to_hf
 from verify.evidence.extremes import Extremes, as_integers, digest_of, extremes, same_bytes
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Groups = Sequence[tuple[str, ...]]
 

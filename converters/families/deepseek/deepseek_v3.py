@@ -1,4 +1,7 @@
-"""DeepSeek V3 and R1, Moonlight, Kimi K2: latent attention, first layers dense, experts chosen by groups, one MTP layer in DeepSeek's own."""
+"""DeepSeek V3 and R1, Moonlight, Kimi K2.
+
+Latent attention, first layers dense, experts chosen by groups, one MTP layer in DeepSeek's own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""DeepSeek V3.2: DeepSeek V3 with an indexer in every layer, the MTP layer too, that chooses the tokens attention sees."""
+"""DeepSeek V3.2.
+
+DeepSeek V3 with an indexer in every layer, the MTP layer too, that chooses the tokens attention sees.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,18 @@ from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes of a deepseek_v32 config. Source: transformers `DeepseekV32Config`; its indexer turns the rotary dimensions as halves."""
+    """Sizes of a deepseek_v32 config.
+
+    Source: transformers `DeepseekV32Config`; its indexer turns the rotary dimensions as halves.
+    """
     return sparse_dims(config, interleaved=False, absent={})
 
 
 def sparse_dims(config: Mapping[str, Any], *, interleaved: bool | None, absent: Mapping[str, Any]) -> ModelDims:
-    """Sizes of a DeepSeek V3 with an indexer. `interleaved` and `absent` are as in `read_indexer` and `read_sigmoid_moe`."""
+    """Sizes of a DeepSeek V3 with an indexer.
+
+    `interleaved` and `absent` are as in `read_indexer` and `read_sigmoid_moe`.
+    """
     mla = read_mla(config)
     dims = base_dims(
         config,
@@ -45,7 +54,10 @@ def sparse_dims(config: Mapping[str, Any], *, interleaved: bool | None, absent: 
 
 
 def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Dense layers: transformers reads them from `mlp_layer_types` where that is given, SGLang always from `first_k_dense_replace`."""
+    """Dense layers.
+
+    transformers reads them from `mlp_layer_types` where that is given, SGLang always from `first_k_dense_replace`.
+    """
     first, kinds = first_layers(config, "first_k_dense_replace", 3), config.get("mlp_layer_types")
     if kinds is not None and kinds != ["dense"] * len(first) + ["sparse"] * (
         integer(config, "num_hidden_layers") - len(first)

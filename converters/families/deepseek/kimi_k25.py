@@ -26,7 +26,10 @@ _RELEASE = replace(
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes of the language model of a kimi_k25 config. Source: the `text_config` of its release, and SGLang's `kimi_k25.py`."""
+    """Sizes of the language model of a kimi_k25 config.
+
+    Source: the `text_config` of its release, and SGLang's `kimi_k25.py`.
+    """
     text = config.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") not in _TEXT_TYPES:
         raise CkptkitError(

@@ -1,4 +1,7 @@
-"""GLM-4-0414 (9B, 32B, Z1), dense: norms also after attention and MLP, rotary in pairs over half of a head, gate and up in one matrix."""
+"""GLM-4-0414 (9B, 32B, Z1), dense.
+
+Norms also after attention and MLP, rotary in pairs over half of a head, gate and up in one matrix.
+"""
 
 from __future__ import annotations
 

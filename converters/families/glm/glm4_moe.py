@@ -1,4 +1,8 @@
-"""GLM-4.5, 4.6 and 4.7: first layers dense, sigmoid router with an fp32 selection bias, shared experts, q/k norms in the large one, one MTP layer."""
+"""GLM-4.5, 4.6 and 4.7.
+
+First layers dense, sigmoid router with an fp32 selection bias, shared experts, q/k norms in the large one, one MTP
+layer.
+"""
 
 from __future__ import annotations
 

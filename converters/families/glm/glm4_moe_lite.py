@@ -31,7 +31,10 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 
 def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Dense layers: transformers reads them from `mlp_layer_types` (by default only the first), SGLang from `first_k_dense_replace`."""
+    """Dense layers.
+
+    transformers reads them from `mlp_layer_types` (by default only the first), SGLang from `first_k_dense_replace`.
+    """
     first = first_layers(config, "first_k_dense_replace", 1)
     kinds = config.get("mlp_layer_types")
     if kinds is not None and not (
@@ -46,8 +49,10 @@ def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     dense = (0,) if kinds is None else tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
     if dense != first and config.get("first_k_dense_replace") is not None:
         raise CkptkitError(
-            f"config.json: first_k_dense_replace says {len(first)} dense layers, mlp_layer_types says layers {list(dense)}",
-            "transformers reads the second (without it: the first layer is dense) and SGLang the first; make them agree",
+            f"config.json: first_k_dense_replace says {len(first)} dense layers, "
+            f"mlp_layer_types says layers {list(dense)}",
+            "transformers reads the second (without it: the first layer is dense) and SGLang the first; "
+            "make them agree",
         )
     return dense
 

@@ -1,4 +1,7 @@
-"""GLM-5, 5.1 and 5.2: DeepSeek V3.2's layers. The indexer turns rotary dimensions in pairs, and in GLM-5.2 most layers share one."""
+"""GLM-5, 5.1 and 5.2: DeepSeek V3.2's layers.
+
+The indexer turns rotary dimensions in pairs, and in GLM-5.2 most layers share one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Qwen1.5 MoE and Qwen2 57B-A14B: biases on q, k and v, softmax router that does not renormalize, one shared expert behind a gate."""
+"""Qwen1.5 MoE and Qwen2 57B-A14B.
+
+Biases on q, k and v, softmax router that does not renormalize, one shared expert behind a gate.
+"""
 
 from __future__ import annotations
 

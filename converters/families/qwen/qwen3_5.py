@@ -1,7 +1,9 @@
-"""Qwen3.5 and Qwen3.6, dense and MoE: as Qwen3-Next, with linear attention's input projection in four tensors and a vision tower.
+"""Qwen3.5 and Qwen3.6, dense and MoE.
 
-The vision tower is carried along. Its multimodal rotary embedding is the plain one wherever there is only text, since all three
-axes of a text token's position are the same.
+As Qwen3-Next, with linear attention's input projection in four tensors and a vision tower.
+
+The vision tower is carried along. Its multimodal rotary embedding is the plain one wherever there is only text, since
+all three axes of a text token's position are the same.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes of a qwen3_5 or qwen3_5_moe config, or of its text part alone. Source: transformers `Qwen3_5TextConfig`, `Qwen3_5MoeTextConfig`.
+    """Sizes of a qwen3_5 or qwen3_5_moe config, or of its text part alone.
+
+    Source: transformers `Qwen3_5TextConfig`, `Qwen3_5MoeTextConfig`.
 
     `mtp_num_hidden_layers` says whether there is an MTP layer.
     """

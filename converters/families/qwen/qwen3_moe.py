@@ -1,4 +1,7 @@
-"""Qwen3 MoE (30B-A3B, 235B-A22B): the released ones with experts on every layer, softmax router, q/k norms, no shared expert."""
+"""Qwen3 MoE (30B-A3B, 235B-A22B).
+
+The released ones with experts on every layer, softmax router, q/k norms, no shared expert.
+"""
 
 from __future__ import annotations
 

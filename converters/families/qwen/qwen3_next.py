@@ -1,4 +1,4 @@
-"""Qwen3-Next: three of four layers with linear attention (gated delta net), gated attention, experts everywhere, one MTP layer."""
+"""Qwen3-Next: linear attention (gated delta net) in three of four layers, gated attention, experts, one MTP layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from converters.rules import ParamMapping
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a qwen3_next config. Source: transformers `Qwen3NextConfig`.
 
-    The releases have an MTP layer and no key that says so; a config for weights without it must say `mtp_num_hidden_layers` 0.
+    The releases have an MTP layer and no key that says so; a config for weights without it must say
+    `mtp_num_hidden_layers` 0.
     """
     refuse_unsupported(config)
     linear = read_linear_attention(config)

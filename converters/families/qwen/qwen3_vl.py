@@ -1,6 +1,7 @@
 """Qwen3-VL, dense and MoE: the language part is that of Qwen3, the vision tower is carried along.
 
-Multimodal rotary embedding is the plain one wherever there is only text, since all three axes of a text token's position are the same.
+Multimodal rotary embedding is the plain one wherever there is only text, since all three axes of a text token's
+position are the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""convert, quantize and inspect with URLs, against a real S3 server and a hub: the same bytes as on a disk, and nothing half written anywhere."""
+"""convert, quantize and inspect with URLs, against a real S3 server and a hub: the same bytes as on a disk."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def words(request: pytest.FixtureRequest, releases: PathOf, converted: PathOf, t
     if request.param == "to INT4":
         return ["quantize", releases("qwen3_moe"), out, "--group-size", "32"]
     return (
-        ["convert", releases("qwen3_moe"), out, "--file-bytes", "1MB"]
+        ["convert", releases("qwen3_moe"), out, "--max-shard-size", "1MB"]
         if request.param == "to Megatron"
         else ["convert", converted("qwen3_moe"), out]
     )
@@ -110,7 +110,7 @@ def test_lock_of_a_live_run_refuses_every_other_verb_and_option(releases: PathOf
         lambda: quantize(source, out, int4_scheme(group_size=32), overwrite=True),
         lambda: convert(source, tmp_path / "out.partial", overwrite=True),
     ]
-    with writing("convert", source, out, "--file-bytes", "1MB") as process:
+    with writing("convert", source, out, "--max-shard-size", "1MB") as process:
         for call in refused:
             with pytest.raises(CkptkitError, match=f"another run is writing there: pid {process.pid} on "):
                 call()

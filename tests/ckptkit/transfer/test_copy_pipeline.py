@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ckptkit.app.api import convert, int4_scheme, quantize
-from ckptkit.app.jobs import Job, planned
+from ckptkit.app.plan import make_plan
+from ckptkit.app.run_options import RunOptions
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, identity, read_and_held
 from ckptkit.core.specs import TensorSpec
@@ -141,7 +142,7 @@ def test_two_that_become_one_are_held_twice() -> None:
 def test_what_is_said_to_lie_in_the_memory_of_what_was_read_does(
     releases: Callable[[str], Path], converted: Callable[[str], Path], name: str, megatron: bool
 ) -> None:
-    view = planned(Job("convert", str((converted if megatron else releases)(name)))).outputs[0].view
+    view = make_plan(RunOptions("convert", str((converted if megatron else releases)(name)), "out")).outputs[0].view
     assert isinstance(view, View)
     shared = [tensor for tensor in view.specs if view.shares_memory(tensor)]
     assert 10 < len(shared) < len(view.specs)

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ckptkit.app.api import convert
-from ckptkit.app.jobs import Job, planned
+from ckptkit.app.plan import make_plan
+from ckptkit.app.run_options import RunOptions
 from ckptkit.core.extents import Reader
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
@@ -205,7 +206,7 @@ def test_the_way_back(
 
 def test_files_that_are_read_again_to_go_on_after_a_crash(in_chunks: PathOf, releases: PathOf) -> None:
     path = in_chunks("qwen3_next")
-    (output, *_) = planned(Job("convert", str(releases("qwen3_next")))).outputs
+    (output, *_) = make_plan(RunOptions("convert", str(releases("qwen3_next")), "out")).outputs
     reader = TorchDistCheckpoint(path / "release")
     found = {name: tensor for file in output.files.names for name, tensor in output.files.read(file, path)}
     assert found.keys() == reader.specs.keys()

@@ -1,6 +1,7 @@
-"""`verify` is silent on sound checkpoints of every family, all bytes compared with the source: releases, Megatron, INT4.
+"""`verify` is silent on sound checkpoints of every family, all bytes compared: releases, Megatron, INT4.
 
-What comes back from Megatron is the release byte for byte (tests/converters/test_families.py), so the release stands for it here.
+What comes back from Megatron is the release byte for byte (tests/converters/test_families.py), so it
+stands for it here.
 """
 
 from __future__ import annotations

@@ -348,7 +348,7 @@ LLAMA_3_2: dict[str, Any] = {
     ("scaling", "said"),
     [
         ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, []),
-        # As a published script of this model passes it: that factor is latent attention's, and Megatron would scale by 8.
+        # As a published script passes it: that factor is latent attention's, and Megatron would scale by 8.
         ({"use_rope_scaling": True, "rotary_scaling_factor": 32.0}, [("rope_scaling_factor", "32.0", "8.0")]),
         ({}, [("use_rope_scaling", "True", "False"), ("rope_scaling_factor", "32.0", "nothing")]),
     ],

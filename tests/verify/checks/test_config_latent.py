@@ -1,4 +1,4 @@
-"""Launch arguments of released models with latent attention, as slime's scripts pass them, against the models' published configs."""
+"""Arguments of released models with latent attention, as slime's scripts pass them, against the published configs."""
 
 from __future__ import annotations
 

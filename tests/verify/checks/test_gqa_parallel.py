@@ -1,4 +1,4 @@
-"""What is new in these families over tensor and expert parallel ranks of real Megatron: q/k norms over all heads, biases, a shared expert's gate."""
+"""Over ranks of real Megatron: q/k norms over all heads, biases, a shared expert's gate."""
 
 from __future__ import annotations
 

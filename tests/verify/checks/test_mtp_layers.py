@@ -37,7 +37,7 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_they_stand_in_the_table_of_layers(glm: Path) -> None:
-    """58: the 52 of an MoE layer, 4 around it and the two copies. 39: the 35 that Megatron has of an MoE layer, and 4."""
+    """58: 52 of an MoE layer, 4 around it and two copies. 39: the 35 that Megatron has of an MoE layer, and 4."""
     hf, megatron = verify(glm / "hf"), verify(glm / "megatron", source=glm / "hf")
     assert hf.findings == megatron.findings == []
     assert hf.facts["tensors per layer"] == [
@@ -128,6 +128,9 @@ def test_real_megatron_has_all_of_them_on_the_last_pipeline_stage(tmp_path: Path
 def test_what_megatron_itself_cannot_do_is_said(tmp_path: Path) -> None:
     save("mimo", small(mimo(1, tied=True), 4), tmp_path / "hf", torch.bfloat16)
     convert(tmp_path / "hf", tmp_path / "megatron")
-    said = "rank 1 failed while building the model, .*tied embeddings with multi-token prediction over several pipeline stages: use one stage"
+    said = (
+        "rank 1 failed while building the model, .*tied embeddings with multi-token prediction over several "
+        "pipeline stages: use one stage"
+    )
     with pytest.raises(Unable, match=said):
         list(strict_load(Subject(tmp_path / "megatron", tmp_path / "hf", pp=2), Tally()))

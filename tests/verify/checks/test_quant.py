@@ -1,4 +1,4 @@
-"""CK3xx: an INT4 checkpoint is broken in exactly one way; and the error bound holds for compressed-tensors' own output."""
+"""CK3xx: an INT4 checkpoint is broken in one way; the error bound holds for compressed-tensors' own output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How paths are understood: relative ones, `--hf`, files with Megatron's names in an HF directory, and what a launch makes of them."""
+"""Relative paths, `--hf`, files with Megatron's names in an HF directory, and what a launch makes of paths."""
 
 from __future__ import annotations
 

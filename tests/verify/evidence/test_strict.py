@@ -1,4 +1,4 @@
-"""What could not be looked at: a skip says why, is counted, and is enough for `--strict` to exit 1; nothing compared is a failure."""
+"""A skip says why, is counted, and is enough for `--strict` to exit 1; a check that compared nothing fails."""
 
 from __future__ import annotations
 

@@ -272,7 +272,8 @@ def test_report_with_an_error_of_our_own_is_inconclusive_and_says_where() -> Non
     assert (report.status, report.findings) == ("inconclusive", [])
     (reason,) = report.reasons
     assert reason.startswith(
-        "CK701: an error inside this check, which says nothing of the checkpoint: KeyError: 'a name of ours' (test_report.py:"
+        "CK701: an error inside this check, which says nothing of the checkpoint: "
+        "KeyError: 'a name of ours' (test_report.py:"
     )
 
 

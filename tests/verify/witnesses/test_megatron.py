@@ -1,4 +1,4 @@
-"""Real Megatron as a witness: sound checkpoints pass at several parallel sizes, broken ones are found, under the right code."""
+"""Real Megatron as a witness: sound checkpoints pass at several parallel sizes, broken ones fail the right check."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ def test_layers_that_do_not_divide_are_left_over_for_the_last_stage(releases: Pa
         "pp rank 2: layers 8..10",
     ]
     assert "TP1 PP3, last stage 3 layers, 3 rank(s)" in tallies["CK401"].facts["megatron"][0]
-    # 9 MoE layers x (12 experts x 2 + 6 attention + norm, router, bias + 2 shared), 2 dense layers, embedding, norm and output layer
+    # 9 MoE layers x (12 experts x 2 + 6 attention + norm, router, bias + 2 shared), 2 dense layers,
+    # embedding, norm and output layer
     assert tallies["CK402"].tensors == 9 * (24 + 6 + 3 + 2) + 2 * 9 + 3
 
 
@@ -209,8 +210,9 @@ def test_a_rank_that_crashes_is_a_finding(converted: PathOf, copy_of: PathOf) ->
     broken = copy_of(converted("qwen2-tied"))
 
     def other_shape(metadata: Metadata) -> None:
-        metadata.state_dict_metadata["decoder.layers.3.mlp.linear_fc2.weight"].size = torch.Size([128, 200])  # type: ignore[union-attr]
-        chunk = metadata.state_dict_metadata["decoder.layers.3.mlp.linear_fc2.weight"].chunks[0]  # type: ignore[union-attr]
+        entry = metadata.state_dict_metadata["decoder.layers.3.mlp.linear_fc2.weight"]
+        entry.size = torch.Size([128, 200])  # type: ignore[union-attr]
+        chunk = entry.chunks[0]  # type: ignore[union-attr]
         chunk.sizes = torch.Size([128, 200])
 
     models.edit_metadata(broken / "release", other_shape)
@@ -242,7 +244,8 @@ def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytes
     [
         (
             "own",
-            r"while comparing what was loaded, which says nothing about the checkpoint: KeyError: 'a defect of ours' .*\(exit code 1\)",
+            r"while comparing what was loaded, which says nothing about the checkpoint: "
+            r"KeyError: 'a defect of ours' .*\(exit code 1\)",
         ),
         (
             "kill",
@@ -250,7 +253,8 @@ def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytes
         ),
         (
             "import",
-            r"while importing what it needs, which .*: .*OSError: libcuda.so.1: cannot open shared object file \(exit code 1\)",
+            r"while importing what it needs, which .*: "
+            r".*OSError: libcuda.so.1: cannot open shared object file \(exit code 1\)",
         ),
         (
             "signature",
@@ -326,9 +330,10 @@ def test_what_cannot_be_witnessed_is_inconclusive_with_the_next_move(
 def test_a_rank_that_lost_another_is_no_cause() -> None:
     """As gloo, NCCL and torch's store put it."""
     lost = {
-        0: "work.wait() | RuntimeError: [.../gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:7569: Connection reset by peer (exit code 1)",
-        2: "RuntimeError: ... gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:36425 (exit code 1)",
-        3: "torch.distributed.DistBackendError: NCCL error ... remote process exited or there was a network error (exit code 1)",
+        0: "work.wait() | RuntimeError: [.../gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:7569: "
+        "Connection reset by peer (exit code 1)",
+        2: "RuntimeError: ... gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1] (exit code 1)",
+        3: "torch.distributed.DistBackendError: NCCL error ... remote process exited or there was a network error",
         4: "torch.distributed.DistNetworkError: failed to recv, got 0 bytes (exit code 1)",
     }
     own = {1: "ValueError: no such key (exit code 1)"}

@@ -26,7 +26,7 @@ HELD = {
         "post_mlp_layernorm.weight": 128,
     },
     "gemma3": {"self_attention.linear_proj.post_layernorm.weight": 128, "mlp.linear_fc2.post_layernorm.weight": 128},
-    # 10 heads, so 5 sinks a rank, and 10 x 32 + 2 x 2 x 32 biases of q, k and v; biases of what is summed over ranks are whole.
+    # 10 heads, so 5 sinks a rank, and 10 x 32 + 2 x 2 x 32 biases of q, k and v; summed outputs have whole biases.
     "gpt_oss": {
         "self_attention.core_attention.softmax_offset": 5,
         "self_attention.linear_qkv.bias": 224,

@@ -18,7 +18,7 @@ def at(rank: int, size: int, etp_rank: int = 0, etp: int = 1) -> Position:
 
 
 def test_gate_and_up_are_cut_apart() -> None:
-    """Rank 1 of 2 holds the second half of the gate rows and the second half of the up rows, not the second half of all rows."""
+    """Rank 1 of 2 holds the second half of the gate rows and of the up rows, not the second half of all rows."""
     rule = RULES["decoder.layers.0.mlp.linear_fc1.weight"]
     whole = torch.arange(576 * 128, dtype=torch.float32).reshape(576, 128)
     right = torch.cat([whole[144:288], whole[432:576]])

@@ -79,7 +79,7 @@ def sound_cases(root: Path, releases: Callable[..., Path], converted: Callable[[
 
 
 def in_fp8(release: Path, path: Path, block: tuple[int, int] = (32, 64)) -> Path:
-    """The release with its Linear layers in FP8, as Qwen publishes it: a scale a block, gates and the output layer left out."""
+    """The release with its Linear layers in FP8, as Qwen publishes it: without gates and output layer."""
     write(
         release,
         path,
@@ -389,7 +389,8 @@ def test_a_name_that_sglangs_class_does_not_know_is_said_without_talk_of_packing
     hints = {finding.tensor: finding.hint for finding in findings}
     assert not [hint for hint in hints.values() if "pack" in hint or "quantize" in hint]
     assert hints["model.layers.5.mlp.up_proj.weight"].startswith(
-        "SGLang's Qwen3MoeForCausalLM has no parameter model.layers.5.mlp.gate_up_proj.weight: it does not read mlp_only_layers of config.json"
+        "SGLang's Qwen3MoeForCausalLM has no parameter model.layers.5.mlp.gate_up_proj.weight: "
+        "it does not read mlp_only_layers of config.json"
     )
 
 
@@ -434,9 +435,11 @@ def test_a_model_that_sglang_cannot_load_is_a_finding(releases: Callable[[str], 
 
 # An SGLang that is found before the real one, and what becomes of the witness that imports it.
 FAKES = {
-    "raise OSError('libcuda.so.1: cannot open shared object file')": "exit code 1; OSError: libcuda.so.1: cannot open shared object file",
+    "raise OSError('libcuda.so.1: cannot open shared object file')": "exit code 1; "
+    "OSError: libcuda.so.1: cannot open shared object file",
     "import a_package_that_nobody_has": "exit code 1; ModuleNotFoundError: No module named 'a_package_that_nobody_has'",
-    "import os; os.kill(os.getpid(), 9)": "while setting SGLang up, which says nothing about the checkpoint: killed by SIGKILL, as the kernel does when memory",
+    "import os; os.kill(os.getpid(), 9)": "while setting SGLang up, which says nothing about the checkpoint: "
+    "killed by SIGKILL, as the kernel does when memory",
     "import time; time.sleep(600)": "it did not end within 5 s",
     "raise SystemExit(0)": "no report",
 }

@@ -1,4 +1,4 @@
-"""The parts of the SGLang witness that need no SGLang: where tensors are expected, the poison, the record of writes, the subprocess."""
+"""The parts of the SGLang witness that need no SGLang: slots, the poison, the record of writes, the subprocess."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which exceptions of a witness are verdicts on the checkpoint: decided by where in the process, and in whose code, they were raised."""
+"""Which exceptions of a witness are verdicts on the checkpoint: by their phase, and by whose code raised them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ def test_exceptions_of_ours_or_of_the_set_up_are_none(modules: tuple[str, ...], 
         "undefined()",
         "raise SystemExit(1)",
         "raise RuntimeError('sgl_kernel is needed') from ImportError('no sgl_kernel')",
-        "exec(compile('raise ValueError', 'a module', 'exec'), {'__name__': 'sglang.srt.models.qwen2_parts'})",  # while a module is imported
+        # while a module is imported
+        "exec(compile('raise ValueError', 'a module', 'exec'), {'__name__': 'sglang.srt.models.qwen2_parts'})",
     ],
 )
 def test_what_is_about_the_machine_is_no_verdict(statement: str) -> None:

@@ -7,8 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
-
 from converters.planner import dims_of, expected_hf
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE
 from verify.check import Skip, Tally, Unable, check
@@ -45,6 +43,8 @@ def _one_rank(subject: Subject) -> str | None:
 
 def _nothing_to_repack(subject: Subject) -> str | None:
     """Without a GPU, unquantized weights stay as they are; with one, whatever SGLang makes of them is looked at."""
+    import torch
+
     if torch.cuda.is_available():
         return None
     config = usable_config(subject)

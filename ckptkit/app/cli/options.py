@@ -1,9 +1,8 @@
-"""Options that several commands have."""
+"""Options that several verbs have."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,13 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.url import place
 from quant.selection.readers import ALL_READERS
 
 
-class Place(click.Path):
-    """A path, or a URL as it is: a Path would make one slash of its two."""
+class PathOrUrl(click.Path):
+    """A Path, or a URL as str: a Path would make one slash of its two."""
 
     def convert(
         self, value: str | os.PathLike[str], parameter: click.Parameter | None, context: click.Context | None
@@ -25,31 +25,31 @@ class Place(click.Path):
         return found if isinstance(found, str) else super().convert(found, parameter, context)
 
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-
-
 def _size(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
     """Bytes of `512MB` or `2GiB`. Raises click.BadParameter."""
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+) ?([KMG]I?B|)", text.upper())
-    if not found or not int(found[1]):
-        raise click.BadParameter(f"{text!r} is no size: write 512MB, 2GB or a number of bytes")
-    return int(found[1]) * _UNITS[found[2]]
+    from ckptkit.app.run_options import parse_size
+
+    try:
+        return parse_size(text)
+    except CkptkitError as error:
+        raise click.BadParameter(f"{error.message}: {error.hint}") from error
 
 
-def _usable(context: click.Context, parameter: click.Parameter, paths: tuple[Path, ...]) -> tuple[Path, ...]:
+def _writable(context: click.Context, parameter: click.Parameter, paths: tuple[Path, ...]) -> tuple[Path, ...]:
     """Refuses a report that could not be written before the work is done whose outcome it would hold."""
-    from verify.reports import fault_of
+    if paths:
+        from verify.reports import fault_of
 
-    for path in paths:
-        if (fault := fault_of(path)) is not None:
-            raise click.BadParameter(fault)
+        for path in paths:
+            if (fault := fault_of(path)) is not None:
+                raise click.BadParameter(fault)
     return paths
 
 
 def given(names: Collection[str]) -> list[str]:
-    """Those of the options with these parameter names that stand on the command line, as they are spelled there."""
+    """Which of the options with these parameter names are on the command line, as they are spelled there."""
     context = click.get_current_context()
     of_line = [
         option
@@ -60,7 +60,7 @@ def given(names: Collection[str]) -> list[str]:
 
 
 def _together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """One decorator for several options, which --help lists in this order."""
+    """Makes one decorator of several options, which --help lists in this order."""
 
     def decorate(command: Any) -> Any:
         for option in reversed(options):
@@ -70,11 +70,16 @@ def _together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
-PLACE = Place(path_type=Path)
+PATH = click.Path(path_type=Path)
+PATH_OR_URL = PathOrUrl(path_type=Path)
+_HF_HELP = "HF directory with the config of a Megatron checkpoint that does not carry it."
+hf = click.option("--hf", type=PATH_OR_URL, help=_HF_HELP)
+local_hf = click.option("--hf", type=PATH, help=_HF_HELP)
 workers = click.option(
     "--workers",
     type=click.IntRange(1),
-    help="Threads that read, compute and write. [default: three more than there are cores, one for each 48 MiB of --memory at most]",
+    help="Threads that read, compute and write. "
+    "[default: three more than there are cores, one for each 48 MiB of --memory at most]",
 )
 ray = click.option(
     "--ray",
@@ -84,12 +89,13 @@ ray = click.option(
     help="Work on a Ray cluster: the one at ADDRESS or at hand, or a new one on this machine.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
+strict = click.option("--strict", is_flag=True, help="Exit 1 when a check was skipped.")
 reports = click.option(
     "--report",
     "reports",
     multiple=True,
     type=click.Path(path_type=Path),
-    callback=_usable,
+    callback=_writable,
     help="Also write the report to this file: .json, .md, .xml (JUnit), .sarif or .html. Repeatable.",
 )
 writing = _together(
@@ -102,8 +108,11 @@ writing = _together(
         help="Most bytes of tensors in flight: 512MB, 2GB.",
     ),
     click.option(
-        "--file-bytes", callback=_size, help="Where a file of DST ends. [default: as in the release, or after 5GB]"
+        "--max-shard-size",
+        callback=_size,
+        help="Where a file of DST ends: 5GB, 512MiB or bytes. [default: as in the release, or after 5GB]",
     ),
+    click.option("--file-bytes", callback=_size, hidden=True),  # the old name
     ray,
     click.option("--resume", is_flag=True, help="Go on with what a run that was cut off has finished."),
     click.option(
@@ -114,7 +123,8 @@ writing = _together(
     click.option(
         "--dry-run",
         is_flag=True,
-        help="Check everything; print the plan and what it will take. Writes only a file to measure the disk with, gone at once.",
+        help="Check everything; print the plan and what it will take. "
+        "Writes only a file to measure the disk with, which is removed at once.",
     ),
 )
 parallel = _together(
@@ -139,7 +149,8 @@ int4 = _together(
     click.option(
         "--grid",
         type=click.Choice(["qmax7", "minmax"]),
-        help="Scale: absmax/7 (slime's QAT, Kimi) or absmax/7.5 (compressed-tensors). [default: as ckptkit recorded it in an INT4 source, or qmax7]",
+        help="Scale: absmax/7 (slime's QAT, Kimi) or absmax/7.5 (compressed-tensors). "
+        "[default: as ckptkit recorded it in an INT4 source, or qmax7]",
     ),
     click.option("--asymmetric", is_flag=True, default=None, help="A zero point for each scale; on the minmax grid."),
     click.option(
@@ -156,7 +167,7 @@ int4 = _together(
         type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
         help="What scales are stored in; auto: the weight's own dtype.",
     ),
-    click.option("--like", type=PLACE, help="INT4 checkpoint of the same model: pack what it has packed."),
+    click.option("--like", type=PATH_OR_URL, help="INT4 checkpoint of the same model: pack what it has packed."),
     click.option(
         "--tp", type=click.IntRange(1), help="Tensor parallel size that SGLang's INT4 kernels must be able to load."
     ),
