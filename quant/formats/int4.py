@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ckptkit.core.plan import Step
 from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.buffers import ON_THE_WAY, row_cuts
-from quant.formats.grids import dequantize
 from quant.formats.packing import CODES_PER_WORD, unpack, unpack_zero_point
 from quant.formats.part_names import INT4_ENDINGS, PACKED, SCALE, SHAPE, ZERO_POINT
-from quant.formats.release import SCALE_DTYPES, Release
+from quant.formats.release import Release
+from quant.formats.scheme import SCALE_DTYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WIDEST = 15  # steps between a code and a zero point
 _INTEGERS = ("int64", "int32")
@@ -99,6 +100,10 @@ def _dequantized(
 
 def unpacked(words: Tensor, scales: Tensor, shape: tuple[int, int], zero_point: Tensor | None = None) -> Tensor:
     """int32 [rows, ceil(columns / 8)], scales and zero points (int8) [rows, groups] -> weights [rows, columns] in the scales' dtype; `shape` is theirs."""
+    import torch
+
+    from quant.formats.grids import dequantize
+
     rows, columns = shape
     weight = torch.empty(shape, dtype=scales.dtype)
     for begin, end in row_cuts(rows, columns * weight.itemsize, ON_THE_WAY):

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
@@ -16,7 +13,9 @@ from ckptkit.core.plan import Step
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint
 
-SCALE_DTYPES = ("float32", "bfloat16", "float16")
+if TYPE_CHECKING:
+    from torch import Tensor
+
 DAMAGED = "download or copy this file again; if it is as released, the release is broken"
 
 
@@ -63,7 +62,7 @@ class Release:
 
     def check_finite(self, name: str, values: Tensor) -> None:
         """Raises CkptkitError when `values`, the largest that can be made with this tensor, hold NaN or infinity."""
-        if not bool(torch.isfinite(values).all()):
+        if not bool(values.isfinite().all()):
             raise self.refused(name, "gives NaN or infinity", DAMAGED)
 
 
