@@ -19,6 +19,7 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.legacy.files import LegacyFiles, RankFile
 from ckptkit.formats.megatron_config import config_in, hf_home
 from ckptkit.formats.torch_save.saved_file import SavedTensor
+from ckptkit.storage.directory import Directory
 from converters.megatron.module_names import CUT_IN_LOCAL_SPEC, global_name
 from converters.megatron.pipeline import Pipeline
 from converters.ops.basic import Copy, Op
@@ -87,14 +88,19 @@ class LegacyCheckpoint:
     The HF config comes from `hf`, or from `hf/` beside the iteration. Raises CkptkitError naming file and tensor.
     """
 
-    def __init__(self, path: str | Path, hf: str | Path | None = None) -> None:
+    def __init__(self, path: str | Path, hf: str | Path | Directory | None = None) -> None:
         self.path = Path(path).absolute()
-        self.hf_path = hf_home(self.path, hf)
+        self.hf = hf_home(self.path, hf)
         self.files = LegacyFiles(self.path)
+
+    @property
+    def hf_path(self) -> Path:
+        """The HF directory on this machine that gives the config; it need not exist."""
+        return self.hf.path
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        return config_in(self.hf_path, self.path)
+        return config_in(self.hf, self.path)
 
     @property
     def args(self) -> Mapping[str, Any]:
