@@ -8,6 +8,7 @@ from pathlib import Path
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Plan, View, identity
 from ckptkit.formats.hf.reader import has_weights
+from ckptkit.storage.directory import Directory, directory
 from converters.registry import family_of
 
 FOLDER = "carried"  # of a converted checkpoint, where they lie
@@ -26,7 +27,9 @@ def passthrough_of(source: Checkpoint, where: str) -> View | None:
     return View(source, plan) if names else None
 
 
-def passthrough_beside(source: Checkpoint, hf: Path, root: Path, opened: Callable[[Path], Checkpoint]) -> View | None:
+def passthrough_beside(
+    source: Checkpoint, hf: Path | Directory, root: Path, opened: Callable[[Directory], Checkpoint]
+) -> View | None:
     """Those that belong to a Megatron checkpoint: of its HF directory `hf` where that has weights, else of `carried/` in `root`.
 
     `opened` opens the HF directory, which may be quantized.
@@ -34,5 +37,5 @@ def passthrough_beside(source: Checkpoint, hf: Path, root: Path, opened: Callabl
     family = family_of(source.config)
     if not family.carried and not family.carried_ends:
         return None
-    folder = next((path for path in (hf, root / FOLDER) if has_weights(path)), None)
+    folder = next((found for found in (directory(hf), Directory(root / FOLDER)) if has_weights(found.path)), None)
     return passthrough_of(opened(folder), str(folder)) if folder else None

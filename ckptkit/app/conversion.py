@@ -15,7 +15,6 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import fold
 from ckptkit.formats.detect import Location, locate
 from ckptkit.formats.hf.remote import opened
-from ckptkit.storage.remote_file import spoken
 from ckptkit.storage.url import is_url
 from ckptkit.transfer.destination import check_destination
 from ckptkit.transfer.upload import check_upload
@@ -54,7 +53,7 @@ def run(options: RunOptions) -> ConversionResult:
             execute(options, plan, sources)
         specs = plan.view.specs
         return ConversionResult(
-            spoken(plan.side_files),
+            str(plan.side_files),
             str(options.dst),
             plan.kind,
             len(specs),
@@ -71,7 +70,7 @@ def _check_destination(options: RunOptions, sources: Sources, location: Location
     """Raises CkptkitError where nothing may be written, for one because what is read there would be lost."""
     if isinstance(options.dst, Path):
         beside = [location.root / "hf", location.root / FOLDER] if location.kind == "megatron" else []
-        read = [location.path, *beside, *(sources[path] for path in (options.hf, options.like) if path)]
+        read = [location.path, *beside, *(sources[path].path for path in (options.hf, options.like) if path)]
         check_destination(options.dst, read, overwrite=options.overwrite, resume=options.resume)
     else:
         check_upload(options.dst, options.overwrite, options.sources)

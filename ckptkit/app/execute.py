@@ -41,8 +41,8 @@ def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> None
         for output in plan.outputs:
             output.files.finish(partial)
         _write_manifest(options, plan, partial, journal)
-        for root in sources.values():
-            check_unchanged(root)
+        for source in sources.values():
+            check_unchanged(source)
 
 
 def _destination(options: RunOptions, sources: Sources) -> AbstractContextManager[tuple[Path, Journal]]:
@@ -55,7 +55,7 @@ def _destination(options: RunOptions, sources: Sources) -> AbstractContextManage
 def _write_side_files(plan: ConversionPlan, partial: Path) -> None:
     target = partial / plan.side_folder
     target.mkdir(exist_ok=True)
-    copy_side_files(plan.side_files, target)
+    copy_side_files(plan.side_files.path, target)
     write_config(target, plan.config, plan.view.specs)
     for output in plan.outputs[1:]:
         (partial / FOLDER).mkdir(exist_ok=True)
@@ -67,7 +67,7 @@ def _write_manifest(options: RunOptions, plan: ConversionPlan, partial: Path, jo
     digests: dict[str, TensorDigest] = {}
     for file in plan.outputs[0].files.names:
         digests |= journal.recorded(file) or {}
-    more = {"source": plan.side_files.name, "lineage": lineage_of(plan.source), "hf_layout": dict(plan.layout)}
+    more = {"source": plan.side_files.path.name, "lineage": lineage_of(plan.source), "hf_layout": dict(plan.layout)}
     written = Location(plan.kind, partial / "release" if plan.kind == "megatron" else partial, partial)
     tensors = {name: digests[name] for name in sorted(digests)}
     files = described_files(written, [partial / FOLDER])

@@ -16,7 +16,7 @@ from ckptkit.formats.hf.reader import HfCheckpoint, stored_names
 from ckptkit.formats.hf.remote import config_at, opened
 from ckptkit.formats.hf.side_files import is_quantized
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from ckptkit.storage.remote_file import spoken
+from ckptkit.storage.directory import Directory
 from ckptkit.storage.url import is_url, place
 from converters.megatron.arguments import megatron_args
 from converters.megatron.legacy import LegacyCheckpoint
@@ -52,7 +52,7 @@ def model_arguments(path: str | Path, hf: str | Path | None = None) -> dict[str,
 
 
 @contextmanager
-def _opened(path: str | Path, hf: str | Path | None) -> Iterator[tuple[Path, Path | None]]:
+def _opened(path: str | Path, hf: str | Path | None) -> Iterator[tuple[Directory, Directory | None]]:
     """A checkpoint and the HF directory named with it, each where it is read."""
     with ExitStack() as stack:
         yield stack.enter_context(opened(place(path))), stack.enter_context(opened(place(hf))) if hf else None
@@ -60,7 +60,7 @@ def _opened(path: str | Path, hf: str | Path | None) -> Iterator[tuple[Path, Pat
 
 def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
     specs = checkpoint.specs
-    facts: dict[str, Any] = {"path": spoken(location.path), "format": _format(location)}
+    facts: dict[str, Any] = {"path": str(location.directory), "format": _format(location)}
     facts["tensors"] = len(specs)
     facts["bytes"] = sum(spec.nbytes for spec in specs.values())
     facts["dtypes"] = dict(Counter(spec.dtype for spec in specs.values()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from ckptkit.app.run_options import RunOptions, Sources
@@ -19,6 +18,7 @@ from ckptkit.formats.hf.reader import HfCheckpoint, has_weights
 from ckptkit.formats.hf.side_files import MANIFEST, layout_for, main_dtype, stored_layout
 from ckptkit.formats.hf.writer import SafetensorsFiles, cut_shards
 from ckptkit.formats.torch_dist.writer import TorchDistFiles
+from ckptkit.storage.directory import Directory
 from converters.experts import is_fused, only_fused, unfuse
 from converters.megatron.arguments import megatron_args
 from converters.megatron.rank_cuts import rank_cuts
@@ -51,7 +51,7 @@ class ConversionPlan:
     kind: Literal["hf", "megatron"]
     source: Location
     outputs: tuple[Output, ...]
-    side_files: Path
+    side_files: Directory
     layout: Layout
     config: Mapping[str, Any] = field(default_factory=dict)
     dequantized: str | None = None
@@ -88,21 +88,21 @@ def make_plan(options: RunOptions, sources: Sources | None = None) -> Conversion
 
 
 def _to_megatron(location: Location, options: RunOptions) -> ConversionPlan:
-    source = plain(location.path)
+    source = plain(location.directory)
     dialect = options.dialect or MCORE
-    view = to_megatron(source, str(location.path), options.cast_to, dialect)
+    view = to_megatron(source, str(location.directory), options.cast_to, dialect)
     args = megatron_args(dims_of(view.config), dialect) | _dtype_args(view)
     # In the order in which it is written, which is also the order in which the way back will read it.
     specs = {name: view.specs[name] for names in view.groups for name in names}
     cuts = rank_cuts(view.config, dialect, specs)
     outputs = [Output(view, TorchDistFiles(specs, args, options.max_shard_size or FILE_BYTES, cuts))]
-    if (untouched := passthrough_of(source, str(location.path))) is not None:
+    if (untouched := passthrough_of(source, str(location.directory))) is not None:
         outputs.append(Output(untouched, SafetensorsFiles(untouched.specs, _cut(untouched, options), FOLDER)))
     return ConversionPlan(
         "megatron",
         location,
         tuple(outputs),
-        location.path,
+        location.directory,
         _layout(source, options),
         source.config,
         dequantized=_format_words(source.source.config) if isinstance(source, View) else None,
@@ -119,7 +119,7 @@ def _dtype_args(view: Checkpoint) -> dict[str, Any]:
 def _to_hf(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
     source = open_megatron(location, here[options.hf] if options.hf else None)
     if has_weights(source.hf_path):
-        layout: Layout | None = _layout(plain(source.hf_path), options)
+        layout: Layout | None = _layout(plain(source.hf), options)
     else:
         layout = stored_layout(location.root / MANIFEST)
     release = {name for names in (layout or {}).values() for name in names}
@@ -131,16 +131,16 @@ def _to_hf(location: Location, options: RunOptions, here: Sources) -> Conversion
     view: Checkpoint = to_hf(
         source, str(location.path), fused=fused and not packs, dtype=options.cast_to, release=release
     )
-    if untouched := passthrough_beside(source, source.hf_path, location.root, plain):
+    if untouched := passthrough_beside(source, source.hf, location.root, plain):
         view = Joined(view, untouched)
     if layout is None or options.max_shard_size or (fused and packs):
         layout = _cut(view, options)
-    plan = _hf_plan(view, layout, source.hf_path, location, options, here)
+    plan = _hf_plan(view, layout, source.hf, location, options, here)
     return replace(plan, notes=tuple(remarks(source.config, source.specs)))
 
 
 def _quantize(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
-    source = plain(location.path)
+    source = plain(location.directory)
     view: Checkpoint = source
     layout = _cut(source, options) if options.max_shard_size else _layout(source, options)
     if is_fused(source.specs):
@@ -149,7 +149,7 @@ def _quantize(location: Location, options: RunOptions, here: Sources) -> Convers
         layout = _cut(view, options)
     before = source.source if isinstance(source, View) else None
     return replace(
-        _hf_plan(view, layout, location.path, location, options, here, reference=_if_int4(before)),
+        _hf_plan(view, layout, location.directory, location, options, here, reference=_if_int4(before)),
         dequantized=_format_words(before.config) if before is not None else None,
         notes=tuple(remarks(source.config, source.specs)),
     )
@@ -176,7 +176,7 @@ def _refuse_int4(config: Mapping[str, Any]) -> None:
 def _hf_plan(
     view: Checkpoint,
     layout: Layout,
-    side_files: Path,
+    side_files: Directory,
     location: Location,
     options: RunOptions,
     here: Sources,

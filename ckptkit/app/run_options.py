@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.unused import refuse_int4_options
+from ckptkit.storage.directory import Directory
 from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.storage.url import absolute, is_url, place
 from ckptkit.transfer.copy import IN_FLIGHT
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", *COMPUTED)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-Sources = Mapping[str, Path]  # the directory of this machine where each source is read; for a URL, its stand-in
+Sources = Mapping[str, Directory]  # where each source is read, by its path or URL
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class RunOptions:
 
     def local_sources(self) -> Sources:
         """Each source at its own path, for a run without URLs."""
-        return {source: Path(source) for source in self.sources}
+        return {source: Directory(Path(source)) for source in self.sources}
 
     def command(self) -> list[str]:
         """The command line of these options, less what changes no byte: for the manifest and for --resume."""

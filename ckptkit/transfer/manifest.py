@@ -21,7 +21,6 @@ from ckptkit.formats.detect import LOADED, Location
 from ckptkit.formats.hf.reader import MAX_HEADER, read_json
 from ckptkit.formats.hf.side_files import MANIFEST, side_files
 from ckptkit.storage.digest import TensorDigest, is_blake3
-from ckptkit.storage.remote_file import size_of
 from ckptkit.storage.whole import write_whole
 from ckptkit.transfer.copy import copy
 
@@ -104,7 +103,7 @@ def lineage_of(location: Location) -> dict[str, str]:
     for path in sorted(
         [*location.path.glob("*.safetensors"), *location.path.glob("*.distcp"), *location.path.glob(".metadata")]
     ):
-        digest.update(f"{path.name} {size_of(path)}\n".encode())
+        digest.update(f"{path.name} {location.directory.size(path.name)}\n".encode())
         digest.update(_header(path))
     return {"source": location.root.name, "digest_of": "headers", "digest": digest.hexdigest()}
 

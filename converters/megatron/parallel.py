@@ -15,8 +15,8 @@ from converters.megatron.pipeline import Pipeline
 class ParallelSizes:
     """Tensor, pipeline, expert and virtual pipeline parallel sizes; `etp` is the tensor parallel size inside experts.
 
-    `first`, `last`, `embedding`, `loss` and `layout` distribute the layers over the pipeline as in `Pipeline`; without them
-    every stage has the same number.
+    `first`, `last`, `embedding`, `loss` and `layout` distribute the layers over the pipeline as in `Pipeline`; without
+    them every stage has the same number.
     """
 
     tp: int = 1
@@ -98,8 +98,8 @@ class Refusal:
 def refusals(dims: ModelDims, sizes: ParallelSizes) -> Iterator[Refusal]:
     """Everything but its layers for which Megatron refuses to share a model out over these sizes.
 
-    There may be more tensor parallel ranks than query groups, as a multiple of them: each then holds a part of a group's rows.
-    Source: megatron-core's `TransformerConfig`, `Attention` and parallel linear layers.
+    There may be more tensor parallel ranks than query groups, as a multiple of them: each then holds a part of a
+    group's rows. Source: megatron-core's `TransformerConfig`, `Attention` and parallel linear layers.
     """
     tp, ep, etp = sizes.tp, sizes.ep, sizes.etp
     yield from _undivided("num_attention_heads", "attention heads", dims.heads, "tp", tp)

@@ -1,4 +1,4 @@
-"""Where tensor-parallel ranks cut Megatron's tensors: chunks on disk end there, so that a rank reads little but its own."""
+"""Where tensor-parallel ranks cut Megatron's tensors: chunks on disk end there, so that a rank reads its own alone."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _VOCAB_CHUNKS, _VOCAB_ROWS = 32, 128
 def rank_cuts(config: Mapping[str, Any], dialect: str, specs: Mapping[str, TensorSpec]) -> dict[str, Cuts]:
     """The cuts, by name, of Megatron's global tensors that ranks share and that are large enough.
 
-    They are those of the largest tensor parallel size of 8, 4 and 2 that divides the tensor, and so of every smaller one too.
-    Experts have none: each is a chunk already.
+    They are those of the largest tensor parallel size of 8, 4 and 2 that divides the tensor, and so of every smaller
+    one too. Experts have none: each is a chunk already.
     """
     found: dict[str, Cuts] = {}
     for mapping in mappings_of(config, dialect):

@@ -20,7 +20,8 @@ from verify.checks.launch.int4_training import updates
 from verify.checks.launch.paths import NOT_READ
 from verify.evidence.subject import Subject
 from verify.launch.arguments import LaunchArguments
-from verify.launch.launch import Launch, Side, sides_of
+from verify.launch.launch import Launch, sides_of
+from verify.launch.sides import Side
 from verify.report import CheckResult, Report
 from verify.run import choose
 
@@ -36,11 +37,12 @@ def preflight(
     ep: int = 1,
     arguments: Sequence[str] = (),
 ) -> Report:
-    """What a launch with these arguments would load, and every trouble that headers and JSON files can tell; reads no weight.
+    """Reports what a launch would load, and what headers and JSON files show to be wrong; reads no weight.
 
-    `arguments` are those of the launch script, of which the ones about parallel sizes and INT4 training are read; variables of
-    INT4 training count in the environment too. Where others name a size or a path, the report is inconclusive. Raises
-    CkptkitError when no path is given or one is a URL, and when a size is given twice, differently.
+    `arguments` are those of the launch script, of which the ones about parallel sizes and INT4 training are read;
+    variables of INT4 training count in the environment too. Where others name a size or a path, the report is
+    inconclusive. Raises CkptkitError when no path is given or one is a URL, and when a size is given twice,
+    differently.
     """
     if hf_checkpoint is None and load is None and ref_load is None:
         raise CkptkitError("nothing to look at", "give at least one of --hf-checkpoint, --load and --ref-load")

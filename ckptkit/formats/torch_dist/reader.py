@@ -27,6 +27,7 @@ from ckptkit.formats.megatron_config import config_in, hf_home
 from ckptkit.formats.torch_dist.names import engine_name, whole_of
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob
+from ckptkit.storage.directory import Directory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,9 +212,9 @@ class TorchDistCheckpoint:
     The HF config comes from `hf`, or from what `ckptkit convert` stored in `hf/` beside the iteration.
     """
 
-    def __init__(self, path: str | Path, hf: str | Path | None = None) -> None:
+    def __init__(self, path: str | Path, hf: str | Path | Directory | None = None) -> None:
         self.path = Path(path).absolute()
-        self.hf_path = hf_home(self.path, hf)
+        self.hf = hf_home(self.path, hf)
         self.metadata = read_metadata(self.path)
         self._logical = self._name_once()
         for stored in {id(part.stored): part.stored for parts in self._logical.values() for part in parts}.values():
@@ -266,9 +267,14 @@ class TorchDistCheckpoint:
                 "delete the one that is not meant; Megatron's specs would load different models",
             )
 
+    @property
+    def hf_path(self) -> Path:
+        """The HF directory on this machine that gives the config; it need not exist."""
+        return self.hf.path
+
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        return config_in(self.hf_path, self.path)
+        return config_in(self.hf, self.path)
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:

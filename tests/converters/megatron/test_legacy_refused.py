@@ -137,12 +137,12 @@ NEXT_LAYER = "decoder.layers.7.self_attention.linear_proj.weight"
         (
             tensor(PROJ, torch.ones(128, 161, dtype=torch.bfloat16)),
             [LAST],
-            "[128, 161] torch.bfloat16; config.json and the training arguments say [128, 160]",
+            "[128, 161] bfloat16; config.json and the training arguments say [128, 160]",
         ),
         (
             tensor(PROJ, torch.ones(128, 160)),
             [LAST],
-            "[128, 160] torch.float32; config.json and the training arguments say [128, 160] torch.bfloat16",
+            "[128, 160] float32; config.json and the training arguments say [128, 160] bfloat16",
         ),
         (tensor("decoder.adapter.weight", torch.ones(2)), [LAST], "decoder.adapter.weight"),
         (tensor(NEXT_LAYER, torch.ones(128, 160, dtype=torch.bfloat16)), [LAST], "does not hold the 7 layers"),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from quant.selection.class_tree import class_tree, family_tree, release_of
 from quant.selection.meta_tree import meta_tree
 from quant.selection.tree import ClassTree
 
+ROOT = Path(__file__).parents[3]
 CONFIGS = {name: config_of(case) for name, case in CASES.items()}
 PACKABLE = [name for name, config in CONFIGS.items() if FAMILIES[config["model_type"]].release]
 
@@ -75,3 +80,15 @@ def test_an_unknown_model_type_has_no_class_tree() -> None:
         class_tree({"model_type": "no_such_model"})
     with pytest.raises(CkptkitError, match="model_type 'gpt_oss': which of its tensors"):
         class_tree(CONFIGS["gpt_oss"])
+
+
+def test_modules_of_a_family_are_told_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "configs.json").write_text(json.dumps([CONFIGS[name] for name in PACKABLE]))
+    code = (
+        "import json, sys; from quant.selection.class_tree import class_tree\n"
+        "trees = [class_tree(config) for config in json.load(open(sys.argv[1]))]\n"
+        "print(len(trees), sorted({'torch', 'transformers', 'compressed_tensors'} & sys.modules.keys()))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "configs.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{len(PACKABLE)} []\n"

@@ -1,4 +1,4 @@
-"""CK701 to CK703: Megatron's stored arguments, the source's config and the parallel sizes, held against the HF config."""
+"""CK701 to CK703: Megatron's stored arguments, the source's config and the parallel sizes, against the HF config."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     fix="Take config.json from the source; only dtype and quantization_config may differ.",
 )
 def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Both configs, seen as the Megatron arguments that follow from them, as rotary settings, and key by key where neither shows it.
+    """Both configs by their Megatron arguments and rotary settings, and key by key where neither shows a difference.
 
     A key that only one of them has is a warning: a newer transformers writes out what used to be a default.
     """
@@ -126,12 +126,12 @@ def _differing(here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally) 
 
 
 def _args(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The Megatron arguments of a config, less those that its rotary scaling comes to, which is compared as it stands."""
+    """The Megatron arguments of a config without those of its rotary scaling, which is compared as it stands."""
     return comparable_args(replace(dims_of(config), rope_scaling=None))
 
 
 def _unstored(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys that describe the model, less the rotary ones, and less how a language model inside a larger one is stored."""
+    """The keys that describe the model, without the rotary ones and those that say how a text_config is stored."""
     described = {key: value for key, value in config.items() if key not in _MAY_DIFFER}
     if isinstance(text := described.get("text_config"), dict):
         described["text_config"] = {key: value for key, value in text.items() if key not in _STORAGE}
@@ -140,11 +140,8 @@ def _unstored(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Rotary settings in the spelling of transformers v5, less those that are Megatron arguments of their own."""
-    return {
-        key: value
-        for key, value in rope_of(config).items()
-        if key not in ("type", "rope_theta", "partial_rotary_factor")
-    }
+    arguments = ("type", "rope_theta", "partial_rotary_factor")
+    return {key: value for key, value in rope_of(config).items() if key not in arguments}
 
 
 def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, Any]) -> bool:
@@ -171,7 +168,7 @@ def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, An
 def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What Megatron refuses at these tp, etp and ep; layers against pp and the pipeline options of a launch.
 
-    Without an etp Megatron's default, tp, is looked at, and what it refuses there is only a warning.
+    Without an etp this looks at Megatron's default, tp; what is refused there is only a warning.
     """
     dims = dims_of(_config(subject))
     tally.compared(0)
@@ -183,7 +180,7 @@ def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Whether the layers make a pipeline. Without a launch's own options, what `verify` does with a remainder is only a warning."""
+    """Whether the layers make a pipeline. Without a launch, a remainder that `verify` can place is a warning."""
     options, pp, where = subject.arguments, subject.pp, str(subject.path)
     try:
         stages = (options.pipeline(dims.layers, pp) if options else Pipeline(dims.layers, pp)).stages
@@ -192,7 +189,8 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue("pipeline options that Megatron accepts", error.message, error.hint or "", file=where)
             return
         last = with_remainder(ParallelSizes(pp=pp), dims.layers).last
-        hint = "give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers in the launch, or choose another --pp"
+        options_for_it = "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+        hint = f"give {options_for_it} in the launch, or choose another --pp"
         if last:
             hint = f"the launch must say so, for example by --decoder-last-pipeline-num-layers {last}"
         expected, actual = f"num_hidden_layers that divides by pp = {pp}", f"num_hidden_layers = {dims.layers}"

@@ -1,4 +1,4 @@
-"""CK704 and CK705: settings that a config states twice, and that must then be the same: readers take one or the other."""
+"""CK704 and CK705: settings that a config states twice, of which readers take one or the other, are the same."""
 
 from __future__ import annotations
 
@@ -14,24 +14,9 @@ from verify.issue import Issue
 
 # What a multimodal config may say of its language model both at the top and in text_config.
 _TWICE = (
-    *(
-        "tie_word_embeddings",
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    ),
-    *(
-        "intermediate_size",
-        "rms_norm_eps",
-        "rope_theta",
-        "num_experts_per_tok",
-        "n_routed_experts",
-        "num_experts",
-        "num_nextn_predict_layers",
-    ),
+    *("tie_word_embeddings", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta", "num_experts_per_tok"),
+    *("n_routed_experts", "num_experts", "num_nextn_predict_layers"),
 )
 
 
@@ -136,8 +121,8 @@ def _no_text_config(subject: Subject) -> str | None:
 def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Tied embeddings, sizes and switches that stand in both places.
 
-    transformers v5 writes a tie flag of its own default, true, into the text_config of models that it reads as not tied: that is
-    no finding, since it and SGLang take the flag of the top.
+    transformers v5 writes a tie flag of its own default, true, into the text_config of models that it reads as not
+    tied: that is no finding, since it and SGLang take the flag of the top.
     """
     config = _config(subject)
     text = _mapping(config.get("text_config"))

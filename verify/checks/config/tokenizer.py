@@ -1,4 +1,4 @@
-"""CK706 to CK708 and CK720: tokenizer, special tokens and chat template, against the embedding, one another and the source."""
+"""CK706 to CK708 and CK720: tokenizer, special tokens and chat template, against weights, one another and source."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _rows(subject: Subject) -> int:
     unless=lambda subject: _no_vocabulary(side_of(subject)),
 )
 def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The largest id of every tokenizer file against `vocab_size`, which CK105 holds against the embedding; one id a token over all files."""
+    """The largest id of every tokenizer file against `vocab_size` (CK105: that of the embedding); one id a token."""
     side, rows = side_of(subject), _rows(subject)
     try:
         vocabularies = side.vocabularies
@@ -225,7 +225,7 @@ def _nothing_to_carry(subject: Subject) -> str | None:
     unless=_nothing_to_carry,
 )
 def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every chat template by its text, wherever it is stored, and the id of every token; the file that holds it here or, where it is missing, in the source."""
+    """Every chat template by its text, wherever it is stored, and the id of every token."""
     here, there = side_of(subject), _source_side(subject)
     try:
         kinds: list[_Kind] = [

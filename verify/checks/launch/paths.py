@@ -1,42 +1,45 @@
-"""CK711 to CK714 and CK717: whether the paths of a launch hold what each side would load, and whether all its words are read."""
+"""CK711 to CK714 and CK717: the paths of a launch hold what each side would load, and all its words are read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from verify.check import Skip, Tally, Unable, check
+from verify.checks.launch.engine import unless_skipped
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.launch import sides_of
+from verify.launch.launch import Launch, sides_of
 
 # The fact that lists the words of a launch that matter and are not read.
 NOT_READ = "not read"
 
 
-def _no_launch(subject: Subject) -> str | None:
-    return None if subject.launch else "only preflight looks at a launch"
+def _launch(subject: Subject) -> Launch:
+    if subject.launch is None:
+        raise Skip("only preflight looks at a launch")
+    return subject.launch
 
 
 def _issues(subject: Subject, tally: Tally, option: str) -> Iterator[Issue]:
-    """What is wrong with an option, said once for all the sides that it concerns."""
-    if subject.launch is None:
-        raise Skip("only preflight looks at a launch")
-    sides = sides_of(subject.launch)
+    """What is wrong with the path of an option, once for all sides that load it."""
+    sides = sides_of(_launch(subject))
     tally.compared(0, len(sides))
-    yield from dict.fromkeys(issue for side in sides for name, issue in side.issues if name == option)
+    yield from dict.fromkeys(issue for side in sides for about, issue in side.issues if about == option)
 
 
 @check(
     "CK711",
     "--load is what the actor loads",
     stage="launch",
-    rationale="Where --load has no tracker file, the actor takes --ref-load without a word: a resumed run starts "
-    "again, or from the wrong weights.",
+    rationale=(
+        "Where --load has no tracker file, the actor takes --ref-load without a word: "
+        "a resumed run starts again, or from the wrong weights."
+    ),
     fix="Give the directory that holds latest_checkpointed_iteration.txt, not one of its iterations.",
-    unless=_no_launch,
+    unless=unless_skipped(_launch),
 )
 def load_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """`--load` has a tracker that resolves, or is a supported HF directory; a first start, with an empty one, is a warning."""
+    """`--load` has a tracker that resolves, or is a supported HF directory; an empty one is a warning."""
     yield from _issues(subject, tally, "--load")
 
 
@@ -44,10 +47,12 @@ def load_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "CK712",
     "--ref-load is what the reference loads",
     stage="launch",
-    rationale="Of an iteration directory, which has no tracker, Megatron makes random weights with a warning: the KL "
-    "term pulls towards noise. Others stop.",
+    rationale=(
+        "Of an iteration directory, which has no tracker, Megatron makes random weights with a warning: "
+        "the KL term pulls towards noise. Others stop."
+    ),
     fix="Give the directory that `ckptkit convert` wrote, the one with latest_checkpointed_iteration.txt.",
-    unless=_no_launch,
+    unless=unless_skipped(_launch),
 )
 def reference_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`--ref-load` has a tracker that resolves, or is a supported HF directory."""
@@ -58,10 +63,12 @@ def reference_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "CK713",
     "--ckpt-step is an iteration that is there",
     stage="launch",
-    rationale="--ckpt-step replaces what the tracker says; an iteration that was deleted since is found missing only "
-    "after the job started.",
+    rationale=(
+        "--ckpt-step replaces what the tracker says; "
+        "an iteration that was deleted since is found missing only after the job started."
+    ),
     fix="Choose an iteration that is there, or leave --ckpt-step out.",
-    unless=_no_launch,
+    unless=unless_skipped(_launch),
 )
 def step_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The directory `iter_N` of `--ckpt-step N`."""
@@ -74,34 +81,37 @@ def step_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     stage="launch",
     rationale="The rollout engine and the tokenizer come from it; engine and trainer must hold the same model.",
     fix="Give the HF directory of the model that --load or --ref-load was converted from.",
-    unless=_no_launch,
+    unless=unless_skipped(_launch),
 )
 def rollout_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`--hf-checkpoint` has a config.json."""
     yield from _issues(subject, tally, "--hf-checkpoint")
 
 
-def _no_words(subject: Subject) -> str | None:
-    return _no_launch(subject) or (
-        None if subject.launch and subject.launch.words else "no launch arguments were given"
-    )
+def _words(subject: Subject) -> Launch:
+    launch = _launch(subject)
+    if not launch.words:
+        raise Skip("no launch arguments were given")
+    return launch
 
 
 @check(
     "CK717",
     "every path and size among the launch arguments is read",
     stage="launch",
-    rationale="A size that only a configuration file or an override says is not the one that was looked at: the job "
-    "may stop after the GPUs were booked.",
-    fix="Give paths and sizes as options of preflight, or as the options of Megatron-LM, slime and SGLang; the reasons "
-    "say which words were not read.",
-    unless=_no_words,
+    rationale=(
+        "A size that only a configuration file or an override says is not the one that was looked at: "
+        "the job may stop after the GPUs were booked."
+    ),
+    fix=(
+        "Give paths and sizes as options of preflight, or as the options of Megatron-LM, slime and SGLang; "
+        "the reasons say which words were not read."
+    ),
+    unless=unless_skipped(_words),
 )
 def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The words of a launch: options that name a checkpoint, a parallel size or a file of settings, and overrides as Hydra has them."""
-    launch = subject.launch
-    if launch is None:
-        raise Skip("only preflight looks at a launch")
+    """Options that name a checkpoint, a parallel size or a file of settings, and overrides as Hydra has them."""
+    launch = _words(subject)
     tally.compared(0, len(launch.words))
     if lines := launch.unread:
         tally.facts[NOT_READ] = lines
