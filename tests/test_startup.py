@@ -19,7 +19,7 @@ HEAVY = (
     COMPILER
     | MODELS
     | REMOTE
-    | {"llvmlite", "megatron", "pandas", "ray", "scipy", "sglang", "sklearn", "torchao", "torchvision"}
+    | {"llvmlite", "megatron", "numba", "pandas", "ray", "scipy", "sglang", "sklearn", "torchao", "torchvision"}
 )
 
 # Runs commands one after the other; after each it writes the names of all modules that are there. A module that is only marked as absent is None.
