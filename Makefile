@@ -1,4 +1,4 @@
-# `make` lists the targets. Every other target first brings the environment in VENV up to date, which needs only Python and pip.
+# `make` lists the targets. Every other target first brings the environment in VENV up to date, with Python and pip.
 
 VENV ?= .venv
 PYTHON ?=
@@ -14,13 +14,14 @@ python := "$(VENV)/bin/python"
 pip_flags := -qq --disable-pip-version-check --no-input
 stamp := $(VENV)/.ckptkit-setup
 
-# The versions that constraints.txt covers. A candidate must run to count: the shim of an inactive pyenv version exists and fails.
+# The versions that constraints.txt covers. A candidate must run: the shim of an inactive pyenv version does not.
 probe := import sys, venv; print(sys.executable); sys.exit(not (3, 11) <= sys.version_info < (3, 13))
 find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 python3 python); do \
 		if found=$$("$$candidate" -c '$(probe)' 2>/dev/null); then break; fi; found=; \
 	done; \
 	if [ -z "$$found" ]; then \
-		echo 'ckptkit needs Python 3.11 or 3.12 with the venv module, and $(if $(PYTHON),$(PYTHON) is not one,none was found). Next: make PYTHON=/path/to/python3.12' >&2; \
+		echo 'ckptkit needs Python 3.11 or 3.12 with venv; $(if $(PYTHON),$(PYTHON) is not one,none was found).' >&2; \
+		echo 'Next: make PYTHON=/path/to/python3.12' >&2; \
 		exit 1; \
 	fi
 
@@ -28,17 +29,20 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
-	@echo 'Variables: VENV=$(VENV) PYTHON=$(PYTHON) DEMO_OUT=$(DEMO_OUT) PYTEST_ARGS=$(PYTEST_ARGS) BENCH_ARGS=$(BENCH_ARGS)'
+	@echo 'Variables: VENV=$(VENV) PYTHON=$(PYTHON) DEMO_OUT=$(DEMO_OUT)' \
+		'PYTEST_ARGS=$(PYTEST_ARGS) BENCH_ARGS=$(BENCH_ARGS)'
 
 setup: $(stamp)  ## make the environment (about 4 minutes and 9 GB) or bring it up to date
 
 demo: $(stamp)  ## convert, quantize, break and verify a small model, in DEMO_OUT
 	@$(python) -m ckptkit.app.demo "$(DEMO_OUT)"
 
-# Two processes already use two cores, and many tests start more, one a rank. In the order of their names, long files are not left for the end.
-# A process that dies ends the run, with the name of its test: pytest-xdist 3.8 would replace it, and then wait for ever.
+# Two processes already use two cores, and many tests start more, one a rank. In the order of their names, long files
+# are not left for the end. A process that dies ends the run, with the name of its test: pytest-xdist 3.8 would replace
+# it, and then wait for ever.
 test: $(stamp)  ## run the tests
-	@OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		--max-worker-restart 0 $(PYTEST_ARGS)
 
 lint: $(stamp)  ## ruff, its formatter, and mypy in strict mode
 	@$(python) -m ruff check

@@ -1,6 +1,7 @@
-"""Conversion as it is commonly done, to compare with: through a built model, in memory. `python built.py to-megatron|to-hf SOURCE TARGET [HF]`.
+"""Converts as it is commonly done, through a built model in memory: `built.py to-megatron|to-hf SOURCE TARGET [HF]`.
 
-to-megatron: transformers loads the release, megatron-core builds the model, weights are copied over, `dist_checkpointing.save` writes it.
+to-megatron: transformers loads the release, megatron-core builds the model, weights are copied over, and
+`dist_checkpointing.save` writes it.
 to-hf: torch.distributed.checkpoint loads all keys of the checkpoint into memory, `save_file` writes shards of 5 GB.
 Both use the rules of ckptkit's families for names and layouts, so that only the way of moving the bytes differs.
 """
@@ -27,7 +28,7 @@ class InMemory:
 
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self.config, self._tensors = config, tensors
-        self.specs = {name: TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        self.specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
         self.groups = [(name,) for name in tensors]
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -42,7 +43,7 @@ def to_megatron_built(source: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from converters.megatron.module_names import global_name
-    from verify.witnesses.megatron.layout import ParallelSizes
+    from converters.megatron.parallel import ParallelSizes
     from verify.witnesses.megatron.model import Build, build_chunks, connect
     from verify.witnesses.megatron.process import held_by, layers_of
 

@@ -1,4 +1,4 @@
-"""Every way of converting 8.7 GB, a mixture of experts and a dense model, on cold files: against `cp -r`, `cat`, and a built model in memory."""
+"""Every way of converting 8.7 GB on cold files, MoE and dense: against `cp -r`, `cat`, and a built model in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODELS = ("moe", "dense")
 
 
 def rows() -> list[dict[str, Any]]:
-    """Seconds, their ratios to copying and to reading the same bytes, and memory, of each command on files that are not in the page cache."""
+    """Seconds on files outside the page cache, their ratios to copying and reading the same bytes, and memory."""
     return [row for model in os.environ.get("BENCH_MODELS", " ".join(MODELS)).split() for row in _rows_of(model)]
 
 
@@ -48,7 +48,7 @@ def _rows_of(model: str) -> Iterator[dict[str, Any]]:
 
 
 def _commands(work: Path) -> dict[str, Command]:
-    """What is measured: a name, the command, what it reads and what it writes; those that read the same, one after the other."""
+    """What is measured, by name; commands that read the same follow one another."""
     ckptkit, built = [sys.executable, "-m", "ckptkit"], [sys.executable, "-W", "ignore", str(HERE / "built.py")]
     hf, megatron = work / "hf", work / "megatron"
     found: dict[str, Command] = {

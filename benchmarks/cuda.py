@@ -1,14 +1,15 @@
-"""Quantizing on a GPU: the online quantizer's public call, its kernels alone, torch.compile and compressed-tensors, and the least time possible.
+"""Quantizing on a GPU: the online quantizer's call and kernels, torch.compile, compressed-tensors, and the least time.
 
-That floor is the bytes that must move (2 read, 0.5 and 2 / group written a weight) at the speed of a device copy measured in the same
-run. All work on the same BF16 matrices; the words of `minmax` are held to compressed-tensors' formula on the CPU before anything is timed.
+That floor is the bytes that must move (2 read, 0.5 and 2 / group written a weight) at the speed of a device copy
+measured in the same run. All work on the same BF16 matrices; the words of `minmax` are held to compressed-tensors'
+formula on the CPU before anything is timed.
 
 - `a call`: by the clock, from the Python call until the GPU is done; what it returned is dropped after that.
-- `calls in a row`: a bucket after the other by the clock, as a trainer streams them, what each returned dropped before the next.
+- `calls in a row`: one bucket after the other by the clock, as a trainer streams them, each result dropped at once.
 - `in a row, every tensor looked at`: the same with a pass over every name and tensor of each result.
-- `kernels alone`: one launch for each size of matrix into memory that is there already, from a CUDA graph, by CUDA events.
-- `torch.compile`: the same expression on the matrices of a shape as one stacked tensor (stacking them is not timed), a call for each
-  shape, everything by the clock; `from a graph`: its kernels alone.
+- `kernels alone`: one launch for each size of matrix into existing memory, from a CUDA graph, by CUDA events.
+- `torch.compile`: the same expression on the matrices of a shape as one stacked tensor (stacking them is not timed), a
+  call for each shape, everything by the clock; `from a graph`: its kernels alone.
 - compressed-tensors' own functions, a matrix at a time, on some of them: scaled up.
 
 `ms` is the median of several passes, some time apart, over all of these ways; `least` and `most` are those of a pass.
@@ -81,7 +82,7 @@ LAYERS = (
 
 
 def rows() -> list[dict[str, Any]]:
-    """A row for each layer, scheme and way. Empty without CUDA. Raises SystemExit where the bytes are not those of the CPU."""
+    """A row for each layer, scheme and way. Empty without CUDA. Raises SystemExit for bytes other than the CPU's."""
     if not torch.cuda.is_available():
         return []
     speed = _copy_speed()
@@ -140,7 +141,7 @@ def _online(named: Iterable[tuple[str, Tensor]], scheme: QuantScheme) -> OnlineQ
 
 
 def _check(named: Named, online: OnlineQuantizer, scheme: QuantScheme) -> None:
-    """Raises SystemExit where a matrix of the first, last or a middle expert has other bytes than the formulas give on the CPU."""
+    """Raises SystemExit where the first, a middle or the last expert has other bytes than the CPU's formulas give."""
     bucket = dict(online.quantize(named))
     for name, weight in (*named[:3], named[len(named) // 2], *named[-3:]):
         codes, scale, _ = quantize(weight.cpu(), scheme, name)

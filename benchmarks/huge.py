@@ -1,4 +1,4 @@
-"""Checkpoints of the largest models that hold nothing: real configs, headers, indexes and `.metadata` over sparse files of full size."""
+"""Makes Kimi K2 without weights: real config, headers, index and `.metadata` over sparse files of full size."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptkit.app.estimate import Volume
-from ckptkit.core.specs import CODE_OF_DTYPE, TensorSpec
+from ckptkit.core.dtypes import ITEMSIZE, SAFETENSORS_CODE
+from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import TRACKER
-from ckptkit.formats.files import FILE_BYTES
 from ckptkit.formats.hf.reader import INDEX
-from ckptkit.formats.hf.writer import cut_shards
 from ckptkit.formats.torch_dist.names import disk_key, extra_states
 from converters.megatron.arguments import megatron_args
 from converters.planner import dims_of, expected_hf, rules_of
@@ -38,27 +36,14 @@ Form = Literal["bfloat16", "fp8", "int4"]
 
 # Published sizes: moonshotai/Kimi-K2-Instruct (FP8) and Kimi-K2-Thinking (its routed experts in INT4).
 _KIMI_K2: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "vocab_size": 163840, "hidden_size": 7168, "intermediate_size": 18432,
-    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_nextn_predict_layers": 0, "num_attention_heads": 64, "num_key_value_heads": 64,
-    "n_shared_experts": 1, "n_routed_experts": 384, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1,
-    "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.827, "q_lora_rank": 1536,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_act": "silu", "attention_bias": False,
-    "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "max_position_embeddings": 262144, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
-# deepseek-ai/DeepSeek-V3 (FP8, with its multi-token prediction layer), Qwen/Qwen3-235B-A22B and Qwen/Qwen3-30B-A3B (bfloat16).
-DEEPSEEK_V3: dict[str, Any] = _KIMI_K2 | {
-    "model_type": "deepseek_v3", "vocab_size": 129280, "num_nextn_predict_layers": 1, "num_attention_heads": 128, "num_key_value_heads": 128,
-    "n_routed_experts": 256, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0, "max_position_embeddings": 163840,
-}  # fmt: skip
-QWEN3_30B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0, "max_position_embeddings": 40960, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
-QWEN3_235B: dict[str, Any] = QWEN3_30B | {
-    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94, "num_attention_heads": 64, "moe_intermediate_size": 1536,
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "torch_dtype": "bfloat16",
+    "vocab_size": 163840, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61, "num_nextn_predict_layers": 0, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "n_shared_experts": 1, "n_routed_experts": 384, "num_experts_per_tok": 8, "first_k_dense_replace": 1,
+    "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+    "norm_topk_prob": True, "routed_scaling_factor": 2.827, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_act": "silu", "attention_bias": False,
+    "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "max_position_embeddings": 262144, "tie_word_embeddings": False,
 }  # fmt: skip
 _FP8: dict[str, Any] = {
     "activation_scheme": "dynamic",
@@ -68,9 +53,17 @@ _FP8: dict[str, Any] = {
 }
 _INT4: dict[str, Any] = {
     "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "re:.*mlp\\.gate$"],
-    "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "output_activations": None, "weights": {
-        "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False, "observer": "minmax"}}},
+    "ignore": [
+        "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+        "re:.*mlp\\.gate$",
+    ],
+    "config_groups": {"group_0": {
+        "targets": ["Linear"], "input_activations": None, "output_activations": None,
+        "weights": {
+            "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False,
+            "observer": "minmax",
+        },
+    }},
 }  # fmt: skip
 _QUANTIZATION: dict[Form, dict[str, Any]] = {
     "bfloat16": {},
@@ -78,12 +71,11 @@ _QUANTIZATION: dict[Form, dict[str, Any]] = {
     "int4": {"quantization_config": _INT4},
 }
 _IN_FP8 = re.compile(r".+\.(self_attn|mlp)\.(.+\.)?\w+_proj(_with_mqa)?\.weight")
-HF_FILE = MEGATRON_FILE = FILE_BYTES
 _RANKS = 64  # that Megatron's save came from: a file each
 
 
 def kimi_k2(form: Form) -> dict[str, Any]:
-    """config.json of Kimi K2, a trillion parameters, with weights in bfloat16, in FP8 blocks or with experts in INT4."""
+    """config.json of Kimi K2, a trillion parameters, in bfloat16, in FP8 blocks or with experts in INT4."""
     return _KIMI_K2 | _QUANTIZATION[form]
 
 
@@ -98,47 +90,16 @@ def parts_of(name: str, shape: tuple[int, ...], form: Form) -> list[TensorSpec]:
     """A weight as it is stored: itself, or its quantized values with their scales."""
     if form == "fp8" and _IN_FP8.fullmatch(name):
         blocks = (math.ceil(shape[0] / 128), math.ceil(shape[1] / 128))
-        return [TensorSpec(name, shape, torch.float8_e4m3fn), TensorSpec(f"{name}_scale_inv", blocks, torch.float32)]
+        return [TensorSpec(name, shape, "float8_e4m3fn"), TensorSpec(f"{name}_scale_inv", blocks, "float32")]
     if form == "int4" and ".mlp.experts." in name:
         rows, columns = shape
         parts = {
-            "packed": ((rows, columns // 8), torch.int32),
-            "scale": ((rows, columns // 32), torch.bfloat16),
-            "shape": ((2,), torch.int32),
+            "packed": ((rows, columns // 8), "int32"),
+            "scale": ((rows, columns // 32), "bfloat16"),
+            "shape": ((2,), "int32"),
         }
         return [TensorSpec(f"{name}_{part}", size, dtype) for part, (size, dtype) in parts.items()]
-    return [TensorSpec(name, shape, torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16)]
-
-
-# The form that each release is in.
-MODELS: dict[str, tuple[dict[str, Any], Form]] = {
-    "Qwen3-30B-A3B": (QWEN3_30B, "bfloat16"),
-    "Qwen3-235B-A22B": (QWEN3_235B, "bfloat16"),
-    "DeepSeek-V3 671B": (DEEPSEEK_V3, "fp8"),
-    "Kimi-K2 1T": (kimi_k2("fp8"), "fp8"),
-}
-
-
-def works(config: Mapping[str, Any], form: Form) -> dict[str, Volume]:
-    """What each way reads and writes for a model whose release is in this form, in files cut as ckptkit cuts them; INT4 has the routed experts packed."""
-    plain = stored(config, "bfloat16")
-    total, step = sum(spec.nbytes for spec in plain.values()), 2 * max(spec.nbytes for spec in plain.values())
-    return {
-        "HF -> Megatron": Volume(
-            sum(spec.nbytes for spec in stored(config, form).values()),
-            _sizes(plain, MEGATRON_FILE, "bfloat16"),
-            step,
-            total,
-        ),
-        "Megatron -> HF": Volume(total, _sizes(plain, HF_FILE, "bfloat16"), step, total),
-        "Megatron -> INT4": Volume(total, _sizes(plain, HF_FILE, "int4"), step, total),
-    }
-
-
-def _sizes(plain: Mapping[str, TensorSpec], limit: int, form: Form) -> list[int]:
-    """Bytes of every file, cut so that its plain weights come to at most `limit`."""
-    files = cut_shards(plain, limit).values()
-    return [sum(part.nbytes for name in names for part in parts_of(name, plain[name].shape, form)) for names in files]
+    return [TensorSpec(name, shape, "float32" if name.endswith("e_score_correction_bias") else "bfloat16")]
 
 
 def make_hf(path: Path, config: Mapping[str, Any], form: Form, shards: int = 62) -> None:
@@ -174,7 +135,7 @@ def _write_header(path: Path, specs: Iterable[TensorSpec]) -> None:
     end = 0
     for spec in specs:
         header[spec.name] = {
-            "dtype": CODE_OF_DTYPE[spec.dtype],
+            "dtype": SAFETENSORS_CODE[spec.dtype],
             "shape": spec.shape,
             "data_offsets": [end, end + spec.nbytes],
         }
@@ -186,7 +147,7 @@ def _write_header(path: Path, specs: Iterable[TensorSpec]) -> None:
 
 
 def make_megatron(path: Path, config: Mapping[str, Any]) -> None:
-    """A Megatron root as 64 ranks save it: experts of a layer on one axis, gate and up of each as chunks of their own, in sparse files."""
+    """Makes a Megatron root as 64 ranks save it: a layer's experts on one axis, gate and up of each in two chunks."""
     release, hf = path / "release", path / "hf"
     for folder in (path, release, hf):
         folder.mkdir()
@@ -211,14 +172,12 @@ def _keys(config: Mapping[str, Any]) -> dict[str, TensorSpec]:
         key, expert = disk_key(rule.megatron)
         experts[key] += expert is not None
         axis = (experts[key],) if expert is not None else ()
-        found[key] = TensorSpec(
-            key, (*axis, *shapes[id(rule.mapping)]), torch.float32 if rule.mapping.fp32 else torch.bfloat16
-        )
+        found[key] = TensorSpec(key, (*axis, *shapes[id(rule.mapping)]), "float32" if rule.mapping.fp32 else "bfloat16")
     return found
 
 
 def _metadata(release: Path, keys: Mapping[str, TensorSpec], objects: Iterable[str]) -> Metadata:
-    """DCP's `Metadata` of these tensors and objects; makes the files that it names, each key in the file of one rank."""
+    """Makes DCP's `Metadata` of these tensors and objects, and the files that it names, one rank's for each key."""
     ends = [0] * _RANKS
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -228,10 +187,10 @@ def _metadata(release: Path, keys: Mapping[str, TensorSpec], objects: Iterable[s
             [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in _boxes(spec)],
         )
         for number, chunk in enumerate(chunks):
-            length = chunk.sizes.numel() * spec.dtype.itemsize + 1600  # about what torch.save adds
+            length = chunk.sizes.numel() * ITEMSIZE[spec.dtype] + 1600  # about what torch.save adds
             storage[MetadataIndex(key, chunk.offsets, number)] = _StorageInfo(f"__{rank}_0.distcp", ends[rank], length)
             ends[rank] += length
-        entries[key] = TensorStorageMetadata(TensorProperties(dtype=spec.dtype), torch.Size(spec.shape), chunks)
+        entries[key] = TensorStorageMetadata(TensorProperties(dtype=spec.torch_dtype), torch.Size(spec.shape), chunks)
     for key in objects:
         entries[key], storage[MetadataIndex(key)] = BytesStorageMetadata(), _StorageInfo("__0_0.distcp", 0, 1600)
     for rank, end in enumerate(ends):

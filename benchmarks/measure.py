@@ -1,4 +1,4 @@
-"""What every section measures with: seconds and peak memory of a process, and files that are in the page cache or are not."""
+"""Measures seconds and peak memory of a process, and puts files into the page cache or out of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EVERY_S = 0.005
 
 @dataclass(frozen=True)
 class Run:
-    """A command that ended well. `resident` is the kernel's ru_maxrss, `anonymous` the most RssAnon that was seen, both in bytes.
+    """A command that ended well. In bytes: `resident` is the kernel's ru_maxrss, `anonymous` the most RssAnon seen.
 
     `settled`: seconds until what it wrote was on the disk, too, which it need not be when the command ends.
     """
@@ -56,13 +56,13 @@ Command = tuple[list[str], Path, Path | None]
 
 
 def cold_runs(commands: Mapping[str, Command], kept: Collection[Path]) -> dict[str, list[Run]]:
-    """ROUNDS times every command in turn, on files that are not in the page cache. What is written is removed at once, unless `kept`, for it fills disks."""
+    """Runs every command in turn, ROUNDS times, on files outside the page cache. Removes outputs unless `kept`."""
     runs: dict[str, list[Run]] = {what: [] for what in commands}
     for _ in range(ROUNDS):
         last = None
         for what, (command, source, product) in commands.items():
             files = [path for path in source.rglob("*") if path.is_file()]
-            # What is below a virtual disk may have a cache of its own, which nobody can drop: the first to read would be the slowest.
+            # Below a virtual disk may be a cache that nobody can drop: the first to read would be the slowest.
             if source != last:
                 remember(files)
             forget(files)

@@ -1,4 +1,4 @@
-"""Models to measure with: published sizes with fewer layers, of random weights, written a tensor at a time. `python models.py NAME PATH [SHARD_BYTES]`."""
+"""Makes models of published sizes with fewer layers and random weights: `python models.py NAME PATH [SHARD_BYTES]`."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def make(config: dict[str, Any], path: Path, shard: int = FILE_BYTES) -> None:
-    """An HF directory of random weights, its tensors in the order of a release's files, in shards of this many bytes."""
+    """Makes an HF directory of random weights, in the order of a release's files, in shards of this many bytes."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config, indent=2))
-    specs = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in expected_hf(config).items()}
+    specs = {name: TensorSpec(name, shape, "bfloat16") for name, shape in expected_hf(config).items()}
     writer = FilesWriter(path, SafetensorsFiles(specs, cut_shards(specs, shard)))
     # Every tensor is a piece of one pool, from a place of its own: as good as new numbers, and made in seconds.
     generator = torch.Generator().manual_seed(20)

@@ -1,4 +1,4 @@
-"""Time and peak memory against model size, as an SVG: `python benchmarks/plot.py bench.json docs/scale.svg`, after `make bench BENCH_ARGS=scale`."""
+"""Draws time and peak memory against model size: `python benchmarks/plot.py bench.json docs/scale.svg`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from typing import Any
 COLOURS = {"cp -r": "#8a8f98", "HF -> Megatron": "#2f81f7", "Megatron -> HF": "#d9730d"}  # seen on white and on black
 PANELS = (("on disk", "time until it is on the disk (s)"), ("anonymous MiB", "peak anonymous memory (MiB)"))
 WIDTH, HEIGHT, LEFT, TOP = 330, 220, 60, 40
-_STYLE = "text{font:12px sans-serif;fill:#57606a}line{stroke:#57606a;stroke-opacity:.35}@media (prefers-color-scheme:dark){text{fill:#c9d1d9}line{stroke:#c9d1d9}}"
+_STYLE = (
+    "text{font:12px sans-serif;fill:#57606a}line{stroke:#57606a;stroke-opacity:.35}"
+    "@media (prefers-color-scheme:dark){text{fill:#c9d1d9}line{stroke:#c9d1d9}}"
+)
 
 
 def svg(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Two panels with both axes in doublings: a cost that grows with size is a line of slope one, and one that does not a flat line."""
+    """Draws two panels with both axes in doublings: a cost that grows with size is a line of slope one."""
     body = [
         part
         for index, (column, words) in enumerate(PANELS)
@@ -25,7 +28,8 @@ def svg(rows: Sequence[Mapping[str, Any]]) -> str:
     for index, (what, colour) in enumerate(COLOURS.items()):
         x = LEFT + index * 160
         body.append(
-            f'<circle cx="{x}" cy="16" r="4" fill="{colour}"/><text x="{x + 10}" y="20">{what.replace(">", "&gt;")}</text>'
+            f'<circle cx="{x}" cy="16" r="4" fill="{colour}"/>'
+            f'<text x="{x + 10}" y="20">{what.replace(">", "&gt;")}</text>'
         )
     size = f'viewBox="0 0 {2 * (WIDTH + LEFT + 20)} {HEIGHT + TOP + 50}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{_STYLE}</style>\n' + "\n".join(body) + "\n</svg>\n"
@@ -36,19 +40,23 @@ def _panel(rows: Sequence[Mapping[str, Any]], column: str, words: str, left: flo
     across, up = _doublings(min(sizes), max(sizes)), _doublings(min(values), max(values))
     for tick in across:
         x = left + _place(tick, across) * WIDTH
-        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{TOP + HEIGHT}"/><text x="{x:.1f}" y="{TOP + HEIGHT + 17}" text-anchor="middle">{tick:g}</text>'
+        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{TOP + HEIGHT}"/>'
+        yield f'<text x="{x:.1f}" y="{TOP + HEIGHT + 17}" text-anchor="middle">{tick:g}</text>'
     for tick in up:
         y = TOP + HEIGHT - _place(tick, up) * HEIGHT
-        yield f'<line x1="{left}" x2="{left + WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/><text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
+        yield f'<line x1="{left}" x2="{left + WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
     middle = TOP + HEIGHT / 2
     yield f'<text x="{left + WIDTH / 2}" y="{TOP + HEIGHT + 38}" text-anchor="middle">size of the model (GB)</text>'
-    yield f'<text x="{left - 44}" y="{middle}" text-anchor="middle" transform="rotate(-90 {left - 44} {middle})">{words}</text>'
+    turned = f'text-anchor="middle" transform="rotate(-90 {left - 44} {middle})"'
+    yield f'<text x="{left - 44}" y="{middle}" {turned}>{words}</text>'
     for what, colour in COLOURS.items():
         found = sorted((row["GB"], row[column]) for row in rows if row["what"] == what)
         points = [
             (left + _place(size, across) * WIDTH, TOP + HEIGHT - _place(value, up) * HEIGHT) for size, value in found
         ]
-        yield f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        yield f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{line}"/>'
         yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points)
 
 

@@ -1,6 +1,6 @@
 """`ckptkit quantize --search mse` on a Ray cluster of this machine: throughput at 2 workers against 1.
 
-The cluster is up, its workers have started and have planned the job; each run is a whole call of `ckptkit.quantize` besides.
+The cluster is up, and its workers have planned the run; what is timed is a whole call of `ckptkit.quantize`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from models import DENSE, make
 from ckptkit.app.api import int4_scheme, quantize
 from ckptkit.transfer.ray.cluster import connected
 
-# 0.13 GB, of which 0.1 GB is quantized: the search takes a core half a minute. No matrix and no file is so large that one worker waits for it.
+# 0.13 GB, of which 0.1 GB is quantized: the search takes a core half a minute. No file is so large that a worker waits.
 CONFIG = DENSE | {
     "hidden_size": 512,
     "intermediate_size": 1536,

@@ -1,6 +1,6 @@
-"""`make bench`: every section prints a table and stands in bench.json; BENCH_ARGS names the ones to run, such as `offline`.
+"""Measures what BENCH_ARGS of `make bench` names, or everything: a table for each section, and bench.json with all.
 
-A section is a module beside this one (of its name, or in `_MODULES`) with a function `rows()`, which measures and returns what it found as data.
+A section is a module beside this one (of its name, or in `_MODULES`) with a function `rows()`, which returns data.
 """
 
 from __future__ import annotations

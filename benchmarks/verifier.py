@@ -1,4 +1,4 @@
-"""`ckptkit verify` of a checkpoint against its source, compared with `cat` of both; and header checks of a trillion parameters."""
+"""`ckptkit verify` against a source, compared with `cat` of both sides; and header checks of a trillion parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADERS = "import sys, pathlib, huge; huge.make_hf(pathlib.Path(sys.argv[1]), hu
 
 
 def rows() -> list[dict[str, Any]]:
-    """Seconds, the ratio to `cat` of both sides on files that are not in the page cache ("cold") or are ("warm"), and memory.
+    """Seconds, the ratio to `cat` of both sides on files outside the page cache ("cold") or in it ("warm"), and memory.
 
     Two sizes tell start-up from throughput: "start-up" is what is left at none, "each further GB" what one more takes.
     """

@@ -1,6 +1,7 @@
 """Converts HF <-> Megatron checkpoints, quantizes them to INT4, and proves what Megatron and SGLang loaded.
 
-`convert`, `quantize`, `lint`, `verify` and `preflight` return data and raise `CkptkitError`; the command line is a thin cover over them.
+`convert`, `quantize`, `inspect`, `make_manifest`, `lint`, `verify` and `preflight` return data and raise
+`CkptkitError`; the command line is a thin cover over them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.errors import CkptkitError
 
 if TYPE_CHECKING:
-    from ckptkit.app.api import convert, inspect, make_manifest, quantize
+    from ckptkit.app.api import convert, make_manifest, quantize
+    from ckptkit.app.inspection import inspect
     from quant.lint.lint import lint
     from verify.launch.preflight import preflight
     from verify.run import verify
@@ -19,7 +21,7 @@ __all__ = ["CkptkitError", "convert", "inspect", "lint", "make_manifest", "prefl
 
 _HOME = {
     "convert": "ckptkit.app.api",
-    "inspect": "ckptkit.app.api",
+    "inspect": "ckptkit.app.inspection",
     "lint": "quant.lint.lint",
     "make_manifest": "ckptkit.app.api",
     "preflight": "verify.launch.preflight",
@@ -29,7 +31,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use, so that `import ckptkit` stays cheap and the layers below can import its core modules.
+    # Imported on first use: `import ckptkit` stays cheap, and the layers below can import ckptkit.core.
     if name not in _HOME:
         raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
     from importlib import import_module

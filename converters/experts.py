@@ -10,16 +10,16 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, identity
 from ckptkit.core.specs import TensorSpec
+from converters.family import FusedExperts
 from converters.registry import family_of
-from converters.rules import FusedExperts
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(_bias)?")
 _SINGLE = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
@@ -121,6 +121,8 @@ def _fuse_step(
     output = TensorSpec(name, (count, *(reversed(shape) if layout.transposed else shape)), inputs[0].dtype)
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        import torch
+
         # [experts, projections, rows, ...]; rows in turn have the axis of the projections behind that of the rows.
         parts = torch.stack(list(tensors)).reshape(count, len(kinds), rows, *columns)
         whole = (parts.transpose(1, 2) if layout.interleaved else parts).reshape(count, *shape)

@@ -8,15 +8,18 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.formats.detect import Location, locate
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from ckptkit.storage.directory import Directory
 from converters.megatron.legacy import LegacyCheckpoint
 
 
-def open_checkpoint(path: str | Path, hf: str | Path | None = None) -> Checkpoint:
+def open_checkpoint(path: str | Path | Directory, hf: str | Path | Directory | None = None) -> Checkpoint:
     """An HF or Megatron checkpoint. `hf` gives the config for a Megatron one that does not carry its own."""
     location = locate(path)
-    return HfCheckpoint(location.path) if location.kind == "hf" else open_megatron(location, hf)
+    return HfCheckpoint(location.directory) if location.kind == "hf" else open_megatron(location, hf)
 
 
-def open_megatron(location: Location, hf: str | Path | None = None) -> TorchDistCheckpoint | LegacyCheckpoint:
+def open_megatron(
+    location: Location, hf: str | Path | Directory | None = None
+) -> TorchDistCheckpoint | LegacyCheckpoint:
     """A Megatron checkpoint in either format."""
     return LegacyCheckpoint(location.path, hf=hf) if location.legacy else TorchDistCheckpoint(location.path, hf=hf)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import COMPUTED, torch_dtype
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, require
 from ckptkit.core.specs import TensorSpec
@@ -18,10 +16,13 @@ from converters.config.dims import ModelDims
 from converters.experts import fuse, is_fused, unfuse
 from converters.ops.basic import Copy, GateUp, GateUpInOne
 from converters.ops.shapes import Shape
-from converters.passthrough import carried_names
+from converters.passthrough import passthrough_names
 from converters.registry import family_of
 from converters.rules import ParamMapping
 from converters.stored import as_stored
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MCORE = "mcore"
 DIALECTS = (MCORE, "slime")
@@ -90,7 +91,7 @@ def tied_head(config: Mapping[str, Any]) -> tuple[str, str] | None:
     return (dims.head, copies_of(config)[dims.head]) if dims.tied else None
 
 
-def to_megatron(source: Checkpoint, where: str, dtype: torch.dtype | None = None, dialect: str = MCORE) -> View:
+def to_megatron(source: Checkpoint, where: str, dtype: str | None = None, dialect: str = MCORE) -> View:
     """An HF checkpoint, with fused or per-expert experts, seen as Megatron's global tensors, without what is only carried.
 
     MTP layers that the config promises and of which no tensor is there are left out, and the view's config does not promise them.
@@ -108,7 +109,7 @@ def to_megatron(source: Checkpoint, where: str, dtype: torch.dtype | None = None
     config = as_stored(source.config, source.specs)
     family, rules = family_of(config), list(rules_of(config, dialect))
     require(where, [name for rule in rules for name in rule.hf], source.specs)
-    kept = set(carried_names(source))
+    kept = set(passthrough_names(source))
     converted = [name for name in source.specs if name not in kept]
     steps = [_merge_step(rule, source.specs, dtype) for rule in rules]
     return View(source, Plan(tuple(steps), converted, family.dropped(dims_of(config)), where, config))
@@ -119,7 +120,7 @@ def to_hf(
     where: str,
     *,
     fused: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: str | None = None,
     release: Collection[str] = (),
 ) -> View:
     """Megatron's global tensors seen as an HF checkpoint; the inverse of `to_megatron`.
@@ -131,19 +132,18 @@ def to_hf(
     config = as_stored(source.config, source.specs, release)
     rules = rules_in(config, source.specs)
     require(where, [rule.megatron for rule in rules], source.specs)
-    main = getattr(torch, main_dtype(source.specs) or "bfloat16")
+    main = main_dtype(source.specs) or "bfloat16"
     steps = [_split_step(rule, source.specs[rule.megatron], dtype, main, release) for rule in rules]
     view = View(source, Plan(tuple(steps), source.specs, where=where, config=config))
     return View(view, fuse(view.specs, config, where, release)) if fused else view
 
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+_WIDER = {"bfloat16": "float32", "float16": "float32", "float32": "float64"}
 
 
-def _target(spec: TensorSpec, rule: Rule, dtype: torch.dtype | None) -> torch.dtype:
+def _target(spec: TensorSpec, rule: Rule, dtype: str | None) -> str:
     """The dtype to write. Raises CkptkitError for one that no model is trained in: such bytes are something else than weights."""
-    if spec.dtype not in _DTYPES:
+    if spec.dtype not in COMPUTED:
         raise CkptkitError(
             f"{spec}: a weight must be bfloat16, float16 or float32",
             "a quantized source must say so in config.json; start from the release",
@@ -151,15 +151,15 @@ def _target(spec: TensorSpec, rule: Rule, dtype: torch.dtype | None) -> torch.dt
     return spec.dtype if dtype is None or rule.mapping.fp32 else dtype
 
 
-def _narrowed(spec: TensorSpec, dtype: torch.dtype | None, main: torch.dtype) -> torch.dtype:
+def _narrowed(spec: TensorSpec, dtype: str | None, main: str) -> str:
     """The HF dtype of a tensor that stands in the next wider one, or in the model's own where Megatron saved it."""
-    return dtype or (torch.float32 if spec.dtype == torch.float64 else main)
+    return dtype or ("float32" if spec.dtype == "float64" else main)
 
 
-def _cast(name: str, tensor: Tensor, target: torch.dtype) -> Tensor:
+def _cast(name: str, tensor: Tensor, target: str) -> Tensor:
     """The tensor in another dtype. Raises CkptkitError when a finite value does not fit it."""
-    result = tensor.to(target)
-    if target == torch.float16 and tensor.dtype != target and bool((result.isinf() & tensor.isfinite()).any()):
+    result = tensor.to(torch_dtype(target))
+    if target == "float16" and tensor.dtype != result.dtype and bool((result.isinf() & tensor.isfinite()).any()):
         raise CkptkitError(
             f"{name} holds values beyond float16 (largest {float(tensor.abs().max()):.3g})",
             "convert with --dtype bfloat16 or float32",
@@ -176,7 +176,7 @@ def _check_shape(spec: TensorSpec, expected: Shape, *, may_pad: bool = False) ->
         )
 
 
-def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: torch.dtype | None) -> Step:
+def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: str | None) -> Step:
     inputs = [specs[name] for name in rule.hf]
     for spec in inputs:
         _check_shape(spec, rule.hf[spec.name])
@@ -196,7 +196,7 @@ def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: torch.dtype 
         if not rule.mapping.wide:
             return [_cast(rule.megatron, rule.mapping.op.merge(parts), target)]
         parts = [_cast(rule.megatron, tensor, narrow) for tensor in parts]
-        merged = rule.mapping.op.merge([part.to(target) for part in parts])
+        merged = rule.mapping.op.merge([part.to(torch_dtype(target)) for part in parts])
         _check_exact(rule, parts, merged)
         return [merged]
 
@@ -210,30 +210,28 @@ def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: torch.dtype 
     )
 
 
-def _passes(rule: Rule, spec: TensorSpec, target: torch.dtype) -> bool:
+def _passes(rule: Rule, spec: TensorSpec, target: str) -> bool:
     """Whether a rule leaves the bytes of its HF tensors as they are, one tensor after the other."""
     return type(rule.mapping.op) in (Copy, GateUp, GateUpInOne) and spec.dtype == target and not rule.mapping.wide
 
 
 def _check_exact(rule: Rule, parts: Sequence[Tensor], merged: Tensor) -> None:
     for name, part, back in zip(rule.hf, parts, rule.mapping.op.split(merged), strict=True):
-        if not torch.equal(back.to(part.dtype), part):
+        if not back.to(part.dtype).equal(part):
             hint = f"{rule.megatron} holds it less one, and a value this close to 0 is lost in that; is the checkpoint damaged?"
             raise CkptkitError(f"{name} holds values that {rule.megatron} would round", hint)
 
 
 def _check_copies(tensor: Tensor, copies: Mapping[str, Tensor], name: str) -> None:
     for copy, content in copies.items():
-        if content.dtype != tensor.dtype or not torch.equal(content, tensor):
+        if content.dtype != tensor.dtype or not content.equal(tensor):
             hint = f"one of them would be lost; if {copy} is not meant, remove it from the source (and its index) first"
             if copy.endswith("lm_head.weight"):
                 hint = "compare both with the release: either tie_word_embeddings must be false in config.json, or one of the two is stale"
             raise CkptkitError(f"{copy} is not the same as {name}, but Megatron holds one tensor for both", hint)
 
 
-def _split_step(
-    rule: Rule, spec: TensorSpec, dtype: torch.dtype | None, main: torch.dtype, release: Collection[str]
-) -> Step:
+def _split_step(rule: Rule, spec: TensorSpec, dtype: str | None, main: str, release: Collection[str]) -> Step:
     expected = rule.megatron_shape
     _check_shape(spec, expected, may_pad=rule.mapping.vocab)
     target = _narrowed(spec, dtype, main) if rule.mapping.wide else _target(spec, rule, dtype)
@@ -242,7 +240,7 @@ def _split_step(
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         whole = tensors[0][: expected[0]]
         if rule.mapping.wide:
-            whole = whole.to(_WIDER.get(whole.dtype, whole.dtype))
+            whole = whole.to(torch_dtype(_WIDER.get(spec.dtype, spec.dtype)))
         parts = [_cast(rule.megatron, part, target) for part in rule.mapping.op.split(whole)]
         return parts + [parts[0]] * len(copies)
 

@@ -2,65 +2,39 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
-from converters.families import (
-    deepseek_v3,
-    deepseek_v32,
-    gemma3,
-    glm4,
-    glm4_moe,
-    glm4_moe_lite,
-    glm_moe_dsa,
-    gpt_oss,
-    kimi_k25,
-    llama,
-    mimo,
-    minimax_m2,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_5,
-    qwen3_moe,
-    qwen3_next,
-    qwen3_vl,
-)
-from converters.rules import ModelFamily
-
-_MODULES = (
-    deepseek_v3,
-    deepseek_v32,
-    gemma3,
-    glm4,
-    glm4_moe,
-    glm4_moe_lite,
-    glm_moe_dsa,
-    gpt_oss,
-    kimi_k25,
-    llama,
-    mimo,
-    minimax_m2,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_5,
-    qwen3_moe,
-    qwen3_next,
-    qwen3_vl,
-)
-FAMILIES: dict[str, ModelFamily] = {
-    model_type: module.FAMILY for module in _MODULES for model_type in module.FAMILY.model_types
-}
+from converters import families
+from converters.family import ModelFamily
 
 
-# What such a model is, by its class name, where many are published; the first that fits.
+def _found() -> Iterator[ModelFamily]:
+    """The families of every file in the folder of families, and in those below."""
+    for module in pkgutil.walk_packages(families.__path__, f"{families.__name__}."):
+        if not module.ispkg:
+            yield from import_module(module.name).FAMILIES
+
+
+def by_model_type(found: Iterable[ModelFamily]) -> dict[str, ModelFamily]:
+    """Families by `model_type`. Raises ValueError where two claim the same."""
+    known: dict[str, ModelFamily] = {}
+    for family in found:
+        for model_type in family.model_types:
+            if known.setdefault(model_type, family) is not family:
+                raise ValueError(f"two families claim model_type {model_type!r}")
+    return known
+
+
+FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(by_model_type(_found()))
+
+
+# What a model of another class is, by the name of the class; the first that fits.
 _OTHERS = (
     (
         r"(?i).*(eagle|nextn|mtp|medusa|speculator|draft).*",
@@ -79,7 +53,8 @@ _OTHERS = (
 def family_of(config: Mapping[str, Any]) -> ModelFamily:
     """The family of a config.
 
-    Raises CkptkitError for an unknown `model_type`, naming the known ones, and UnsupportedError for a class that is none of the family's.
+    Raises CkptkitError for an unknown `model_type`, naming the known ones, and UnsupportedError for a class that is not
+    the family's.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

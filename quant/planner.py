@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, identity, require
 from ckptkit.core.specs import TensorSpec
@@ -95,15 +96,15 @@ def quantize_step(
     groups, special = scheme.groups(columns), sglang_experts and is_expert(spec.name)
     packed, scale, shape, zero_point = _part_names(spec.name)
     stored = reference.specs.get(scale) if reference is not None else None
-    dtype = scheme.scale_dtype or (stored.dtype if stored else spec.dtype)
+    dtype = dtype_name(scheme.scale_dtype) if scheme.scale_dtype else (stored or spec).dtype
     outputs = [
-        TensorSpec(packed, (rows, columns // CODES_PER_WORD), torch.int32),
+        TensorSpec(packed, (rows, columns // CODES_PER_WORD), "int32"),
         TensorSpec(scale, (rows, groups), dtype),
-        TensorSpec(shape, (2,), torch.int64),
+        TensorSpec(shape, (2,), "int64"),
     ]
     if not scheme.symmetric:
         across = -(-rows // CODES_PER_WORD)
-        outputs.append(TensorSpec(zero_point, (groups, across) if special else (across, groups), torch.int32))
+        outputs.append(TensorSpec(zero_point, (groups, across) if special else (across, groups), "int32"))
 
     # No closure: of a large model there are seventy thousand, and each would hold a cell a variable.
     run = partial(_parts, spec, scheme, reference, special, device)

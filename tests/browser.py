@@ -1,4 +1,4 @@
-"""A real headless Chromium, driven through the DevTools protocol over a pipe (https://chromedevtools.github.io/devtools-protocol/)."""
+"""A real headless Chromium, driven over a pipe (https://chromedevtools.github.io/devtools-protocol/)."""
 
 from __future__ import annotations
 

@@ -47,10 +47,10 @@ def converted(releases: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 def saved(
     releases: Callable[[str], Path], converted: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The directory with what real Megatron saved, one checkpoint for every label of `megatron_saves.SAVES`. Read only."""
+    """The directory with what real Megatron saved: a checkpoint for each label of `megatron_saves.SAVES`. Read only."""
     pytest.importorskip("megatron.core")
     root = _shared(tmp_path_factory) / "saved"
-    # Four ranks of Megatron take a minute: where tests run in several processes, the first that comes here makes it for all.
+    # Four ranks of Megatron take a minute. Where tests run in several processes, the first here makes it for all.
     with FileLock(root.with_suffix(".lock")):
         if not root.exists():
             making = root.with_suffix(".making")

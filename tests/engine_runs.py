@@ -1,7 +1,7 @@
 """Ranks of the Megatron witness with Transformer Engine's layers and no GPU: `python -m engine_runs FOLDER RANK...`.
 
-Transformer Engine makes no module without a GPU, though it needs one only to compute. While a model is built it is told of one; what
-the model asks of a checkpoint, and what it then holds, is the same.
+Transformer Engine makes no module without a GPU, though it needs one only to compute. While a model is built it is told
+that there is one; what the model asks of a checkpoint, and what it then holds, is the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Runs on a Ray cluster in which one task fails while others end: `python tests/failing_tasks.py ADDRESS ROUNDS` prints how often each happened."""
+"""Runs on a Ray cluster in which one task fails while others end: `python tests/failing_tasks.py ADDRESS ROUNDS`.
+
+Prints how often each happened.
+"""
 
 from __future__ import annotations
 

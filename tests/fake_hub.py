@@ -1,4 +1,4 @@
-"""A server with one model repository that answers what huggingface_hub asks when it lists and reads one; nothing can be written to it."""
+"""A server with one model repository that answers what huggingface_hub asks to list and read it; it takes no writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 @contextmanager
 def fake_hub(repository: str, root: Path, asked: list[str]) -> Iterator[str]:
-    """The address of a hub whose `repository` (`org/name`) holds the files of `root`. Method and path of each request are noted in `asked`."""
+    """The address of a hub whose `repository` (`org/name`) holds the files of `root`.
+
+    Appends method and path of each request to `asked`.
+    """
     with serving(_handler(repository, root, asked)) as address:
         yield address
 

@@ -1,7 +1,7 @@
-"""Kills conversions and quantizations at random moments (kill -9) and resumes each: the result must be that of an undisturbed run.
+"""Kills conversions and quantizations at random moments (kill -9) and resumes each: the result must be as undisturbed.
 
-`python tests/kills.py --runs 100` prints where the kills fell, as JSON. Exit code 1 when a result is another, when something is left
-beside it, and when fewer than a third of the kills fell among the files, so that little would be proved.
+`python tests/kills.py --runs 100` prints where the kills fell, as JSON. Exit code 1 when a result differs, when
+something is left beside it, and when fewer than a third of the kills fell among the files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Write = Callable[..., object]
 
 @dataclass(frozen=True)
 class Way:
-    """A job, what it writes undisturbed, how many files of weights that are, and the seconds until the first of them and for each."""
+    """A job, its undisturbed result and number of weight files, and the seconds until the first and for each."""
 
     name: str
     write: Write
@@ -61,7 +61,7 @@ def _ways(root: Path) -> list[Way]:
     _wait(_started(lambda: models.save("qwen3_moe", hf)))
     _wait(_started(lambda: convert(hf, megatron)))
     return [
-        _measured("to Megatron", lambda out, **how: convert(hf, out, file_bytes=FILE_BYTES, **how), root / "whole"),
+        _measured("to Megatron", lambda out, **how: convert(hf, out, max_shard_size=FILE_BYTES, **how), root / "whole"),
         _measured("to HF", lambda out, **how: convert(megatron, out, **how), root / "whole"),
         _measured("to INT4", lambda out, **how: quantize(hf, out, int4_scheme(group_size=32), **how), root / "whole"),
     ]
@@ -98,7 +98,7 @@ def _survived(way: Way, work: Path, chance: random.Random) -> list[str]:
 
 
 def _killed(way: Way, out: Path, chance: random.Random, **how: object) -> str:
-    """Kills a run when a random number of its files is finished, and a random part of the time for one later. Returns where that was.
+    """Kills a run after a random number of files and a random part of the time for one more. Returns where that was.
 
     Counting files, not seconds, spreads the kills evenly however busy the machine is.
     """
@@ -132,7 +132,7 @@ def _content(root: Path) -> dict[str, bytes]:
 
 
 def _started(work: Callable[[], object]) -> int:
-    """A process that does this. It is forked and imports nothing; so this process may neither compute nor start a thread."""
+    """A forked process that does this. It imports nothing, so this process may neither compute nor start a thread."""
     if process := os.fork():
         return process
     code = 1

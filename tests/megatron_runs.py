@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes import environment
+from processes import run_module
 from torch import Tensor
 
 
@@ -29,30 +28,16 @@ def logits_of(cases: Mapping[str, Case], tokens: Tensor) -> dict[str, Tensor]:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         torch.save({"cases": {name: vars(case) for name, case in cases.items()}, "tokens": tokens}, scratch / "in.pt")
-        run_python(__file__, [str(scratch)])
+        run_module("megatron_runs", scratch, OMP_NUM_THREADS="1")
         return dict(torch.load(scratch / "out.pt"))
-
-
-def run_python(script: str, arguments: list[str]) -> None:
-    """Runs a script of the tests in a process of its own, without a GPU. Raises RuntimeError with what it said when it fails."""
-    found = environment(OMP_NUM_THREADS="1")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, *arguments],
-        env=found,
-        stderr=subprocess.PIPE,
-        timeout=540,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr.decode()[-5000:])
 
 
 # What follows runs in that process.
 
 
 def _run_logits(scratch: Path) -> None:
+    from converters.megatron.parallel import ParallelSizes
     from converters.planner import dims_of
-    from verify.witnesses.megatron.layout import ParallelSizes
     from verify.witnesses.megatron.model import Build, build_chunks, connect, logits
     from verify.witnesses.megatron.process import load
 

@@ -1,6 +1,6 @@
-"""Checkpoints that real megatron-core saves, in processes of their own: in torch_dist, and in Megatron-LM's legacy format.
+"""Checkpoints that real megatron-core saves, in processes of their own: torch_dist, and Megatron-LM's legacy format.
 
-Beside the weights stands what a training run also saves: optimizer, random states, rerun state. Source of the names and of
+Beside the weights is what a training run also saves: optimizer, random states, rerun state. Source of the names and of
 which rank writes: Megatron-LM `training/checkpointing.py`.
 """
 
@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron_runs import run_python
+from processes import run_module
 
-from verify.witnesses.megatron.layout import ParallelSizes
+from converters.megatron.parallel import ParallelSizes
 
 ITERATION = 10
 
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint for Megatron to load from `source` and to save into `target`, as a training run of these sizes would.
+    """A checkpoint for Megatron to load from `source` and save into `target`, as a training run of these sizes would.
 
-    `stacked` makes the model homogeneous, so that Megatron stacks all layers of a key; `singleton` asks for a key an expert;
-    `release` saves into `release/`; `legacy` saves one file a rank.
+    `stacked` makes the model homogeneous, so that Megatron stacks all layers of a key; `singleton` asks for a key for
+    each expert; `release` saves into `release/`; `legacy` saves one file a rank.
     """
 
     config: Mapping[str, Any]
@@ -71,7 +71,7 @@ def save_with_megatron(saves: Sequence[Save], world: int) -> None:
     """Does all of them, on `world` ranks: those beyond the sizes of a save are data parallel."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save([vars(save) for save in saves], Path(folder) / "in.pt")
-        run_python(__file__, [folder, str(world)])
+        run_module("megatron_saves", folder, world, OMP_NUM_THREADS="1")
 
 
 # What follows runs in a process of its own, which becomes that of all the ranks.
@@ -242,7 +242,7 @@ def _save_legacy(save: Save, chunks: Sequence[Any], state: dict[str, Any], path:
 
 
 def _into_one_buffer(chunk: Any) -> None:
-    """Moves all bf16 parameters into one buffer, of which they are views from then on, as Megatron's DistributedDataParallel does."""
+    """Makes all bf16 parameters views of one buffer, as Megatron's DistributedDataParallel does."""
     parameters = [parameter for parameter in chunk.parameters() if parameter.dtype == torch.bfloat16]
     buffer = torch.cat([parameter.data.flatten() for parameter in parameters])
     for parameter, part in zip(parameters, buffer.split([parameter.numel() for parameter in parameters]), strict=True):

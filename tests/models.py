@@ -67,7 +67,7 @@ class InMemory:
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         self.config = dict(config)
         self.tensors = dict(tensors)
-        self.specs = {name: TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        self.specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
         self.groups = [(name,) for name in tensors]
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -1,25 +1,23 @@
-"""Updates real SGLang engines on a GPU: `python tests/online_engine.py ORDERS.json` writes a line of REPORTS.jsonl after every step.
+"""Updates real SGLang engines on a GPU: `python -m online_engine ORDERS.json` writes a line of REPORTS.jsonl a step.
 
-An order is {"name", "int4": the directory that the engine serves, "bf16": the weights of the trainer}. `run` starts that. A machine
-that never ran these kernels first compiles Marlin's for experts, which takes minutes on one thread; here on all of them, while the
-first engine starts.
+An order is {"name", "int4": the directory that the engine serves, "bf16": the weights of the trainer}. `run` starts
+that. A machine that never ran these kernels first compiles Marlin's for experts, which takes minutes on one thread;
+here it runs on all of them, while the first engine starts.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from online_runs import swapped, trainer
+from processes import run_logged
 from torch import Tensor
 
 from ckptkit.formats.hf.reader import HfCheckpoint
@@ -28,7 +26,6 @@ from quant.online.quantizer import Bucket, OnlineQuantizer
 BEGIN, END = "quant.online.sglang_reload.begin", "quant.online.sglang_reload.end"
 PROMPTS = [[5, 17, 42, 256, 9, 31], [7, 7, 100, 3, 250]]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
-LIMIT_S = 540
 # Marlin's kernels in as many threads as there are cores, or as SGLang would compile them, should nvcc not know how.
 COMPILE = """
 import os, torch
@@ -126,21 +123,8 @@ def steps(order: Mapping[str, str], compiled: subprocess.Popen[bytes]) -> Iterat
 
 def run(root: Path, orders: Sequence[Mapping[str, str]]) -> tuple[dict[str, dict[str, Any]], str]:
     """Results by order and step, as far as it came, and the end of the log."""
-    here = Path(__file__).resolve()
     (root / "orders.json").write_text(json.dumps(orders))
-    paths = [str(here.parents[1]), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-    }
-    with (root / "log").open("wb") as log:
-        command = [sys.executable, "-W", "ignore", str(here), str(root / "orders.json")]
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(LIMIT_S)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the engine's own processes too
+    run_logged(root / "log", "online_engine", root / "orders.json", gpu=True)
     found: dict[str, dict[str, Any]] = defaultdict(dict)
     reports = root / "reports.jsonl"
     for name, step, result in map(json.loads, reports.read_text().splitlines() if reports.exists() else []):

@@ -1,4 +1,4 @@
-"""A small model in the manner of Kimi K2, by its tensors and names: what the tests of the online quantizer start from."""
+"""A small model like Kimi K2, by its tensors and names, for the tests of the online quantizer."""
 
 from __future__ import annotations
 

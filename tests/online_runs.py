@@ -1,14 +1,13 @@
-"""Updates real SGLang models online, on the CPU, many in one process: `python tests/online_runs.py ORDERS.json` writes REPORT beside it.
+"""Updates real SGLang models online, on the CPU, many in one process: `python -m online_runs ORDERS.json`.
 
-An order is {"int4": the directory that is served, "bf16": the weights of the trainer}, and "broken" where that is tried. The model is SGLang's own with its own
-`load_weights`; of the repacking for Marlin only the CUDA kernels are replaced, by `verify.witnesses.sglang.marlin`. `run` starts that.
+Writes report.json beside the orders. An order is {"int4": the directory that is served, "bf16": the weights of the
+trainer}, and "broken" where that is tried. The model and its `load_weights` are SGLang's own; of the repacking for
+Marlin only the CUDA kernels are replaced, by `verify.witnesses.sglang.marlin`. `run` starts that.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,20 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from processes import run_logged
 from torch import Tensor, nn
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.online import sglang_reload
 from quant.online.quantizer import OnlineQuantizer
-from verify.witnesses.sglang.bits import bits, poison
+from verify.evidence.extremes import as_integers
+from verify.witnesses.bits import poison
 from verify.witnesses.sglang.marlin import marlin_weight
 
 State = Mapping[str, Tensor]
 
 
 def state(model: nn.Module) -> State:
-    return {name: bits(parameter).clone() for name, parameter in model.named_parameters() if parameter.numel()}
+    return {name: as_integers(parameter).clone() for name, parameter in model.named_parameters() if parameter.numel()}
 
 
 def differing(one: State, other: State) -> list[str]:
@@ -38,7 +39,7 @@ def differing(one: State, other: State) -> list[str]:
 
 
 def trainer(path: Path, change: Callable[[str], str] = str) -> Iterator[tuple[str, Tensor]]:
-    """Every BF16 tensor by itself, each expert's between those of other layers: the last part of a name counts most."""
+    """Every BF16 tensor alone, each expert's between those of other layers: sorted by the name's last part first."""
     checkpoint = HfCheckpoint(path)
     for name in sorted(checkpoint.specs, key=lambda name: name.split(".")[::-1]):
         yield change(name), checkpoint.read([name])[name]
@@ -135,26 +136,21 @@ def without_cuda() -> None:
 
 
 def marlin_experts(words: Tensor) -> Tensor:
-    """[experts, inputs / 8, outputs]: the experts side by side, since Marlin's tiles are 64 outputs wide and so end where an expert ends."""
+    """[experts, inputs / 8, outputs] side by side: Marlin's tiles of 64 outputs end where an expert ends."""
     return marlin_weight(words.transpose(0, 1).flatten(1)).unflatten(1, (len(words), -1)).transpose(0, 1).contiguous()
 
 
 def run(root: Path, orders: Mapping[str, Mapping[str, Path]]) -> dict[str, dict[str, Any]]:
-    """What became of every order. Raises AssertionError with the end of the log where SGLang does not come through."""
-    here = Path(__file__).resolve()
+    """The report of every order. Raises AssertionError with the end of the log where SGLang fails."""
     (root / "orders.json").write_text(json.dumps(orders, default=str))
-    paths = [str(here.parents[1]), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with (root / "log").open("wb") as log:
-        command = [sys.executable, "-W", "ignore", str(here), str(root / "orders.json")]
-        subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
+    run_logged(root / "log", "online_runs", root / "orders.json")
     assert (root / "report.json").exists(), (root / "log").read_text()[-4000:]
     found: dict[str, dict[str, Any]] = json.loads((root / "report.json").read_text())
     return found
 
 
 def main() -> None:
-    from verify.witnesses.ending import Journal
+    from verify.witnesses.ending import PhaseLog
     from verify.witnesses.sglang.load import load
 
     path = Path(sys.argv[1])
@@ -169,7 +165,7 @@ def main() -> None:
             False,
             None,
             partial(examine, order, reports[name]),
-            Journal(scratch / "ending"),
+            PhaseLog(scratch / "ending"),
         )
     (path.parent / "report.json").write_text(json.dumps(reports))
 

@@ -58,11 +58,11 @@ def ct_scheme(scheme: QuantScheme) -> QuantizationScheme:
 
 
 def ct_packed(weight: Tensor, scheme: QuantScheme) -> Mapping[str, Tensor]:
-    """What compressed-tensors stores: its scales, held in the scheme's dtype as its modules hold them, and its compressor."""
+    """What compressed-tensors stores: its scales, in the scheme's dtype as its modules hold them, and packed codes."""
     own = ct_scheme(scheme)
     groups = weight.reshape(weight.shape[0], -1, scheme.group_size or weight.shape[1])
     stored = scheme.scale_dtype or weight.dtype
-    # Its `calculate_qparams` fails for a scale dtype that reaches further than the weight's, to which nothing needs to be rounded.
+    # Its `calculate_qparams` fails for a scale dtype with a wider range than the weight's, which needs no rounding.
     fails = torch.finfo(stored).max > torch.finfo(weight.dtype).max
     args = ct_scheme(replace(scheme, scale_dtype=None)).weights if fails else own.weights
     scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), args)

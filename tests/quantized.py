@@ -25,7 +25,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -
 def write(
     plain: Path, target: Path, wanted: Callable[[str], bool], quantizer: Quantizer, edit: Edit
 ) -> dict[str, Tensor]:
-    """A copy of an HF directory with its `wanted` tensors quantized and its config edited. Returns every plain tensor that it means."""
+    """A copy of an HF directory with its `wanted` tensors quantized and its config edited. Returns the plain ones."""
     shutil.copytree(plain, target)
     meant: dict[str, Tensor] = {}
     weight_map, total = {}, 0
@@ -46,7 +46,10 @@ def write(
 
 
 def fp8_blocks(height: int, width: int, dtype: torch.dtype = torch.float32, ending: str = "_scale_inv") -> Quantizer:
-    """One scale a block, looped over block by block; in float8_e8m0fnu it is rounded up to a power of two. A `width` of 0 is a whole row."""
+    """One scale a block, block by block. In float8_e8m0fnu it is rounded up to a power of two.
+
+    A `width` of 0 is a whole row.
+    """
 
     def quantize(weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
         rows, columns = weight.shape

@@ -1,4 +1,4 @@
-"""Servers that tests read from and write to: moto's S3 as a process of its own, and what stands before it to break it."""
+"""Servers that tests read from and write to: moto's S3 in a process of its own, and proxies that break it."""
 
 from __future__ import annotations
 
@@ -160,7 +160,10 @@ class Request:
 def breaking(
     target: str, seen: list[Request], breaks: Callable[[Request], bool] = lambda request: False
 ) -> type[BaseHTTPRequestHandler]:
-    """A handler that hands every request on to `target`, notes it in `seen`, and breaks off in the middle of the answer when `breaks(request)`."""
+    """A handler that hands every request on to `target` and notes it in `seen`.
+
+    It breaks off in the middle of the answer when `breaks(request)`.
+    """
     host = target.removeprefix("http://")
 
     class Proxy(_Handler):
@@ -192,9 +195,9 @@ def breaking(
 
 
 def refusing(status: int, code: str, only: str = "", target: str = "", about: str = "") -> type[BaseHTTPRequestHandler]:
-    """A handler that gives every request S3's error of this status and code; or those of method `only`, whose path has `about` in it, and hands
+    """A handler that answers every request with S3's error of this status and code.
 
-    the others on to `target`.
+    With `only` or `about`, requests of another method, or without it in their path, go on to `target`.
     """
 
     class Refusal(breaking(target, [])):  # type: ignore[misc]

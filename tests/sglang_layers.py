@@ -1,19 +1,18 @@
-"""Asks the real SGLang which names it looks up in `ignore`: builds each model class on the meta device and writes down every look-up.
+"""Asks the real SGLang which names it looks up in `ignore`: `python -m sglang_layers CONFIGS.json OUT.json`.
 
-`python tests/sglang_layers.py CONFIGS.json OUT.json`, where CONFIGS is {case: content of config.json}. `looked_up` starts that.
+CONFIGS is {case: content of config.json}. Each model class is built on the meta device. `looked_up` starts that.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from processes import run_logged
 
 SCHEME = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 # Everything is ignored, so that no layer asks for a kernel.
@@ -26,15 +25,10 @@ QUANTIZATION = {
 
 
 def looked_up(configs: Mapping[str, Mapping[str, Any]], root: Path) -> dict[str, dict[str, Any]]:
-    """For every case: `names` looked up, the model's `class`, its declared `packed_modules_mapping`, and the `ignore` list as mapped."""
-    here = Path(__file__).resolve()
+    """For every case: `names` looked up, the model's `class`, and its declared `packed_modules_mapping`."""
     (root / "configs.json").write_text(json.dumps(configs))
-    paths = [str(here.parents[1]), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", str(here), str(root / "configs.json"), str(root / "out.json")]
-    with (root / "log").open("wb") as log:
-        done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
-    assert done.returncode == 0, (root / "log").read_text()[-2000:]
+    ended_well = run_logged(root / "log", "sglang_layers", root / "configs.json", root / "out.json")
+    assert ended_well, (root / "log").read_text()[-2000:]
     found: dict[str, dict[str, Any]] = json.loads((root / "out.json").read_text())
     return found
 

@@ -1,12 +1,11 @@
-"""Runs the forward pass of SGLang's own multi-token prediction classes: `python tests/sglang_mtp.py IN.pt OUT.pt`.
+"""Runs the forward pass of SGLang's own multi-token prediction classes: `python -m sglang_mtp IN.pt OUT.pt`.
 
-Only what needs a GPU is replaced: norms and linear layers by torch's, the decoder layer by transformers'. The order in which a
-class joins embedding and hidden state, and for MiMo which weight it takes for which, are SGLang's. `run` starts the process.
+Only what needs a GPU is replaced: norms and linear layers by torch's, the decoder layer by transformers'. SGLang
+decides the order in which a class joins embedding and hidden state, and for MiMo the names of weights. `run` starts it.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from processes import environment
+from processes import run_module
 from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
 class Job:
-    """A layer to run: `model` is a key of `MAKERS`, `config` a transformers config, `tensors` the layer's under their HF names.
+    """A layer to run: `model` is a key of `MAKERS`, `config` a transformers config, `tensors` the layer's by HF name.
 
     `embedded` are the embeddings of the next tokens and `hidden` the hidden states, both [sequence, hidden].
     """
@@ -34,10 +33,12 @@ class Job:
 
 
 def run(scratch: Path, jobs: Sequence[Job]) -> list[Tensor]:
-    """Hidden states [sequence, hidden] behind each layer's last norm, all from one process: importing SGLang takes longer than any layer."""
+    """Hidden states [sequence, hidden] behind each layer's last norm.
+
+    One process runs all, since importing SGLang takes longer than any layer.
+    """
     torch.save([vars(job) for job in jobs], scratch / "sglang-in.pt")
-    command = [sys.executable, "-W", "ignore", __file__, str(scratch / "sglang-in.pt"), str(scratch / "sglang-out.pt")]
-    subprocess.run(command, env=environment(), check=True, timeout=600)
+    run_module("sglang_mtp", scratch / "sglang-in.pt", scratch / "sglang-out.pt")
     outputs: list[Tensor] = torch.load(scratch / "sglang-out.pt")
     return outputs
 
@@ -114,7 +115,7 @@ class QwenBody(nn.Module):
 def _qwen(
     kind: type[nn.Module], config: Any, tensors: Mapping[str, Tensor], block: Block, norm: type[nn.Module]
 ) -> nn.Module:
-    """SGLang's class takes its weights by their HF names; those of the decoder layer, which is not SGLang's, are in `block` already."""
+    """SGLang's class with weights by their HF names; those of the decoder layer are in `block` already."""
     model = kind.__new__(kind)
     nn.Module.__init__(model)
     model.config, model.enable_shared_expert_fusion = config, False

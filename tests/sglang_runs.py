@@ -1,15 +1,13 @@
 """Loads many checkpoints into real SGLang in one process, since starting SGLang is what takes time.
 
-`python tests/sglang_runs.py CASES.json`, where CASES is a list of {"job": SglangJob as a dict, "alter": a name of ALTER}.
-`run_cases` starts that. Also what the tests quantize with: a plain formula that shares nothing with the package under test.
+`python -m sglang_runs CASES.json`, where CASES is a list of {"job": SglangJob as a dict, "alter": a name of ALTER}.
+`run_cases` starts that. Also what the tests quantize with: a formula that shares nothing with the code under test.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from processes import run_logged
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -108,7 +107,7 @@ ALTER: Mapping[str, Callable[[Weights], Weights]] = {
 
 
 def online_int4(weights: Mapping[str, Tensor], ignore: Sequence[str], group: int) -> dict[str, Tensor]:
-    """What an online quantizer that goes by parameter names makes: every `.weight` with two axes packed, unless a rule matches its name.
+    """Packs as an online quantizer that goes by names: every `.weight` with two axes, unless a rule matches its name.
 
     Symmetric, scale = largest magnitude of the group / 7, codes stored + 8, eight a word, lowest bits first.
     """
@@ -157,7 +156,7 @@ def written(root: Path, name: str, release: Path, tensors: Mapping[str, Tensor],
 
 
 def run_cases(cases: Mapping[str, Case], root: Path, *, gpu: bool = False) -> dict[str, SglangRun]:
-    """What SGLang made of every case, on the CPU unless `gpu`. Where one crashes, a new process goes on with the next."""
+    """What SGLang made of every case, on the CPU unless `gpu`. After a crash a new process goes on with the next."""
     orders: dict[str, dict[str, Any]] = {}
     for number, (name, case) in enumerate(cases.items()):
         (scratch := root / f"scratch-{number}").mkdir()
@@ -171,24 +170,14 @@ def run_cases(cases: Mapping[str, Case], root: Path, *, gpu: bool = False) -> di
         orders[name] = {"job": asdict(job), "alter": case.alter}
     runs: dict[str, SglangRun] = {}
     while left := {name: order for name, order in orders.items() if name not in runs}:
-        log = _start(list(left.values()), root, {} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
+        (root / "cases.json").write_text(json.dumps(list(left.values())))
+        run_logged(root / "log", "sglang_runs", root / "cases.json", gpu=gpu)
         for name, order in left.items():
             report = Path(order["job"]["report"])
-            runs[name] = outcome(None if report.exists() else "it stopped", report, log)
+            runs[name] = outcome(None if report.exists() else "it stopped", report, root / "log")
             if not report.exists():
                 break
     return runs
-
-
-def _start(orders: Sequence[Mapping[str, Any]], root: Path, variables: Mapping[str, str]) -> Path:
-    here = Path(__file__).resolve()
-    (root / "cases.json").write_text(json.dumps(orders))
-    paths = [str(here.parents[1]), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with (root / "log").open("wb") as log:
-        command = [sys.executable, "-W", "ignore", str(here), str(root / "cases.json")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"} | variables
-        subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
-    return root / "log"
 
 
 def main() -> None:

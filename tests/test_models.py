@@ -9,7 +9,7 @@ import pytest
 
 
 def kinds(name: str) -> dict[str, int]:
-    """Every size along which a matrix of this model, as HF, Megatron or SGLang stores it, meets another kind of matrix."""
+    """Every size along which a matrix of this model, in HF, Megatron or SGLang, meets another kind of matrix."""
     config = models.configs()[name]
     query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     sizes = {

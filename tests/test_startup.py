@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 from families import CASES
 from fixture_types import PathOf
-from processes import environment
+from processes import python
 
-# Each costs from a tenth of a second to two: torch's compiler with what it stands on, model classes, and what is only there for GPUs or losses.
+# Each costs from a tenth of a second to two.
 COMPILER = {"torch._dynamo", "torch._inductor", "triton"}
 MODELS = {"compressed_tensors", "huggingface_hub", "transformers"}
 REMOTE = {"aiohttp", "botocore", "fsspec", "gcsfs", "httpx", "s3fs"}  # and huggingface_hub: only for URLs
@@ -19,23 +18,23 @@ HEAVY = (
     COMPILER
     | MODELS
     | REMOTE
-    | {"llvmlite", "megatron", "numba", "pandas", "ray", "scipy", "sglang", "sklearn", "torchao", "torchvision"}
+    | {"jinja2", "llvmlite", "megatron", "numba", "pandas", "ray", "scipy", "sglang", "sklearn", "torchao"}
+    | {"torchvision"}
 )
 
-# Runs commands one after the other; after each it writes the names of all modules that are there. A module that is only marked as absent is None.
+# Runs commands one after the other; after each it writes the names of all modules that are there.
 RUN = """
 import json, sys
 from ckptkit.app.cli import cli
 for command in json.loads(sys.argv[1]):
     cli.main(command, standalone_mode=False)
-    print(json.dumps([name for name, module in sys.modules.items() if module is not None]), file=sys.stderr)
+    print(json.dumps(list(sys.modules)), file=sys.stderr)
 """
 
 
 def loaded(*commands: list[str]) -> list[set[str]]:
     """The modules that a process has after each of these commands."""
-    words = [sys.executable, "-c", RUN, json.dumps(commands)]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    done = python("-c", RUN, json.dumps(commands))
     assert done.returncode == 0, done.stderr
     return [set(json.loads(line)) for line in done.stderr.splitlines()]
 
@@ -61,44 +60,25 @@ def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(
     assert not any(name.startswith("rich") for name in back)
 
 
-def test_what_is_hidden_hides_nothing_that_others_need(releases: PathOf, tmp_path: Path) -> None:
-    """transformers imports scikit-learn where there is one, which needs scipy: a stand-in that fails as the real one would."""
-    package = tmp_path / "installed/sklearn"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("import scipy.sparse\n")
-    (package / "metrics.py").write_text("roc_curve = None\n")
-    there = {"PYTHONPATH": f"{package.parent}:{environment().get('PYTHONPATH', '')}"}
-    words = [
-        sys.executable,
-        "-m",
-        "ckptkit",
-        "quantize",
-        str(releases("qwen2-untied")),
-        str(tmp_path / "int4"),
-        "--group-size",
-        "32",
-        "--dry-run",
-    ]
-    done = subprocess.run(words, env=environment() | there, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "would write" in done.stdout
+@pytest.mark.parametrize("command", [["--help"], ["convert", "--help"], ["verify", "--help"]])
+def test_help_imports_nothing_that_is_not_needed(command: list[str]) -> None:
+    (modules,) = loaded(command)
+    assert "ckptkit.app.cli" in modules
+    assert modules & (HEAVY | {"numpy", "rich", "torch"}) == set()
 
 
-# Works out every Megatron shape of each config, in both dialects, and writes the names of all modules that are then there.
+# Works out every Megatron shape of each config, in both dialects, and writes the names of all modules.
 SHAPES = """
 import json, sys
 from converters.planner import DIALECTS, rules_of
-count = sum(len(rule.megatron_shape) > 0 for config in json.load(sys.stdin) for dialect in DIALECTS for rule in rules_of(config, dialect))
+rules = (rule for config in json.load(sys.stdin) for dialect in DIALECTS for rule in rules_of(config, dialect))
+count = sum(len(rule.megatron_shape) > 0 for rule in rules)
 print(json.dumps([count, list(sys.modules)]))
 """
 
 
 def test_no_rule_needs_the_compiler_to_tell_a_shape() -> None:
     configs = [case.edit(case.config().to_dict()) for case in CASES.values()]
-    words = [sys.executable, "-c", SHAPES]
-    done = subprocess.run(
-        words, env=environment(), input=json.dumps(configs), capture_output=True, text=True, check=True
-    )
-    count, modules = json.loads(done.stdout)
+    count, modules = json.loads(python("-c", SHAPES, given=json.dumps(configs)).stdout)
     assert count > 100 * len(configs)
     assert COMPILER & set(modules) == set()

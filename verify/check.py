@@ -1,7 +1,8 @@
 """What a check is, how it is registered, and the loop that runs them all.
 
-A check is a generator of findings. It counts in its `Tally` what it compared; one that compared nothing fails,
-because a check that looked at nothing has proved nothing.
+A check is a generator of issues. It counts in its `Tally` what it compared; one that compared nothing fails, because a
+check that looked at nothing has proved nothing. Every function in `verify/checks/` under `@check` is one; no list names
+them.
 """
 
 from __future__ import annotations
@@ -9,30 +10,30 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
+from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
+from pkgutil import walk_packages
+from typing import Literal
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
+from verify import checks as packages
 from verify.evidence.subject import Subject
+from verify.issue import Issue
 from verify.report import CheckResult, Finding, Status
+from verify.skip import Skip as Skip
+from verify.skip import Unable as Unable
 
 NOTES = "notes"
-# Checks that run only when their witness is asked for, by the beginning of their code.
-WITNESSES: Mapping[str, str] = MappingProxyType({"CK4": "megatron", "CK5": "sglang"})
 _LOG = logging.getLogger(__name__)
 
-
-class Skip(Exception):  # noqa: N818
-    """Raised by a check that has nothing to look at here; the message is the reason that the report gives."""
-
-
-class Unable(Skip):
-    """Raised by a check that cannot look at what it was asked to: a package is missing, a tool of ours broke.
-
-    Unless something else is found wrong, the report is then inconclusive, with this message as its reason.
-    """
+# What a check looks at. `configuration` is JSON files and training arguments; only preflight knows a `launch`.
+Stage = Literal["headers", "values", "quantization", "megatron", "sglang", "configuration", "launch"]
+# `sound headers`: it reads every byte, which is not worth it while headers are wrong. A witness must be asked for.
+Need = Literal["sound headers", "source", "megatron", "sglang"]
+WITNESSES: tuple[Need, ...] = ("megatron", "sglang")
 
 
 @dataclass
@@ -65,41 +66,68 @@ def _always(subject: Subject) -> str | None:
 
 @dataclass(frozen=True)
 class Check:
-    """One registered check: its stable code, what it is about, why it matters, what to do about a finding."""
+    """One registered check: its stable code, what it is about, why it matters, what to do about a finding.
+
+    `needs` is what must be there for it to run. `gate`: where it fails, headers are not sound. `preflight`: preflight
+    runs it too, as it does all of the stages `headers` and `launch`.
+    """
 
     code: str
     title: str
     rationale: str
     fix: str
     run: Run
+    stage: Stage
+    needs: tuple[Need, ...] = ()
+    gate: bool = False
+    preflight: bool = False
     unless: Unless = _always
 
+    def left_out(self, subject: Subject) -> str | None:
+        """Why it does not apply to this subject; None when it does."""
+        for witness in WITNESSES:
+            if witness in self.needs and witness not in subject.against:
+                return f"--against-{witness} was not given"
+        if (reason := self.unless(subject)) is not None:
+            return reason
+        return "no --source was given" if "source" in self.needs and subject.source_path is None else None
 
-# Checks that read every byte: not worth it while headers are wrong. Witnesses were asked for, so they run whenever they can.
-_NEEDS_SOUND_HEADERS = "CK2"
-# Where these fail there is no whole checkpoint to read. A wrong total_size (CK106) or dtype (CK107) leaves all bytes readable.
-_SOUND_HEADERS = frozenset({"CK101", "CK102", "CK103", "CK104", "CK105", "CK111", "CK112", "CK113"})
 
 _CHECKS: dict[str, Check] = {}
 
 
-def check(code: str, title: str, *, rationale: str, fix: str, unless: Unless = _always) -> Callable[[Run], Run]:
-    """Registers a generator function as the check `code`. `unless` names the reason where it does not apply."""
+def check(
+    code: str,
+    title: str,
+    *,
+    stage: Stage,
+    rationale: str,
+    fix: str,
+    needs: tuple[Need, ...] = (),
+    gate: bool = False,
+    preflight: bool = False,
+    unless: Unless = _always,
+) -> Callable[[Callable[[Subject, Tally], Iterator[Issue]]], Run]:
+    """Registers a generator function as the check `code` (fields as in `Check`); called, it then gives findings."""
 
-    def register(run: Run) -> Run:
+    def register(issues: Callable[[Subject, Tally], Iterator[Issue]]) -> Run:
+        @wraps(issues)
+        def run(subject: Subject, tally: Tally) -> Iterator[Finding]:
+            for issue in issues(subject, tally):
+                yield from issue.findings(code)
+
         if code in _CHECKS:
             raise ValueError(f"{code} is registered twice")
-        _CHECKS[code] = Check(code, title, rationale, fix, run, unless)
+        _CHECKS[code] = Check(code, title, rationale, fix, run, stage, needs, gate, preflight, unless)
         return run
 
     return register
 
 
 def all_checks() -> Sequence[Check]:
-    """Every check, by code."""
-    from verify import load_checks
-
-    load_checks()
+    """Every check, by code: those of all modules in `verify/checks/`."""
+    for module in walk_packages(packages.__path__, f"{packages.__name__}."):
+        import_module(module.name)
     return [_CHECKS[code] for code in sorted(_CHECKS)]
 
 
@@ -128,17 +156,18 @@ class Outcome:
 
 
 def run_checks(subject: Subject, checks: Sequence[Check]) -> Outcome:
-    """Runs checks in order of cost. Once names, shapes or files are found wrong, those that read every byte, or cannot be opened, are skipped.
+    """Runs checks in this order. Once a `gate` has failed, those that need sound headers are skipped.
 
-    An exception that is none of ours makes the report inconclusive: a fault of this program is no verdict on the checkpoint. Raises
-    CkptkitError when the checkpoint cannot be opened although none of these checks found anything.
+    An exception that is none of ours makes the report inconclusive: a fault of this program is no verdict on the
+    checkpoint. What a check found before it raised counts. Raises CkptkitError when the checkpoint cannot be
+    opened although none of these checks found anything.
     """
     outcome = Outcome()
     broken: str | None = None
     for one in checks:
         ran = _run(one, subject, broken)
         outcome.add(ran)
-        if ran.checks[0].status == "failed" and one.code in _SOUND_HEADERS and broken is None:
+        if ran.checks[0].status == "failed" and one.gate and broken is None:
             broken = one.code
     return outcome
 
@@ -147,41 +176,50 @@ def _run(one: Check, subject: Subject, broken: str | None) -> Outcome:
     tally = Tally()
     started = time.monotonic()
     found: list[Finding] = []
-    unable = False
-    reason = f"not run because {broken} failed" if broken and one.code.startswith(_NEEDS_SOUND_HEADERS) else None
-    try:
-        found = list(one.run(subject, tally)) if reason is None else []
-    except Skip as skip:
-        # A witness runs only where it was asked for, so whatever it leaves out was asked for.
-        reason, unable = str(skip), isinstance(skip, Unable) or one.code.startswith(tuple(WITNESSES))
-    except UnsupportedError as error:
-        reason, unable = f"{error.message}: {error.hint}", True
-    except CkptkitError as error:
-        if broken is None:
-            raise
-        reason = f"not run because {broken} failed: {error.message}"
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # noqa: BLE001 - what breaks inside a check must not be read as a fault of the checkpoint
-        _LOG.debug("%s", one.code, exc_info=True)
-        reason, unable = _own_fault(error), True
+    if broken and "sound headers" in one.needs:
+        reason: str | None = f"not run because {broken} failed"
+        unable = False
+    else:
+        reason, unable = _collect(one, subject, tally, found, broken)
     if reason is None and tally.tensors == 0 and not found:
-        found = [
-            Finding(
-                one.code,
-                "something to compare",
-                "nothing was compared",
-                "a check that looks at nothing proves nothing: please report this",
-            )
-        ]
+        hint = "a check that looks at nothing proves nothing: please report this"
+        found += Issue("something to compare", "nothing was compared", hint).findings(one.code)
     failed = any(finding.severity == "error" for finding in found)
-    status: Status = "skipped" if reason is not None else "failed" if failed else "passed"
+    status: Status = "failed" if failed else "skipped" if reason is not None else "passed"
     seconds = round(time.monotonic() - started, 3)
     result = CheckResult(one.code, one.title, status, reason, tally.tensors, tally.bytes, seconds)
     return Outcome([result], found, tally.facts, {reason: [one.code]} if reason is not None and unable else {})
 
 
+def _collect(
+    one: Check, subject: Subject, tally: Tally, found: list[Finding], broken: str | None
+) -> tuple[str | None, bool]:
+    """Runs a check and adds its findings to `found` as they come.
+
+    Returns why it did not look, or not to the end, and whether it was asked to look.
+    """
+    try:
+        for finding in one.run(subject, tally):
+            found.append(finding)  # noqa: PERF402 - those before an exception count too
+    except Skip as skip:
+        # A witness runs only where it was asked for, so whatever it leaves out was asked for.
+        return str(skip), isinstance(skip, Unable) or not set(one.needs).isdisjoint(WITNESSES)
+    except UnsupportedError as error:
+        return f"{error.message}: {error.hint}", True
+    except CkptkitError as error:
+        if broken is None and not found:
+            raise
+        return (error.message, True) if broken is None else (f"not run because {broken} failed: {error.message}", False)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - what breaks inside a check must not be read as a fault of the checkpoint
+        _LOG.debug("%s", one.code, exc_info=True)
+        return _own_fault(error), True
+    return None, False
+
+
 def _own_fault(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     said = "".join(traceback.format_exception_only(error)).strip()
-    return f"an error inside this check, which says nothing of the checkpoint: {said} ({Path(frame.filename).name}:{frame.lineno}); please report it"
+    where = f"{Path(frame.filename).name}:{frame.lineno}"
+    return f"an error inside this check, which says nothing of the checkpoint: {said} ({where}); please report it"

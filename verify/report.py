@@ -15,7 +15,7 @@ Status = Literal["passed", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. `tensor` may be folded (`model.layers.{0..11}.mlp.gate.weight`), then `count` says how many."""
+    """One thing that is wrong. `tensor` may be folded (`layers.{0..11}.mlp.gate.weight`); `count` says of how many."""
 
     code: str
     expected: str
@@ -30,7 +30,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """How one check ended. `reason` says why it was skipped; `bytes_compared` and `tensors_compared` what it looked at."""
+    """How one check ended. `reason` says why it did not look, or not to the end; `..._compared` what it looked at."""
 
     code: str
     title: str
@@ -43,10 +43,10 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything one command found. `facts` holds what is printed but not judged, such as the layers of each pipeline stage.
+    """Everything one command found. `facts` is printed but not judged, such as the layers of each pipeline stage.
 
-    `reasons` says what was asked for and could not be looked at.
-    `heat` is as `verify.reports.heat.heat_map` returns it: layer -> kind of tensor -> what was compared there.
+    `reasons` says what was asked for and could not be looked at. `heat` is as `verify.reports.heat.heat_map` returns
+    it: layer -> kind of tensor -> what was compared there.
     """
 
     version: str
@@ -61,7 +61,7 @@ class Report:
 
     @property
     def status(self) -> Literal["passed", "failed", "inconclusive"]:
-        """`failed` when any finding is an error or any check failed, else `inconclusive` when something asked for was not looked at."""
+        """`failed` with any error or failed check, else `inconclusive` when something asked for was not looked at."""
         errors = any(finding.severity == "error" for finding in self.findings)
         if errors or any(check.status == "failed" for check in self.checks):
             return "failed"
@@ -108,7 +108,7 @@ class Report:
 
 
 def anchors(findings: Sequence[Finding]) -> list[str]:
-    """A name for each finding, the same in every format: its code and its number among the findings of that code (`CK202-1`)."""
+    """A name for each finding, the same in every format: its code and its number within that code (`CK202-1`)."""
     counts: Counter[str] = Counter()
     names = []
     for finding in findings:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,15 +12,14 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import TRACKER, is_legacy, locate, refuse_url, tracked
 from quant.selection.readers import readers_of
-from verify.check import WITNESSES, Check, Skip, all_checks, run_checks
+from verify.check import Check, Skip, all_checks, run_checks
 from verify.evidence.expected import usable_config
+from verify.evidence.reading import read_values
+from verify.evidence.rounding import rounding_of
 from verify.evidence.subject import Subject
 from verify.report import Finding, Report
 from verify.reports.heat import Heat, heat_map, of_rounding, of_values
 from verify.witnesses.megatron.run import sizes_of
-
-# Checks of a launch, which only preflight knows.
-LAUNCH = ("CK709", "CK71")
 
 
 def verify(
@@ -40,14 +39,16 @@ def verify(
 ) -> Report:
     """Verifies the checkpoint at `path`, HF or Megatron, and returns the report; nothing is written.
 
-    `source` is what it was made from; then every value is compared. `hf` gives the config of a Megatron checkpoint that has
-    none beside it. `manifest` is a file with a digest of every tensor to compare with. `against` holds "megatron" and "sglang".
-    `readers` (as `--reader` has them; None: SGLang, slime and miles) are those that are to load or send INT4 weights: an `ignore` list
-    that contradicts the packed weights for one of them is an error, for others a warning. Where none is named and the list is a
-    published one, what only trainers take otherwise is a warning too. `ray`: the address of a Ray cluster that reads all the bytes
-    (`ckptkit.transfer.ray.cluster.connected`); the report is the same.
-    A broken checkpoint gives findings; CkptkitError means that there is no checkpoint at `path` or `source` at all, that something
-    this needs is missing, that there is no such reader, or that the model cannot be cut into these parallel sizes.
+    `source` is what it was made from; then every value is compared. `hf` gives the config of a Megatron checkpoint that
+    has none beside it. `manifest` is a file with a digest of every tensor. `against` holds "megatron" and "sglang".
+    `readers` (as `--reader` has them; None: SGLang, slime and miles) are those that are to load or send INT4 weights:
+    an `ignore` list that contradicts the packed weights for one of them is an error, for others a warning. Where none
+    is named and the list is a published one, what only trainers read differently is a warning too. `ray` is the address
+    of a Ray cluster that reads all the bytes (`ckptkit.transfer.ray.cluster.connected`); the report is the same.
+
+    A broken checkpoint gives findings. CkptkitError means that there is no checkpoint at `path` or `source`, that
+    something is missing that this needs, that there is no such reader, or that the model cannot be cut into these
+    sizes.
     """
     if hf is not None:
         _check_hf(hf)
@@ -64,18 +65,12 @@ def verify(
         etp=etp,
         vpp=vpp,
         readers=None if readers is None else tuple(readers),
+        manifest=Path(manifest) if manifest else None,
         ray=ray,
     )
-    subject.manifest = Path(manifest) if manifest else None
-    subject.hf_path = Path(os.path.abspath(hf)) if hf is not None else _config_home(subject)
-    if subject.source_path:
-        locate(subject.source_path)
-    if hf is not None and "megatron" not in (subject.kind, subject.source_path and subject.source_kind):
-        refuse_hf(hf, path)
-    _refuse_legacy(subject.path)
-    if "megatron" in against:
-        _check_sizes_early(subject)
-    chosen, left_out = choose(subject, [one for one in all_checks() if not one.code.startswith(LAUNCH)])
+    subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
+    _check_early(subject, hf, path)
+    chosen, left_out = choose(subject, [one for one in all_checks() if one.stage != "launch"])
     outcome = run_checks(subject, chosen)
     return Report(
         version=version("ckptkit"),
@@ -101,8 +96,8 @@ def _check_hf(hf: str | Path) -> None:
 
 def _heat(subject: Subject, findings: Sequence[Finding]) -> Heat:
     """The heat map of what the checks compared; bytes that no check read are not read for it."""
-    read = of_values(subject.values) if "values" in vars(subject) else ()
-    return heat_map([*read, *of_rounding(subject.rounding)], findings)
+    values, rounding = subject.found(read_values), subject.found(rounding_of)
+    return heat_map([*(of_values(values) if values else ()), *of_rounding(rounding or {})], findings)
 
 
 def _refuse_legacy(path: Path) -> None:
@@ -115,15 +110,20 @@ def _refuse_legacy(path: Path) -> None:
         raise CkptkitError(f"{weights} is in Megatron's legacy format (mp_rank_*), which verify cannot look into", hint)
 
 
-def _check_sizes_early(subject: Subject) -> None:
-    """Impossible parallel sizes are refused before every byte has been read; whatever else is wrong is for the checks to say."""
+def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> None:
+    """Raises CkptkitError, before every byte has been read, for what is no matter of the checkpoint."""
+    if subject.source_path:
+        locate(subject.source_path)
+    if hf is not None and "megatron" not in (subject.kind, subject.source_path and subject.source_kind):
+        refuse_hf(hf, path)
+    _refuse_legacy(subject.path)
     with suppress(Skip):
-        if usable_config(subject) is not None:
+        if "megatron" in subject.against and usable_config(subject) is not None:
             sizes_of(subject)
 
 
 def _config_home(here: Subject) -> Path | None:
-    """Where the HF config of a Megatron side comes from where --hf does not say: the other side when that is HF and this one has none."""
+    """Where the HF config of a Megatron side comes from without --hf: the other side, if that is HF and it has none."""
     path, source = here.path, here.source_path
     if source is None:
         here.kind  # noqa: B018 - raises where there is no checkpoint
@@ -138,17 +138,13 @@ def _config_home(here: Subject) -> Path | None:
 def choose(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], list[str]]:
     """The checks that apply, and a line for each reason why others do not. A check left out is not a skipped one.
 
-    Of the CK1xx checks, which always are for one format or the other, nothing is said.
+    Of checks of headers, which always are for one format or the other, nothing is said.
     """
     chosen: list[Check] = []
     reasons: dict[str, list[str]] = {}
     for one in checks:
-        witness = WITNESSES.get(one.code[:3])
-        reason = (
-            f"--against-{witness} was not given" if witness and witness not in subject.against else one.unless(subject)
-        )
-        if reason is None:
+        if (reason := one.left_out(subject)) is None:
             chosen.append(one)
-        elif not one.code.startswith("CK1"):
+        elif one.stage != "headers":
             reasons.setdefault(reason, []).append(one.code)
     return chosen, [f"{', '.join(codes)}: {reason}" for reason, codes in reasons.items()]

@@ -1,4 +1,4 @@
-"""`python -m ckptkit.app.demo OUT`: the whole way once, on models made on the spot, with the real command line.
+"""Shows the whole way once, on models made on the spot, with the real command line: `python -m ckptkit.app.demo OUT`.
 
 Two models with random weights go HF -> Megatron -> HF, the mixture of experts is quantized to INT4, real Megatron and
 real SGLang load the results, and then copies are broken in the three ways that people meet most.
@@ -7,6 +7,7 @@ real SGLang load the results, and then copies are broken in the three ways that 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -103,7 +104,7 @@ def pack_routers(path: Path) -> None:
             tensors[name] = tensor
     for file in [*path.glob("*.safetensors"), path / INDEX]:
         file.unlink(missing_ok=True)
-    specs = {name: TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
     writer = FilesWriter(path, SafetensorsFiles(specs, cut_shards(specs)))
     for name, tensor in tensors.items():
         writer.write(name, tensor)
@@ -122,12 +123,8 @@ def restart_layer_ids(path: Path) -> None:
     args = dict(source.args)
     half = MOE_LAYERS // 2
     for name in list(tensors):
-        head, _, tail = name.removeprefix("decoder.layers.").partition(".")
-        twin = (
-            f"decoder.layers.{int(head) - half}.{tail}"
-            if name.startswith("decoder.layers.") and int(head) >= half
-            else ""
-        )
+        found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+        twin = f"decoder.layers.{int(found[1]) - half}.{found[2]}" if found and int(found[1]) >= half else ""
         if twin in tensors and tensors[twin].shape == tensors[name].shape:
             tensors[name] = tensors[twin]
     shutil.rmtree(path / "release")
@@ -150,7 +147,7 @@ class Demo:
     rows: list[tuple[str, str, str, float]] = field(default_factory=list)
 
     def say(self, text: str) -> None:
-        """A headline."""
+        """Prints a headline."""
         self.console.print(f"\n[bold]{text}[/bold]")
 
     def run(self, *arguments: str | Path, expect: int = 0, title: str) -> None:
@@ -161,14 +158,8 @@ class Demo:
         self.console.print(f"[cyan]$ ckptkit {' '.join(words)}[/cyan]", soft_wrap=True)
         began = time.monotonic()
         code = subprocess.run([sys.executable, "-m", "ckptkit", *words], cwd=self.out, check=False).returncode
-        self.rows.append(
-            (
-                title,
-                " ".join(words[:1]),
-                "as expected" if code == expect else f"exit {code}, not {expect}",
-                time.monotonic() - began,
-            )
-        )
+        result = "as expected" if code == expect else f"exit {code}, not {expect}"
+        self.rows.append((title, words[0], result, time.monotonic() - began))
         if code != expect:
             self.summary()
             sys.exit(1)
@@ -180,13 +171,10 @@ class Demo:
         count = 0
         for file in files if equal else []:
             before, after = load_file(left / file), load_file(right / file)
-            equal = (
-                equal and before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-            )
+            equal &= before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
             count += len(before)
-        self.console.print(
-            f"{left.name} and {right.name}: {count} tensors in {len(files)} files, {'bit for bit the same' if equal else 'DIFFERENT'}"
-        )
+        verdict = "bit for bit the same" if equal else "DIFFERENT"
+        self.console.print(f"{left.name} and {right.name}: {count} tensors in {len(files)} files, {verdict}")
         self.rows.append((f"{left.name} = {right.name}", "compare", "as expected" if equal else "differ", 0.0))
         if not equal:
             sys.exit(1)
@@ -245,19 +233,10 @@ def _fresh(out: Path) -> None:
 def good(demo: Demo, moe: Path) -> None:
     """What a healthy checkpoint looks like."""
     demo.say("The mixture of experts in real Megatron, 2 tensor-parallel ranks x 2 pipeline stages")
-    parallel = ["--tp", "2", "--pp", "2"]
+    what: list[str | Path] = ["--source", moe, "--against-megatron", "--tp", "2", "--pp", "2"]
     megatron, int4 = demo.out / "moe-megatron", demo.out / "moe-int4"
     report = ["--report", "moe-megatron.json"]
-    demo.run(
-        "verify",
-        megatron,
-        "--source",
-        moe,
-        "--against-megatron",
-        *parallel,
-        *report,
-        title="moe in Megatron, TP2 x PP2",
-    )
+    demo.run("verify", megatron, *what, *report, title="moe in Megatron, TP2 x PP2")
     demo.say("The same in real SGLang")
     demo.run("verify", moe, "--against-sglang", "--report", "moe.json", title="moe in SGLang")
     gpu = torch.cuda.is_available()
@@ -266,37 +245,24 @@ def good(demo: Demo, moe: Path) -> None:
         + ("" if gpu else ": inconclusive here, since its kernels repack INT4 weights on a GPU only")
     )
     demo.run("quantize", moe, int4, "--group-size", "32", title="moe -> INT4")
-    what: list[str | Path] = ["--source", moe, "--against-sglang", "--report", "moe-int4.json"]
-    demo.run(
-        "verify",
-        int4,
-        *what,
-        expect=0 if gpu else 2,
-        title="moe INT4 in SGLang" + ("" if gpu else ", but for repacking"),
-    )
+    what = ["--source", moe, "--against-sglang", "--report", "moe-int4.json"]
+    title = "moe INT4 in SGLang" + ("" if gpu else ", but for repacking")
+    demo.run("verify", int4, *what, expect=0 if gpu else 2, title=title)
 
 
 def bad(demo: Demo, moe: Path) -> None:
     """Three copies broken as people break them."""
     demo.say("Broken on purpose, 1: an online quantizer whose ignore list lacks the router")
     routers = demo.broken("broken-router", demo.out / "moe-int4", pack_routers)
-    demo.run(
-        "verify",
-        routers,
-        "--against-sglang",
-        "--report",
-        "broken-router.json",
-        expect=1,
-        title="router quantized: found",
-    )
+    report = ["--report", "broken-router.json"]
+    demo.run("verify", routers, "--against-sglang", *report, expect=1, title="router quantized: found")
     demo.say("Broken on purpose, 2: a shard is missing")
     shard = demo.broken("broken-shard", moe, lose_a_shard)
     demo.run("verify", shard, "--report", "broken-shard.json", expect=1, title="shard missing: found")
     demo.say("Broken on purpose, 3: the second pipeline stage counted its layers from 0 again")
     layers = demo.broken("broken-layers", demo.out / "moe-megatron", restart_layer_ids)
-    demo.run(
-        "verify", layers, "--source", moe, "--report", "broken-layers.json", expect=1, title="layers shifted: found"
-    )
+    report = ["--report", "broken-layers.json"]
+    demo.run("verify", layers, "--source", moe, *report, expect=1, title="layers shifted: found")
 
 
 if __name__ == "__main__":

@@ -1,151 +1,129 @@
-"""What `--dry-run` says that a job will take: bytes, files, tasks, memory and time, from its plan and a quick measurement of this machine."""
+"""Forecasts bytes, memory and seconds of a run for `--dry-run`, from its plan and a measurement of the disk."""
 
 from __future__ import annotations
 
+import os
 import resource
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from ckptkit.app.estimate import Bound, Machines, Throughput, Volume, estimate, measure_throughput
-from ckptkit.app.execute import How
-from ckptkit.app.jobs import Job, Work
-from ckptkit.app.on_ray import batches_of
+from ckptkit.app.plan import ConversionPlan
+from ckptkit.app.run_options import RunOptions
 from ckptkit.core.collector import uncollected
-from ckptkit.core.errors import CkptkitError
-from ckptkit.core.plan import moved
+from ckptkit.core.plan import read_and_held
 from ckptkit.storage.url import is_url
 from ckptkit.transfer.copy import STREAM, cores, may_stream, threads
+from quant.formats.scheme import QuantScheme
 
-RAY_NODES = (4, 16)
-_SHAPE = (512, 4096)  # of the matrix that quantizing and dequantizing are measured with: 4 MiB in bfloat16
-
-
-@dataclass(frozen=True)
-class Row:
-    """What the job takes on `nodes` with `workers` each: threads of one process here, or with `ray` processes on nodes like this one.
-
-    `tasks`: files, or with Ray batches of files, which are done as a whole. `memory`: resident bytes at the peak, of the process or of each worker.
-    """
-
-    ray: bool
-    nodes: int
-    workers: int
-    tasks: int
-    memory: int
-    seconds: float
-    bound: Bound
+START = 5.0  # seconds from a command's start to the first byte: imports
+_PIECE = 8 << 20
+_PIECES = 8
+_LONGEST_S = 0.5
+_MATRIX = (512, 4096)  # that the search for scales is measured with: 4 MiB in bfloat16
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes `read` and `written`, in `files`; `rows` for several machines, from `measured` in the existing `directory`. No rows for a `reason`."""
+    """What a run takes: bytes read, bytes written in `files`, resident bytes at the peak, and seconds on this machine.
+
+    `memory` is that of the process, or with Ray of each worker. `seconds` is None for a `reason`.
+    """
 
     read: int
     written: int
     files: int
-    directory: str | None = None
-    measured: Throughput | None = None
-    rows: tuple[Row, ...] = ()
+    memory: int
+    seconds: float | None = None
     reason: str | None = None
 
 
-def forecast(job: Job, work: Work, how: How) -> Forecast:
-    """What the job will take. Measures for about a second, in the directory that DST will be made in; nothing is left there."""
-    volume = volume_of(work, how.memory)
-    found = Forecast(volume.read, volume.written, len(volume.files))
-    if is_url(how.path) or is_url(job.src):
+def forecast(options: RunOptions, plan: ConversionPlan) -> Forecast:
+    """Forecasts a run. Measures the disk of the destination for about a second, and leaves nothing there."""
+    found = forecast_bytes(options, plan)
+    if is_url(options.dst) or is_url(options.src):
         return replace(found, reason="the network is not measured")
-    directory = next(parent for parent in Path(how.path).absolute().parents if parent.is_dir())
+    if options.ray is not None:
+        return replace(found, reason="the cluster is not measured")
+    directory = next(parent for parent in Path(options.dst).absolute().parents if parent.is_dir())
     try:
-        rates = measure_throughput(directory, list(_computing(job, work)))
-    except CkptkitError as error:
-        return replace(found, reason=error.message)
-    here = how.workers or min(cores(), threads(how.memory))
-    spare = 0 if how.workers else threads(how.memory) - here
-    rows = tuple(rows_of(work, volume, rates, here, spare, how.workers or cores()))
-    return replace(found, directory=str(directory), measured=rates, rows=rows)
+        read, write = disk_rates(directory)
+    except OSError as error:
+        return replace(found, reason=f"{directory}: {error.strerror}")
+    seconds = found.read / read + found.written / write
+    if options.scheme is not None and options.scheme.search != "none" and options.device == "cpu":
+        # Without a search one core keeps up with a disk.
+        workers = min(options.workers or cores(), cores())
+        seconds = max(seconds, max(found.read, found.written) / (search_rate(options.scheme) * workers))
+    return replace(found, seconds=START + seconds)
 
 
 @uncollected()
-def volume_of(work: Work, memory: int) -> Volume:
-    """The plan in bytes. Opens no file."""
+def forecast_bytes(options: RunOptions, plan: ConversionPlan) -> Forecast:
+    """The bytes and the memory of a run, from its plan. Opens no file."""
     read, step = 0, 0
-    for output in work.outputs:
+    for output in plan.outputs:
         for names in output.view.groups:
-            of_group, held = moved(output.view, names)
+            of_group, held = read_and_held(output.view, names)
             read, step = read + of_group, max(step, min(held, STREAM) if may_stream(output.view, names) else held)
-    sizes = [output.files.size(file) for file, output in work.files().items()]
-    # What it has taken to come as far as this, every worker will take before it reads a tensor.
+    files = [output.files.size(file) for file, output in plan.files().items()]
+    # What planning has taken, every worker will hold before it reads a tensor.
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    written = sum(spec.nbytes for output in work.outputs for spec in output.view.specs.values())
-    return Volume(read, sizes, step, max(read, written), memory, process)
+    workers = 1 if options.ray is not None else options.workers or threads(options.memory)
+    # One step more than there are threads is in flight, so that none waits; a single one may exceed the limit.
+    memory = process + workers * STREAM + max(step, min(options.memory, (workers + 1) * step))
+    return Forecast(read, sum(files), len(files), memory)
 
 
-def rows_of(work: Work, volume: Volume, rates: Throughput, here: int, spare: int, workers: int) -> Iterator[Row]:
-    """Threads of one process here: 1, 2, 4 and so on up to `here`, which have `spare` ones beside them; then Ray with `workers` processes a node."""
-    for count in sorted({min(1 << power, here) for power in range(here.bit_length() + 1)}):
-        found = estimate(volume, rates, Machines(threads=count, spare=spare if count == here else 0))
-        yield Row(False, 1, count, found.tasks, found.memory, found.seconds, found.bound)
-    for nodes in RAY_NODES:
-        batches = [batch.nbytes for batch in batches_of(work, nodes * workers)]
-        found = estimate(replace(volume, files=batches), rates, Machines(nodes, workers))
-        yield Row(True, nodes, workers, found.tasks, found.memory, found.seconds, found.bound)
+def disk_rates(directory: Path) -> tuple[float, float]:
+    """Measures how many bytes a second the disk of this directory reads and writes.
+
+    Writes at most 64 MiB to a file that is removed again, and reads it past the page cache where the kernel allows
+    that. Raises OSError when nothing can be written there.
+    """
+    piece = os.urandom(_PIECE)
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".ckptkit-measure-") as file:
+        descriptor = file.fileno()
+
+        def write() -> None:
+            os.write(descriptor, piece)
+            os.fdatasync(descriptor)
+
+        seconds, count = _repeated(write, _PIECES)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        reading, _ = _repeated(lambda: os.read(descriptor, _PIECE), count)
+    return count * _PIECE / reading, count * _PIECE / seconds
 
 
-def _computing(job: Job, work: Work) -> Iterator[Callable[[], int]]:
-    """What a core does for this job beside merging and hashing, on a matrix of this size; each returns its plain bytes."""
-    if work.dequantized is not None:
-        yield _dequantizing(work.dequantized)
-    if job.scheme is not None and job.device == "cpu":
-        # Imported here because it compiles kernels.
-        from quant.kernels.dispatch import quantize_pack
+def search_rate(scheme: QuantScheme) -> float:
+    """Bytes a second of bfloat16 weights for which one core finds scales by search."""
+    from quant.kernels.dispatch import quantize_pack  # here because it compiles kernels
 
-        scheme, weight = job.scheme, torch.linspace(-1, 1, _SHAPE[0] * _SHAPE[1]).to(torch.bfloat16).reshape(_SHAPE)
-        quantize_pack([weight], scheme, ["a matrix"])
-        yield lambda: len(quantize_pack([weight], scheme, ["a matrix"])) * weight.nbytes
+    weight = torch.linspace(-1, 1, _MATRIX[0] * _MATRIX[1]).to(torch.bfloat16).reshape(_MATRIX)
+    quantize_pack([weight], scheme, ["a matrix"])
+    seconds, count = _repeated(lambda: quantize_pack([weight], scheme, ["a matrix"]), _PIECES)
+    return count * weight.nbytes / seconds
 
 
-def _dequantizing(words: str) -> Callable[[], int]:
-    rows, columns = _SHAPE
-    if words.startswith("FP8"):
-        from quant.formats.fp8 import scaled
-
-        codes, scales = (
-            torch.zeros(_SHAPE, dtype=torch.uint8).view(torch.float8_e4m3fn),
-            torch.ones(rows // 128, columns // 128),
-        )
-        return lambda: scaled(codes, scales, (128, 128)).nbytes
-    from quant.formats.int4 import unpacked
-    from quant.formats.packing import CODES_PER_WORD
-
-    packed, groups = (
-        torch.zeros(rows, columns // CODES_PER_WORD, dtype=torch.int32),
-        torch.ones(rows, columns // 32, dtype=torch.bfloat16),
-    )
-    return lambda: unpacked(packed, groups, _SHAPE).nbytes
+def _repeated(step: Callable[[], object], most: int) -> tuple[float, int]:
+    """Repeats a step at most so often and for half a second. Returns the seconds, and how often it was."""
+    began, count = time.perf_counter(), 0
+    while count < most and (not count or time.perf_counter() - began < _LONGEST_S):
+        step()
+        count += 1
+    return max(time.perf_counter() - began, 1e-9), count
 
 
-def lines(found: Forecast) -> Sequence[str]:
+def lines(found: Forecast) -> list[str]:
     """The forecast in words."""
-    head = [
-        f"reads {found.read / 1e9:.3f} GB, writes {found.written / 1e9:.3f} GB in {found.files} file{'s' * (found.files > 1)}"
-    ]
-    if found.measured is None:
-        return [*head, f"no estimate of time and memory: {found.reason}"]
-    rates = found.measured
-    said = f"read {rates.read:.2f}, write {rates.write:.2f}, a core {rates.transform:.2f} GB/s"
-    return [*head, f"estimate from a quick measurement in {found.directory} ({said}):", *map(_line, found.rows)]
-
-
-def _line(row: Row) -> str:
-    workers = f"{row.workers} worker{'s' * (row.workers > 1)}"
-    tasks = f"{row.tasks} task{'s' * (row.tasks > 1)}"
-    where = f"Ray, {row.nodes} such nodes of {workers}, {tasks}" if row.ray else f"{workers} here"
-    return f"  {where}: {_duration(row.seconds)}, bound by {row.bound}, {row.memory / 1e9:.1f} GB of memory{' a worker' * row.ray}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
+    size = f"reads {found.read / 1e9:.3f} GB, writes {found.written / 1e9:.3f} GB"
+    head = f"{size} in {found.files} file{'s' * (found.files > 1)}, needs {found.memory / 1e9:.1f} GB of memory"
+    if found.seconds is None:
+        return [head, f"no estimate of time: {found.reason}"]
+    minutes = found.seconds >= 600
+    return [head, f"takes about {found.seconds / 60:.0f} min" if minutes else f"takes about {found.seconds:.0f} s"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptkit.core.specs import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Checkpoint(Protocol):
@@ -36,7 +37,7 @@ class CheckpointWriter(Protocol):
     """Takes each tensor once, in any order. Nothing is visible under the final path before `finish`."""
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Stores one tensor. Raises CkptkitError when it is not what was announced or is written twice."""
+        """Stores one tensor, whose memory may be used again afterwards. Raises CkptkitError when it was not announced or is written twice."""
 
     def finish(self) -> None:
         """Completes the checkpoint. Raises CkptkitError when a tensor is missing."""

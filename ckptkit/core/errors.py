@@ -20,13 +20,24 @@ class CkptkitError(Exception):
         super().__init__(message)
         self.message = f"{message}: {'; '.join(details)}" if details else message
         self.hint = hint
-        self._lines = [f"{message}:", *details]
+        self.details = tuple(details)
 
     def __str__(self) -> str:
         # Names of a checkpoint are in all of it, and a notebook prints them as a terminal does.
-        lines = self._lines if len(self._lines) > 1 else [self.message]
+        lines = [f"{self.args[0]}:", *self.details] if self.details else [self.message]
         return "\n  ".join(map(printable, [*lines, f"next: {self.hint}"] if self.hint else lines))
 
 
 class UnsupportedError(CkptkitError):
     """A model or a format that is none of those that ckptkit reads. It says nothing of the checkpoint, which may be sound."""
+
+
+class FinalError(CkptkitError):
+    """An error after which the same job cannot go on: its source must be mended first, and is another one then."""
+
+    resumable = False
+
+    @classmethod
+    def of(cls, error: CkptkitError) -> FinalError:
+        """In the same words."""
+        return cls(error.args[0], error.hint, error.details)

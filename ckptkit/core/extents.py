@@ -1,16 +1,43 @@
-"""Where the bytes of tensors stand in files."""
+"""Where the bytes of tensors stand in files, and what they are read with."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard
 
-# Bytes of a file, from the one to before the other.
-Place = tuple[Path, int, int]
+from ckptkit.core.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ByteRange(NamedTuple):
+    """Bytes of a file from `begin` to before `end`."""
+
+    path: Path
+    begin: int
+    end: int
+
+
+class Reader(Protocol):
+    """Memory that byte ranges are read into. What it returns is valid until the next `load` or `read`. For one thread at a time."""
+
+    def load(self, ranges: Iterable[ByteRange]) -> None:
+        """Replaces what was loaded by these ranges. Nothing is loaded where they are too large together.
+
+        Unreadable ranges are skipped: whoever reads them later raises, and names the tensor.
+        """
+
+    def loaded(self, wanted: ByteRange) -> Tensor | None:
+        """Bytes that are loaded, uint8 [bytes]. Neighbours in a file are neighbours in memory."""
+
+    def read(self, wanted: ByteRange) -> memoryview:
+        """Reads one range in place of what was loaded; fewer bytes where the file ends. Raises OSError."""
 
 
 class Extent(Protocol):
-    """Bytes of a file that are those of a tensor, or of a part of it, as they are; and the CRC-32 to check, where reading them does not."""
+    """Bytes of a file that are those of a tensor or of a part of it; and the CRC-32 to check, where `read` does not."""
 
     @property
     def path(self) -> Path: ...
@@ -19,5 +46,46 @@ class Extent(Protocol):
     @property
     def crc(self) -> int | None: ...
 
-    def view(self, start: int, nbytes: int) -> memoryview:
-        """So many bytes from `start`, which is where the last call ended, until anything else is read by this thread. Raises OSError and CkptkitError."""
+    def read(self, reader: Reader, start: int, nbytes: int) -> memoryview:
+        """The next bytes, from `start`, where the last call ended, in the memory of `reader`. Raises OSError and CkptkitError."""
+
+
+class FileBacked(Checkpoint, Protocol):
+    """A checkpoint that knows of some tensors where their bytes stand in files."""
+
+    def byte_ranges(self, names: Sequence[str]) -> Iterable[ByteRange]:
+        """What is read of local files to make these tensors. Opens no file."""
+
+    def is_streamable(self, name: str) -> bool:
+        """Whether the bytes stand in files as they are and in order, so that they need not be held as a whole. Opens no file."""
+
+    def extents(self, name: str) -> Sequence[Extent] | None:
+        """Where they stand, one after the other; None where they do not. The last extent may be longer than the tensor."""
+
+    def read(self, names: Sequence[str], reader: Reader | None = None) -> dict[str, Tensor]:
+        """As `Checkpoint.read`; what `reader` has loaded is not read again, and tensors of it lie in its memory."""
+
+
+def _is_file_backed(checkpoint: Checkpoint) -> TypeGuard[FileBacked]:
+    # isinstance would ask for every member of the protocol, and a plan asks a hundred thousand times.
+    return hasattr(checkpoint, "extents")
+
+
+def byte_ranges_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterable[ByteRange]:
+    """What is read of local files to make these tensors, as far as the checkpoint knows."""
+    return checkpoint.byte_ranges(names) if _is_file_backed(checkpoint) else ()
+
+
+def is_streamable(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether the bytes of a tensor stand in files as they are and in order. Opens no file."""
+    return _is_file_backed(checkpoint) and checkpoint.is_streamable(name)
+
+
+def extents_of(checkpoint: Checkpoint, name: str) -> Sequence[Extent] | None:
+    """Where the bytes of a tensor stand in files, if they do."""
+    return checkpoint.extents(name) if _is_file_backed(checkpoint) else None
+
+
+def read_with(checkpoint: Checkpoint, names: Sequence[str], reader: Reader | None) -> dict[str, Tensor]:
+    """Reads tensors, with `reader` where the checkpoint stands in files."""
+    return checkpoint.read(names, reader) if _is_file_backed(checkpoint) else checkpoint.read(names)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.extents import Extent, Place
-from ckptkit.core.plan import extents_of, passes, places_of
+from ckptkit.core.extents import ByteRange, Extent, Reader, byte_ranges_of, extents_of, is_streamable, read_with
 from ckptkit.core.specs import TensorSpec, summarize
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Joined:
@@ -36,22 +36,21 @@ class Joined:
     def groups(self) -> Sequence[tuple[str, ...]]:
         return [*self._parts[0].groups, *self._parts[1].groups]
 
-    def places(self, names: Iterable[str]) -> Iterator[Place]:
-        """As of those that hold them."""
-        names = list(names)
+    def byte_ranges(self, names: Sequence[str]) -> Iterator[ByteRange]:
+        """What is read of local files to make these tensors."""
         for part in self._parts:
-            yield from places_of(part, [name for name in names if name in part.specs])
+            yield from byte_ranges_of(part, [name for name in names if name in part.specs])
 
     def extents(self, name: str) -> Sequence[Extent] | None:
-        """As of the one that holds it."""
+        """Where the bytes of a tensor stand in files, if they do."""
         return next(extents_of(part, name) for part in self._parts if name in part.specs)
 
-    def in_order(self, name: str) -> bool:
-        """As of the one that holds it."""
-        return next(passes(part, name) for part in self._parts if name in part.specs)
+    def is_streamable(self, name: str) -> bool:
+        """Whether the bytes of a tensor stand in files as they are and in order."""
+        return next(is_streamable(part, name) for part in self._parts if name in part.specs)
 
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def read(self, names: Sequence[str], reader: Reader | None = None) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for part in self._parts:
-            found |= part.read([name for name in names if name in part.specs])
+            found |= read_with(part, [name for name in names if name in part.specs], reader)
         return found

@@ -5,42 +5,41 @@ A plan over a checkpoint is itself a checkpoint (`View`), so plans stack and one
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeGuard, runtime_checkable
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.extents import Extent, Place
+from ckptkit.core.extents import ByteRange, Extent, Reader, byte_ranges_of, extents_of, is_streamable, read_with
 from ckptkit.core.specs import TensorSpec, summarize
 
-Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """A pure function from some tensors to others. `label` names it in `--dry-run`.
 
-    `passes`: the bytes of the outputs, one after the other, are those of the inputs; of a single input they may be the first.
+    `is_byte_copy`: the bytes of the outputs, one after the other, are those of the inputs. Of a single input they may be
+    the first ones only.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[TensorSpec, ...]
-    run: Function
+    run: Callable[[Sequence[Tensor]], Sequence[Tensor]]
     label: str
-    passes: bool = False
+    is_byte_copy: bool = False
 
 
 def identity(spec: TensorSpec) -> Step:
-    """The step that passes a tensor through untouched."""
-    return Step((spec.name,), (spec,), list, "copy", passes=True)
+    """The step that copies a tensor."""
+    return Step((spec.name,), (spec,), list, "copy", is_byte_copy=True)
 
 
 @dataclass(frozen=True)
@@ -122,24 +121,24 @@ class View:
         """What is read of the source to make these."""
         return list(dict.fromkeys(name for step in self._steps(names) for name in step.inputs))
 
-    def places(self, names: Sequence[str]) -> Iterable[Place]:
-        """Where what is read to make these stands in files."""
-        return places_of(self.source, self.inputs(names))
+    def byte_ranges(self, names: Sequence[str]) -> Iterable[ByteRange]:
+        """What is read of local files to make these tensors."""
+        return byte_ranges_of(self.source, self.inputs(names))
 
-    def shares(self, name: str) -> bool:
+    def shares_memory(self, name: str) -> bool:
         """Whether a tensor lies in the memory of the one that it is made of."""
         step = self._step_of[name]
-        return step.passes and len(step.inputs) == 1
+        return step.is_byte_copy and len(step.inputs) == 1
 
-    def in_order(self, name: str) -> bool:
-        """Whether the bytes of a tensor are those of stored ones, in their order, through every plan."""
+    def is_streamable(self, name: str) -> bool:
+        """Whether every plan copies the bytes of a tensor, and they stand in files in order."""
         step = self._step_of[name]
-        return step.passes and all(passes(self.source, source) for source in step.inputs)
+        return step.is_byte_copy and all(is_streamable(self.source, source) for source in step.inputs)
 
     def extents(self, name: str) -> Sequence[Extent] | None:
-        """Where the bytes of a tensor stand in files, if it passes through every plan as it is, and begins where one of them does."""
+        """Where the bytes of a tensor stand in files, if every plan copies them and the tensor begins where an extent does."""
         step = self._step_of[name]
-        if not step.passes:
+        if not step.is_byte_copy:
             return None
         before = itertools.takewhile(lambda spec: spec.name != name, step.outputs)
         # Of a padded vocabulary the last rows are left out.
@@ -159,84 +158,50 @@ class View:
                 at += extent.nbytes
         return found
 
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        steps = self._steps(names)
-        inputs = self.source.read(self.inputs(names))
+    def read(self, names: Sequence[str], reader: Reader | None = None) -> dict[str, Tensor]:
+        inputs = read_with(self.source, self.inputs(names), reader)
         wanted = set(names)
         found: dict[str, Tensor] = {}
-        for step in steps:
+        for step in self._steps(names):
             tensors = [inputs[name] for name in step.inputs]
-            results = _side_by_side(step, tensors) or step.run(tensors)
+            results = _joined_in_place(step, tensors) or step.run(tensors)
             for spec, tensor in zip(step.outputs, results, strict=True):
                 if spec.name in wanted:
                     found[spec.name] = checked(spec, tensor)
         return found
 
 
-def _side_by_side(step: Step, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-    """What a step makes that puts tensors together as they are, without a copy where they lie side by side already."""
-    if not step.passes or len(tensors) == 1 or not all(tensor.numel() and tensor.is_contiguous() for tensor in tensors):
+def _joined_in_place(step: Step, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """The outputs of a byte copy without copying, where its inputs lie side by side in memory; None where they do not."""
+    import torch
+
+    if (
+        not step.is_byte_copy
+        or len(tensors) == 1
+        or not all(tensor.numel() and tensor.is_contiguous() for tensor in tensors)
+    ):
         return None
     first, ends = tensors[0].view(-1).view(torch.uint8), list(itertools.accumulate(tensor.nbytes for tensor in tensors))
-    places = [(tensor.untyped_storage().data_ptr(), tensor.data_ptr()) for tensor in tensors]
-    if places[1:] != [(places[0][0], places[0][1] + end) for end in ends[:-1]]:
+    addresses = [(tensor.untyped_storage().data_ptr(), tensor.data_ptr()) for tensor in tensors]
+    if addresses[1:] != [(addresses[0][0], addresses[0][1] + end) for end in ends[:-1]]:
         return None
-    every = torch.as_strided(first, (ends[-1],), (1,), first.storage_offset())
-    parts = torch.split(every, [spec.nbytes for spec in step.outputs])
-    return [part.view(spec.dtype).view(spec.shape) for part, spec in zip(parts, step.outputs, strict=True)]
+    whole = torch.as_strided(first, (ends[-1],), (1,), first.storage_offset())
+    parts = torch.split(whole, [spec.nbytes for spec in step.outputs])
+    return [part.view(spec.torch_dtype).view(spec.shape) for part, spec in zip(parts, step.outputs, strict=True)]
 
 
-@runtime_checkable
-class HasExtents(Protocol):
-    """A checkpoint that knows of some tensors where their bytes stand in files."""
-
-    def places(self, names: Sequence[str]) -> Iterable[Place]:
-        """Where what is read to make these tensors stands, as far as that is on a local disk. Opens no file."""
-
-    def in_order(self, name: str) -> bool:
-        """Whether the bytes stand in files as they are and in their order, as far as can be told without opening one."""
-
-    def extents(self, name: str) -> Sequence[Extent] | None:
-        """Where, one after the other; None where the bytes are nowhere as they are. The last may go on behind them."""
-
-
-def _has_extents(checkpoint: Checkpoint) -> TypeGuard[HasExtents]:
-    return _class_has_extents(type(checkpoint))
-
-
-@functools.cache
-def _class_has_extents(kind: type) -> bool:
-    # Of an instance, Python 3.11 would ask for every member of the protocol each time; a plan asks a hundred thousand times.
-    return issubclass(kind, HasExtents)
-
-
-def extents_of(checkpoint: Checkpoint, name: str) -> Sequence[Extent] | None:
-    """Where the bytes of a tensor stand in files, if they do."""
-    return checkpoint.extents(name) if _has_extents(checkpoint) else None
-
-
-def places_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterable[Place]:
-    """Where what is read to make these tensors stands in files, as far as the checkpoint knows."""
-    return checkpoint.places(names) if _has_extents(checkpoint) else ()
-
-
-def moved(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[int, int]:
-    """Bytes of everything stored that is read to make these tensors, and of memory for them and for it; what passes as it is counts once."""
+def read_and_held(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[int, int]:
+    """Bytes that are read to make these tensors, and bytes of memory for them and what they are made of."""
     if not isinstance(checkpoint, View):
         stored = sum(checkpoint.specs[name].nbytes for name in names)
         return stored, stored
-    read, held = moved(checkpoint.source, checkpoint.inputs(names))
-    return read, held + sum(checkpoint.specs[name].nbytes for name in names if not checkpoint.shares(name))
-
-
-def passes(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether the bytes of a tensor stand in files as they are, so that they need not be held as a whole. Opens no file."""
-    return _has_extents(checkpoint) and checkpoint.in_order(name)
+    read, held = read_and_held(checkpoint.source, checkpoint.inputs(names))
+    return read, held + sum(checkpoint.specs[name].nbytes for name in names if not checkpoint.shares_memory(name))
 
 
 def checked(spec: TensorSpec, tensor: Tensor) -> Tensor:
     """The tensor, contiguous. Raises CkptkitError when it is not what the spec announces."""
-    if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+    if tuple(tensor.shape) != spec.shape or dtype_name(tensor.dtype) != spec.dtype:
         raise CkptkitError(
             f"{spec} came out as {list(tensor.shape)} {tensor.dtype}", "this is a defect in a rule: please report it"
         )

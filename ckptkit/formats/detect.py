@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.storage.directory import Directory, Listing
 
 MANIFEST = "ckptkit.json"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -71,11 +72,20 @@ _OTHER_WEIGHTS = {
 
 @dataclass(frozen=True)
 class Location:
-    """`path` holds the weights themselves; `root` is what the user gave or, for Megatron, the directory with the tracker."""
+    """`path` holds the weights themselves; `root` is what the user gave or, for Megatron, the directory with the tracker.
+
+    `remote`: of an HF directory at a URL, what is there; `path` then has its small files and the headers of its shards.
+    """
 
     kind: Literal["hf", "megatron"]
     path: Path
     root: Path
+    remote: Listing | None = None
+
+    @property
+    def directory(self) -> Directory:
+        """What holds the weights."""
+        return Directory(self.path, self.remote)
 
     @property
     def legacy(self) -> bool:
@@ -83,8 +93,10 @@ class Location:
         return self.kind == "megatron" and is_legacy(self.path)
 
 
-def locate(path: str | Path) -> Location:
+def locate(path: str | Path | Directory) -> Location:
     """What kind of checkpoint lies at `path`. Raises CkptkitError when there is none or it is ambiguous."""
+    if isinstance(path, Directory):
+        return replace(locate(path.path), remote=path.remote)
     given, root = Path(path), Path(path).absolute()
     refuse_url(path)
     if not root.exists():

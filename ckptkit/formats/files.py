@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.digest import TensorDigest
 from ckptkit.storage.write import WrittenFile
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FILE_BYTES = 5_000_000_000  # where a file ends unless something else says so
 Digests = Mapping[str, TensorDigest]

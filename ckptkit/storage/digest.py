@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from blake3 import blake3
-from torch import Tensor
 
+from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.buffers import bytes_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _HEX = frozenset("0123456789abcdef")
 
@@ -31,7 +33,7 @@ class TensorDigest:
     @classmethod
     def known(cls, spec: TensorSpec, digest: str) -> TensorDigest:
         """That of a tensor whose bytes have this BLAKE3."""
-        return cls(dtype_name(spec.dtype), spec.shape, digest)
+        return cls(spec.dtype, spec.shape, digest)
 
     @classmethod
     def parse(cls, entry: Any) -> TensorDigest | None:
@@ -55,8 +57,3 @@ class TensorDigest:
 def is_blake3(text: object) -> bool:
     """Whether this is a BLAKE3 in lower hexadecimal."""
     return isinstance(text, str) and len(text) == 64 and _HEX.issuperset(text)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16` for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")

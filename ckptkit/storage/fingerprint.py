@@ -7,17 +7,17 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckptkit.storage.remote_file import listing_of
+from ckptkit.storage.directory import Directory, directory
 
 
-def fingerprint(folders: Iterable[Path]) -> str:
-    """SHA-256 over path, size and time of the last change of every file below these folders; at a URL, over what its store says of each."""
+def fingerprint(folders: Iterable[Path | Directory]) -> str:
+    """SHA-256 over path, size and last change of every file below these folders; at a URL, over what its store says of each."""
     digest = hashlib.sha256()
-    for folder in folders:
-        if (listing := listing_of(folder)) is not None:
-            digest.update(json.dumps([listing.url, sorted(listing.versions.items())]).encode())
+    for folder in map(directory, folders):
+        if folder.remote is not None:
+            digest.update(json.dumps([folder.remote.url, sorted(folder.remote.versions.items())]).encode())
             continue
-        for path in sorted(folder.rglob("*")):
+        for path in sorted(folder.path.rglob("*")):
             if path.is_file():
                 found = path.stat()
                 digest.update(json.dumps([str(path), found.st_size, found.st_mtime_ns]).encode())

@@ -1,7 +1,6 @@
-"""Bytes of files: read where they are asked for, or before. Threads may share a file.
+"""Reads bytes of files, large pieces past the page cache where the file system allows it (open(2), O_DIRECT).
 
-Large pieces are read past the page cache where the file system allows it (open(2), O_DIRECT): a checkpoint is read once, and to keep
-what nobody will ask for again costs the kernel a page of memory for each 4 KiB, and the machine what it had cached before.
+A checkpoint is read once. Keeping it in the page cache costs the kernel a page for each 4 KiB, and the machine what it had cached.
 """
 
 from __future__ import annotations
@@ -10,164 +9,194 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from ckptkit.core.extents import Place
-from ckptkit.storage.buffers import BUFFER, bytes_of, copy_bytes, cuts, new_buffer, thread_buffer
+from ckptkit.core.extents import ByteRange, Reader
+from ckptkit.storage.buffers import BUFFER, bytes_of, cuts, new_buffer, tensor_of
 
-_LARGEST = 1 << 30  # Linux moves at most 2 GiB a call
+if TYPE_CHECKING:
+    from torch import Tensor
+
 BLOCK = 4096  # offsets and sizes past the page cache are multiples of this
-LARGE = 1 << 20  # pieces from this size on go past the page cache
-ARENA = 24 << 20  # bytes that a thread holds of files
-# What file systems say that have no such way: tmpfs, some network and some stacked ones.
+LARGE = 1 << 20  # bytes of a piece from which on it is read past the page cache
+ARENA = 24 << 20  # bytes of memory of a FileReader
+# What file systems answer that cannot do without the page cache: tmpfs, some network and some stacked ones.
 UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class InputFile:
+    """A file that is open for reading: large pieces that are not in the page cache are read past it."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def __enter__(self) -> InputFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._descriptor)
+        if (direct := self.__dict__.get("_direct")) is not None:
+            os.close(direct)
+
+    @cached_property
+    def _direct(self) -> int | None:
+        return reopened(self._descriptor, os.O_RDONLY)
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Fills `buffer`. Returns how many bytes there were: fewer where the file ends. Raises OSError."""
+        done = 0
+        for begin, end in cuts(offset, len(buffer)):
+            count = self._read_piece(buffer[begin:end], offset + begin, on_blocks=False)
+            done += count
+            if count < end - begin:
+                break
+        return done
+
+    def read_blocks(self, memory: memoryview, offset: int) -> int:
+        """As `read_into`, of memory and an offset that are on whole blocks: without a copy on the way."""
+        # Pieces of about BUFFER and of one size, so that none is small.
+        done, pieces = 0, max(1, round(len(memory) / BUFFER))
+        piece = _up_to_block(-(-len(memory) // pieces))
+        while done < len(memory):
+            count = self._read_piece(memory[done : done + piece], offset + done, on_blocks=True)
+            done += count
+            if not count or count % BLOCK:
+                break
+        return done
+
+    def _read_piece(self, buffer: memoryview, offset: int, *, on_blocks: bool) -> int:
+        """Reads at most BUFFER bytes."""
+        if len(buffer) >= LARGE and not _is_cached(self._descriptor, offset, len(buffer)) and self._direct is not None:
+            try:
+                return os.preadv(self._direct, [buffer], offset) if on_blocks else self._read_between(buffer, offset)
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    raise
+        return _read_all(self._descriptor, buffer, offset)
+
+    def _read_between(self, buffer: memoryview, offset: int) -> int:
+        """Reads past the page cache what begins and ends anywhere, through memory on whole blocks."""
+        assert self._direct is not None
+        target, begin, done = np.frombuffer(buffer, np.uint8), offset // BLOCK * BLOCK, 0
+        blocks = new_buffer(min(BUFFER, _up_to_block(offset + len(buffer)) - begin))
+        while done < len(target):
+            count = os.preadv(self._direct, [blocks.data[: _up_to_block(offset + len(target) - begin)]], begin)
+            found = blocks[offset + done - begin : min(count, offset + len(target) - begin)]
+            if not len(found):
+                break
+            np.copyto(target[done : done + len(found)], found)
+            done += len(found)
+            begin += count
+            if count % BLOCK:
+                break
+        return done
+
+
+def read_into(path: Path, buffer: memoryview, offset: int) -> int:
+    """Fills `buffer` with bytes of a file. Returns how many there were: fewer where the file ends. Raises OSError."""
+    with InputFile(path) as file:
+        return file.read_into(buffer, offset)
+
+
+def read_new(wanted: ByteRange) -> Tensor:
+    """Bytes of a file in new memory, uint8 [bytes]: fewer where the file ends. Raises OSError."""
+    nbytes = wanted.end - wanted.begin
+    if nbytes < LARGE:
+        import torch
+
+        flat = torch.empty(nbytes, dtype=torch.uint8)
+        return flat[: read_into(wanted.path, bytes_of(flat), wanted.begin)]
+    low, high = _blocks(wanted)
+    return _read_range(wanted, tensor_of(new_buffer(high - low).data))
+
+
+class FileReader:
+    """A `Reader` with ARENA bytes of memory, which are used again for every `load` and `read`."""
+
+    def __init__(self) -> None:
+        self._loaded: list[tuple[Path, int, Tensor]] = []
+
+    @cached_property
+    def _memory(self) -> Tensor:
+        return tensor_of(new_buffer(ARENA).data)
+
+    def load(self, ranges: Iterable[ByteRange]) -> None:
+        """Ranges that touch are read in one request."""
+        self._loaded = []
+        runs = _runs(ranges)
+        if sum(run.end - run.begin for run in runs) > ARENA:
+            return
+        memory = self._memory
+        for run in runs:
+            with suppress(OSError):
+                self._loaded.append((run.path, run.begin, _read_range(run, memory)))
+            memory = memory[run.end - run.begin :]
+
+    def loaded(self, wanted: ByteRange) -> Tensor | None:
+        for path, begin, memory in self._loaded:
+            if begin <= wanted.begin and wanted.end <= begin + len(memory) and path == wanted.path:
+                return memory[wanted.begin - begin : wanted.end - begin]
+        return None
+
+    def read(self, wanted: ByteRange) -> memoryview:
+        """Ranges that are too large for the memory are read into new memory."""
+        self._loaded = []
+        low, high = _blocks(wanted)
+        memory = self._memory if high - low <= ARENA else tensor_of(new_buffer(high - low).data)
+        return bytes_of(_read_range(wanted, memory))
 
 
 @dataclass(frozen=True)
 class FileExtent:
-    """Bytes that can be read piece by piece; and the CRC-32 that they were written with, if one was."""
+    """An `Extent` of bytes that can be read piece by piece."""
 
     path: Path
     offset: int
     nbytes: int
     crc: int | None = None
 
-    def view(self, start: int, nbytes: int) -> memoryview:
-        """So many bytes from `start`, until anything else is read by this thread. Raises OSError, also where the file ends."""
-        return view(self.path, self.offset + start, nbytes)
+    def read(self, reader: Reader, start: int, nbytes: int) -> memoryview:
+        """Raises OSError, also where the file ends."""
+        begin = self.offset + start
+        found = reader.read(ByteRange(self.path, begin, begin + nbytes))
+        if len(found) < nbytes:
+            raise OSError(errno.EIO, "the file ends too early", str(self.path))
+        return found
 
 
-class _Held(threading.local):
-    """What is `prefetched`: from where of a file on, and the memory that holds it."""
-
-    def __init__(self) -> None:
-        self.places: list[tuple[Path, int, Tensor]] = []
-
-
-_held = _Held()
+def _read_range(wanted: ByteRange, memory: Tensor) -> Tensor:
+    """Reads the blocks of a range into memory on whole blocks. Returns the range, or what of it is before the file's end."""
+    low, high = _blocks(wanted)
+    with InputFile(wanted.path) as file:
+        count = file.read_blocks(bytes_of(memory[: high - low]), low)
+    return memory[wanted.begin - low : max(wanted.begin - low, min(count, wanted.end - low))]
 
 
-@contextmanager
-def prefetched(places: Iterable[Place]) -> Iterator[None]:
-    """In the block, this thread finds these bytes in memory: they are read before, those that touch in one go. Where ARENA is too small, none are.
-
-    What cannot be read is not there: to read it then is an error, which says what it belongs to.
-    """
-    runs: list[Place] = []
-    for path, begin, end in sorted(places):
-        low, high = _blocks(begin, end)
-        if runs and runs[-1][0] == path and low <= runs[-1][2] + BLOCK:
-            low, high = runs[-1][1], max(high, runs.pop()[2])
-        runs.append((path, low, high))
-    try:
-        if sum(high - low for _, low, high in runs) <= ARENA:
-            arena = torch.from_numpy(thread_buffer("arena", ARENA))
-            for path, low, high in runs:
-                with suppress(OSError):
-                    _held.places.append((path, low, arena[: _read_blocks(path, bytes_of(arena[: high - low]), low)]))
-                arena = arena[high - low :]
-        yield
-    finally:
-        _held.places = []
+def _runs(ranges: Iterable[ByteRange]) -> list[ByteRange]:
+    """The whole blocks of these ranges, those that touch as one."""
+    runs: list[ByteRange] = []
+    for wanted in sorted(ranges):
+        low, high = _blocks(wanted)
+        if runs and runs[-1].path == wanted.path and low <= runs[-1].end + BLOCK:
+            low, high = runs[-1].begin, max(high, runs.pop().end)
+        runs.append(ByteRange(wanted.path, low, high))
+    return runs
 
 
-def held(path: Path, offset: int, nbytes: int) -> Tensor | None:
-    """These bytes, uint8 [nbytes], where they are `prefetched`: those that stand side by side in a file do so in memory."""
-    for file, low, memory in _held.places:
-        if low <= offset and offset + nbytes <= low + len(memory) and file == path:
-            return memory[offset - low : offset - low + nbytes]
-    return None
+def _blocks(wanted: ByteRange) -> tuple[int, int]:
+    """Begin and end of the blocks that hold a range."""
+    return wanted.begin // BLOCK * BLOCK, _up_to_block(wanted.end)
 
 
-def view(path: Path, offset: int, nbytes: int) -> memoryview:
-    """Bytes of a file, until anything else is read by this thread. Raises OSError, also where the file ends."""
-    if (found := held(path, offset, nbytes)) is not None:
-        return bytes_of(found)
-    low, high = _blocks(offset, offset + nbytes)
-    memory = _arena(high - low).data
-    count = _read_blocks(path, memory, low)
-    if count < offset + nbytes - low:
-        raise OSError(errno.EIO, "the file ends too early", str(path))
-    return memory[offset - low : offset - low + nbytes]
-
-
-def _arena(nbytes: int) -> NDArray[np.uint8]:
-    """Memory to read into: the arena, unless that holds what is `prefetched` or is too small."""
-    return new_buffer(nbytes) if nbytes > ARENA or _held.places else thread_buffer("arena", ARENA)[:nbytes]
-
-
-def read_into(path: Path, buffer: memoryview, offset: int) -> int:
-    """Fills `buffer` with bytes of a file. Returns how many there were: fewer where the file ends. Raises OSError."""
-    if (found := held(path, offset, len(buffer))) is not None:
-        copy_bytes(buffer, bytes_of(found))
-        return len(buffer)
-    with _opened(path, len(buffer)) as file:
-        done = 0
-        for begin, end in cuts(offset, len(buffer)):
-            count = _read_piece(file, buffer[begin:end], offset + begin, _read_direct)
-            done += count
-            if count < end - begin:
-                break
-        return done
-
-
-def _blocks(begin: int, end: int) -> tuple[int, int]:
-    """Beginning and end of the blocks that hold all between."""
-    return begin // BLOCK * BLOCK, -(-end // BLOCK) * BLOCK
-
-
-def _read_blocks(path: Path, memory: memoryview, offset: int) -> int:
-    """Fills memory that lies on whole blocks with blocks of a file. Returns how many bytes there were. Raises OSError."""
-    with _opened(path, len(memory)) as file:
-        # Of about BUFFER, and alike, so that none is small.
-        done, pieces = 0, max(1, round(len(memory) / BUFFER))
-        _, piece = _blocks(0, -(-len(memory) // pieces))
-        while done < len(memory):
-            count = _read_piece(file, memory[done : done + piece], offset + done, _read_aligned)
-            done += count
-            if not count or count % BLOCK:
-                break
-        return done
-
-
-# A descriptor, and one past the page cache or None.
-_Opened = tuple[int, int | None]
-
-
-@contextmanager
-def _opened(path: Path, nbytes: int) -> Iterator[_Opened]:
-    """A file to read so many bytes from."""
-    descriptor = os.open(path, os.O_RDONLY)
-    direct = reopened(descriptor, os.O_RDONLY) if nbytes >= LARGE else None
-    try:
-        yield descriptor, direct
-    finally:
-        for opened in filter(None, (descriptor, direct)):
-            os.close(opened)
-
-
-def _read_piece(
-    file: _Opened, buffer: memoryview, offset: int, past_cache: Callable[[int, memoryview, int], int]
-) -> int:
-    """At most BUFFER bytes: from the page cache if they are there, else past it."""
-    descriptor, direct = file
-    if direct is None or len(buffer) < LARGE or _is_cached(descriptor, offset, len(buffer)):
-        return _read_all(descriptor, buffer, offset)
-    try:
-        return past_cache(direct, buffer, offset)
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
-        return _read_all(descriptor, buffer, offset)
+def _up_to_block(nbytes: int) -> int:
+    return -(-nbytes // BLOCK) * BLOCK
 
 
 def reopened(descriptor: int, flags: int) -> int | None:
@@ -197,39 +226,17 @@ _CACHESTAT = 451  # the number of cachestat(2) on every architecture, from Linux
 def _is_cached(descriptor: int, offset: int, length: int) -> bool:
     """Whether at least half of these bytes lies in the page cache; False where the kernel does not say.
 
-    A read that would not wait (RWF_NOWAIT) is no way to ask: where it finds nothing it has the kernel read ahead.
+    A read that would not wait (RWF_NOWAIT) cannot tell: where it finds nothing it has the kernel read ahead.
     """
     found = _CacheStat()
     failed = _LIBC.syscall(_CACHESTAT, descriptor, ctypes.byref(_Range(offset, length)), ctypes.byref(found), 0)
     return not failed and 2 * found.cached * mmap.PAGESIZE >= length
 
 
-def _read_direct(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Reads at most BUFFER bytes past the page cache; the last bytes of a file that ends within a block are read too."""
-    target, begin, done = np.frombuffer(buffer, np.uint8), offset // BLOCK * BLOCK, 0
-    blocks = _arena(BUFFER)
-    while done < len(target):
-        count = os.preadv(descriptor, [blocks.data[: -(-(offset + len(target) - begin) // BLOCK) * BLOCK]], begin)
-        found = blocks[offset + done - begin : min(count, offset + len(target) - begin)]
-        if not len(found):
-            break
-        np.copyto(target[done : done + len(found)], found)
-        done += len(found)
-        begin += count
-        if count % BLOCK:
-            break
-    return done
-
-
-def _read_aligned(descriptor: int, memory: memoryview, offset: int) -> int:
-    """Reads blocks past the page cache, straight to where they are wanted."""
-    return os.preadv(descriptor, [memory], offset)
-
-
 def _read_all(descriptor: int, buffer: memoryview, offset: int) -> int:
     done = 0
     while done < len(buffer):
-        count = os.preadv(descriptor, [buffer[done : done + _LARGEST]], offset + done)
+        count = os.preadv(descriptor, [buffer[done:]], offset + done)
         if not count:
             break
         done += count

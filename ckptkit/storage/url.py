@@ -125,6 +125,13 @@ class Store:
         with _explained(self.at(name)):
             filesystem.get_file(f"{root}/{name}", str(target))
 
+    def read(self, name: str) -> bytes:
+        """The content of a small file."""
+        filesystem, root = self._opened
+        with _explained(self.at(name)):
+            content: bytes = filesystem.cat_file(f"{root}/{name}")
+        return content
+
     def read_into(self, name: str, buffer: memoryview, offset: int) -> int:
         """Fills `buffer` with the bytes of a file from `offset` on. Returns how many came: fewer where the file ends."""
         done = 0

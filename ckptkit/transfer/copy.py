@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 from ckptkit.core.checkpoint import Checkpoint, CheckpointWriter
-from ckptkit.core.errors import CkptkitError
-from ckptkit.core.extents import Extent
-from ckptkit.core.plan import extents_of, moved, passes, places_of
+from ckptkit.core.errors import CkptkitError, FinalError
+from ckptkit.core.extents import Extent, byte_ranges_of, extents_of, is_streamable, read_with
+from ckptkit.core.plan import read_and_held
 from ckptkit.core.progress import progress
 from ckptkit.storage.buffers import BUFFER
-from ckptkit.storage.read import ARENA, prefetched
+from ckptkit.storage.read import ARENA, FileReader
 from ckptkit.storage.url import StoreError
 from ckptkit.transfer.files import FilesWriter
 
 BATCH = 20 << 20  # bytes that are read at once: groups up to there, or a group
-STREAM = (
-    ARENA + 3 * BUFFER
-)  # what a thread has of buffers: what it reads, a piece put together, and about two regions of what it writes
+STREAM = ARENA + 3 * BUFFER  # bytes of a thread's buffers: its reader, a piece put together, and two regions of a file
 SPARE = 3  # threads more than cores: while some wait for a disk the others compute
 IN_FLIGHT = 512 << 20  # bytes of groups that are read, computed or written at one time
 
 Names = Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Groups that one thread reads at once and writes, and the bytes of memory that they take.
+
+    `streams`: where the bytes of each tensor stand, of a single group that goes through a buffer.
+    """
+
+    groups: Sequence[Names]
+    memory: int
+    streams: Mapping[str, Sequence[Extent]]
 
 
 def copy(
@@ -67,78 +78,82 @@ def threads(memory: int) -> int:
 
 
 def _copied(
-    source: Checkpoint, groups: Sequence[Sequence[str]], writer: CheckpointWriter, workers: int, memory: int, total: int
+    source: Checkpoint, groups: Sequence[Names], writer: CheckpointWriter, workers: int, memory: int, total: int
 ) -> Iterator[int]:
-    """Moves these groups, of `total` bytes. Yields the bytes of each batch that has been written."""
+    """Moves these groups, of `total` bytes. Yields the bytes of each batch that has been written. Raises FinalError for the source."""
+    readers = [FileReader() for _ in range(workers)]
 
-    def move(batch: Sequence[Names]) -> int:
+    def move(batch: _Batch) -> int:
+        reader = readers.pop()
         try:
-            with prefetched(places_of(source, [name for names in batch for name in names])):
-                return sum(_move(source, names, writer) for names in batch)
-        except CkptkitError as error:
-            # A source that is wrong must be mended, and then it is another one; a store may answer another time.
-            error.resumable = isinstance(error, StoreError)
-            raise
+            return _move(source, batch, writer, reader)
+        finally:
+            readers.append(reader)
 
     pool = ThreadPoolExecutor(workers, "ckptkit-copy")
     running: dict[Future[int], int] = {}
     try:
         # So large that there is room for two a worker, and so small that all have work until the end.
         most = min(memory // (2 * workers), total // (4 * workers))
-        for batch, size in _batches(source, groups, isinstance(writer, FilesWriter), most):
+        for batch in _batches(source, groups, isinstance(writer, FilesWriter), most):
             # One batch more than there are workers, so that none waits for this thread.
-            while running and (len(running) > workers or sum(running.values()) + size > memory):
+            while running and (len(running) > workers or sum(running.values()) + batch.memory > memory):
                 yield from _finished(running)
-            running[pool.submit(move, batch)] = size
+            running[pool.submit(move, batch)] = batch.memory
         while running:
             yield from _finished(running)
+    except StoreError:  # it may answer another time
+        raise
+    except CkptkitError as error:
+        raise FinalError.of(error) from error
     finally:
         # What is running ends first: the writer must not be closed under it.
         pool.shutdown(cancel_futures=True)
 
 
-def _batches(
-    source: Checkpoint, groups: Iterable[Names], streams: bool, memory: int
-) -> Iterator[tuple[Sequence[Names], int]]:
-    """Groups in order, to be read at once, and the bytes of memory that they take: at most `memory`, or a group."""
+def _batches(source: Checkpoint, groups: Iterable[Names], streams: bool, memory: int) -> Iterator[_Batch]:
+    """Groups in order: as many as BATCH bytes are read of and as take at most `memory`, or one."""
     batch, read, size = list[Names](), 0, 0
     for names in groups:
-        stored, held = moved(source, names)
-        if streams and _streamed(source, names):
-            held = STREAM
-        if batch and (read + stored > BATCH or size + held > memory):
-            yield batch, size
+        stored, held = read_and_held(source, names)
+        extents = _streamed(source, names) if streams else {}
+        if batch and (extents or read + stored > BATCH or size + held > memory):
+            yield _Batch(batch, size, {})
             batch, read, size = [], 0, 0
+        if extents:
+            yield _Batch([names], STREAM, extents)
+            continue
         batch.append(names)
         read, size = read + stored, size + held
     if batch:
-        yield batch, size
+        yield _Batch(batch, size, {})
 
 
-def _move(source: Checkpoint, names: Names, writer: CheckpointWriter) -> int:
-    """Moves one group. Returns its bytes."""
-    if isinstance(writer, FilesWriter) and (streams := _streamed(source, names)):
-        for name, extents in streams.items():
-            writer.write_extents(name, extents)
-        return sum(source.specs[name].nbytes for name in names)
-    tensors = source.read(names)
-    for name, tensor in tensors.items():
-        writer.write(name, tensor)
-    return sum(tensor.nbytes for tensor in tensors.values())
+def _move(source: Checkpoint, batch: _Batch, writer: CheckpointWriter, reader: FileReader) -> int:
+    """Moves a batch. Returns its bytes."""
+    if batch.streams and isinstance(writer, FilesWriter):
+        for name, extents in batch.streams.items():
+            writer.write_extents(name, extents, reader)
+    else:
+        reader.load(byte_ranges_of(source, [name for names in batch.groups for name in names]))
+        for names in batch.groups:
+            for name, tensor in read_with(source, names, reader).items():
+                writer.write(name, tensor)
+    return sum(source.specs[name].nbytes for names in batch.groups for name in names)
 
 
 def may_stream(source: Checkpoint, names: Names) -> bool:
-    """Whether a group is large and stays as it is, as far as can be told without opening a file: an embedding need not be held as a whole."""
-    return sum(source.specs[name].nbytes for name in names) > BATCH and all(passes(source, name) for name in names)
+    """Whether a group is so large, and copied as it is, that it goes through a buffer. Opens no file."""
+    return sum(source.specs[name].nbytes for name in names) > BATCH and all(
+        is_streamable(source, name) for name in names
+    )
 
 
 def _streamed(source: Checkpoint, names: Names) -> dict[str, Sequence[Extent]]:
-    """Where the bytes of each tensor of a group stand that goes through a buffer; empty where the group is held."""
-    found = (
-        {name: extents for name in names if (extents := extents_of(source, name)) is not None}
-        if may_stream(source, names)
-        else {}
-    )
+    """Where the bytes of each tensor of a group stand that goes through a buffer; empty for a group that is held."""
+    if not may_stream(source, names):
+        return {}
+    found = {name: extents for name in names if (extents := extents_of(source, name)) is not None}
     return found if len(found) == len(names) else {}
 
 

@@ -6,19 +6,23 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
-from torch import Tensor
 from zlib_ng import zlib_ng
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.extents import Extent
-from ckptkit.core.specs import summarize
+from ckptkit.core.extents import Extent, Reader
+from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.files import Digests, Files, Piece
-from ckptkit.storage.buffers import BUFFER, bytes_of, copy_bytes, piece_buffer
+from ckptkit.storage.buffers import BUFFER, bytes_of, copy_bytes, new_buffer
 from ckptkit.storage.digest import TensorDigest
 from ckptkit.storage.write import Regions, WrittenFile
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FilesWriter:
@@ -49,7 +53,7 @@ class FilesWriter:
     def write(self, name: str, tensor: Tensor) -> None:
         spec = self._files.specs[name]
         with self._lock:
-            if name not in self._waiting or tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+            if name not in self._waiting or TensorSpec.of(name, tensor) != spec:
                 raise CkptkitError(
                     f"{spec} cannot be written as {list(tensor.shape)} {tensor.dtype}, or is written twice"
                 )
@@ -58,8 +62,8 @@ class FilesWriter:
         view = bytes_of(tensor.contiguous())
         self._put(name, file, lambda begin, end: view[begin:end], lambda: None)
 
-    def write_extents(self, name: str, extents: Sequence[Extent]) -> None:
-        """Stores a tensor whose bytes stand in files, without holding all of them. The last extent may go on behind them."""
+    def write_extents(self, name: str, extents: Sequence[Extent], reader: Reader) -> None:
+        """Stores a tensor whose bytes stand in files, without holding all of them. The last extent may be longer than the tensor."""
         nbytes = sum(extent.nbytes for extent in extents)
         with self._lock:
             if name not in self._waiting or nbytes < self._files.specs[name].nbytes:
@@ -68,7 +72,7 @@ class FilesWriter:
                 )
             self._waiting.remove(name)
             file = self._opened(self._file_of[name])
-        stream = _Stream(name, extents)
+        stream = _Stream(name, extents, reader)
         self._put(name, file, stream.piece, stream.finish)
 
     def _put(self, name: str, file: WrittenFile, piece: Piece, finish: Callable[[], None]) -> None:
@@ -133,16 +137,20 @@ class FilesWriter:
 class _Stream:
     """The bytes of a tensor that stand in files, one extent after the other."""
 
-    def __init__(self, name: str, extents: Sequence[Extent]) -> None:
-        self._name, self._left = name, list(reversed(extents))
+    def __init__(self, name: str, extents: Sequence[Extent], reader: Reader) -> None:
+        self._name, self._left, self._reader = name, list(reversed(extents)), reader
         self._at, self._crc = 0, 0
 
+    @cached_property
+    def _buffer(self) -> memoryview:
+        return new_buffer(BUFFER).data
+
     def piece(self, begin: int, end: int) -> memoryview:
-        """The next bytes. Raises OSError, and CkptkitError where those of an extent do not match its checksum."""
+        """The next bytes, valid until the next call. Raises OSError, and CkptkitError where an extent does not match its checksum."""
         part = self._next(end - begin)
         if len(part) == end - begin:
             return part
-        piece, done = piece_buffer(end - begin), 0
+        piece, done = self._buffer[: end - begin] if end - begin <= BUFFER else memoryview(bytearray(end - begin)), 0
         while part:
             copy_bytes(piece[done : done + len(part)], part)
             done += len(part)
@@ -157,7 +165,7 @@ class _Stream:
     def _next(self, most: int) -> memoryview:
         """The next bytes, at most so many, of one extent."""
         extent = self._left[-1]
-        part = extent.view(self._at, min(most, extent.nbytes - self._at))
+        part = extent.read(self._reader, self._at, min(most, extent.nbytes - self._at))
         self._at += len(part)
         self._crc = zlib_ng.crc32(part, self._crc) if extent.crc is not None else 0
         if self._at == extent.nbytes:

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
-from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
@@ -22,9 +21,11 @@ from ckptkit.formats.detect import LOADED, Location
 from ckptkit.formats.hf.reader import MAX_HEADER, read_json
 from ckptkit.formats.hf.side_files import MANIFEST, side_files
 from ckptkit.storage.digest import TensorDigest, is_blake3
-from ckptkit.storage.remote_file import size_of
 from ckptkit.storage.whole import write_whole
 from ckptkit.transfer.copy import copy
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SCHEMAS = "ckptkit-manifest/"
 SCHEMA = f"{_SCHEMAS}2"
@@ -102,7 +103,7 @@ def lineage_of(location: Location) -> dict[str, str]:
     for path in sorted(
         [*location.path.glob("*.safetensors"), *location.path.glob("*.distcp"), *location.path.glob(".metadata")]
     ):
-        digest.update(f"{path.name} {size_of(path)}\n".encode())
+        digest.update(f"{path.name} {location.directory.size(path.name)}\n".encode())
         digest.update(_header(path))
     return {"source": location.root.name, "digest_of": "headers", "digest": digest.hexdigest()}
 

@@ -1,14 +1,22 @@
-"""Rules that families share. Megatron names are those that the Transformer Engine spec asks for."""
+"""Rules of ordinary decoder layers. Megatron names are those that the Transformer Engine spec asks for."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from typing import Any
+
 from converters.config.dims import ModelDims
+from converters.family import Draft
+from converters.hf_names import GATE_UP_DOWN, QKV
 from converters.ops.basic import Copy, GateUp, Qkv
 from converters.ops.hybrid import GatedQkv
 from converters.rules import ParamMapping, Place, decoder
 
-GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
-# What some releases store of each layer, and every reader computes for itself: saves by transformers before 4.32, Moonlight, Kimi K2.
+# An expert's gate, up and down projection as Mixtral names them.
+W1_W3_W2 = ("w1", "w3", "w2")
+# Some releases store these in each layer (Moonlight, Kimi K2, saves by transformers before 4.32); every reader computes
+# them itself.
 ROTARY_FREQUENCIES = (".self_attn.rotary_emb.inv_freq",)
 
 
@@ -29,6 +37,7 @@ def embeddings(
             Copy(0),
             vocab=True,
             copies=embed_copies,
+            kind="Embedding",
         ),
         ParamMapping("decoder.final_layernorm.weight", {dims.root + "norm.weight": (dims.hidden,)}),
         *(
@@ -40,10 +49,13 @@ def embeddings(
 
 
 def attention(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, ...]:
-    """Pre-norm grouped-query attention, with or without biases, q/k norms of one head's width, and an output gate from q_proj."""
+    """Pre-norm grouped-query attention.
+
+    With or without biases, q/k norms of one head's width, and an output gate from q_proj.
+    """
     at = at or decoder(dims, dims.softmax_layers)
     out, groups = dims.heads * dims.head_dim, dims.groups * dims.head_dim
-    rows = {"q_proj": 2 * out if dims.attention_gate else out, "k_proj": groups, "v_proj": groups}
+    rows = dict(zip(QKV, (2 * out if dims.attention_gate else out, groups, groups), strict=True))
     qkv = (GatedQkv if dims.attention_gate else Qkv)(dims.heads, dims.groups, dims.head_dim)
     rules = [
         at.rule("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": (dims.hidden,)}),
@@ -75,7 +87,10 @@ def attention(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, .
 def gated_mlp(
     at: Place, megatron: str, hf: str, hidden: int, ffn: int, names: tuple[str, str, str] = GATE_UP_DOWN
 ) -> tuple[ParamMapping, ...]:
-    """A SwiGLU block: gate and up projection into linear_fc1, down projection into linear_fc2. `names` are those of the three."""
+    """A SwiGLU block: gate and up projection into linear_fc1, down projection into linear_fc2.
+
+    `names` are those of the three.
+    """
     gate, up, down = (f"{hf}{name}.weight" for name in names)
     return (
         at.rule(megatron + "linear_fc1.weight", {gate: (ffn, hidden), up: (ffn, hidden)}, GateUp()),
@@ -95,7 +110,10 @@ def dense_mlp(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, .
 
 
 def gated_mlp_biases(at: Place, dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """The biases of a dense layer's SwiGLU block. That of the down projection is added once, so every rank holds all of it."""
+    """The biases of a dense layer's SwiGLU block.
+
+    That of the down projection is added once, so every rank holds all of it.
+    """
     gate, up = "mlp.gate_proj.bias", "mlp.up_proj.bias"
     return (
         at.rule("mlp.linear_fc1.bias", {gate: (dims.ffn,), up: (dims.ffn,)}, GateUp()),
@@ -114,13 +132,13 @@ def moe_mlp(
 ) -> tuple[ParamMapping, ...]:
     """The MLP of the mixture-of-experts layers: norm, router (with its fp32 selection bias), routed and shared experts.
 
-    `shared` is the HF module name of the shared experts, `block` that of the whole, `bias` that of the selection bias, and
-    `names` those of an expert's gate, up and down projection.
+    `shared` is the HF module name of the shared experts, `block` that of the whole, `bias` that of the selection bias,
+    and `names` those of an expert's gate, up and down projection.
     """
     at = at or decoder(dims, dims.moe)
     rules = [
         at.rule("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (dims.hidden,)}),
-        at.rule("mlp.router.weight", {block + "gate.weight": (dims.experts, dims.hidden)}),
+        at.rule("mlp.router.weight", {block + "gate.weight": (dims.experts, dims.hidden)}, kind="Router"),
         *gated_mlp(
             at, "mlp.experts.experts.{expert}.", block + "experts.{expert}.", dims.hidden, dims.expert_ffn, names
         ),
@@ -152,5 +170,27 @@ def multi_token_prediction(dims: ModelDims, depth: int) -> tuple[Place, tuple[Pa
 
 
 def mtp_copies(dims: ModelDims, name: str) -> tuple[str, ...]:
-    """Where the multi-token prediction layers of DeepSeek and GLM repeat a tensor of the model: `embed_tokens`, `shared_head.head`."""
+    """Where the multi-token prediction layers of DeepSeek and GLM repeat a tensor of the model.
+
+    `embed_tokens`, `shared_head.head`.
+    """
     return tuple(f"{dims.root}layers.{dims.layers + depth}.{name}.weight" for depth in range(dims.mtp_layers))
+
+
+def appended_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
+    """The multi-token prediction layers as DeepSeek and GLM ship them, numbered after the decoder layers."""
+    first, count = layer_count(text, "num_hidden_layers"), layer_count(text, "num_nextn_predict_layers")
+    return tuple(_appended_draft(layer, root) for layer in range(first, first + count))
+
+
+def _appended_draft(layer: int, root: str) -> Draft:
+    # SGLang reads them as the model `model.decoder`.
+    escaped, own = re.escape(root), f"{root}layers.{layer}."
+    names = rf"model\.(layers\.{layer}|decoder)" if root == "model." else rf"({escaped}layers\.{layer}|model\.decoder)"
+    return Draft(own, "model.decoder.", rf"re:{names}\..*", own, f"{own}eh_proj")
+
+
+def layer_count(text: Mapping[str, Any], key: str, default: int = 0) -> int:
+    """A number of layers in a config that nobody has checked yet; `default` where the key is absent."""
+    value = text.get(key, default)
+    return value if isinstance(value, int) else 0

@@ -1,24 +1,27 @@
-"""The indexer of DeepSeek sparse attention (DSA): it scores all earlier tokens, and attention sees the best `index_topk` of them.
+"""The indexer of DeepSeek sparse attention (DSA).
 
-A head of it is [rotary dimensions | the rest] in the releases. They turn as two halves in DeepSeek V3.2, in pairs in GLM-5:
-`indexer_rope_interleave` says so. Megatron's own indexer takes both as they are from megatron-core 0.19 on. Before, it turned
-the last dimensions, in pairs, so those versions compute another model from the same tensors (docs/mappings.md).
+It scores all earlier tokens, and attention sees the best `index_topk` of them.
+
+A head of it is [rotary dimensions | the rest] in the releases. They turn as two halves in DeepSeek V3.2, in pairs in
+GLM-5: `indexer_rope_interleave` says so. Megatron's own indexer takes both as they are from megatron-core 0.19 on.
+Before, it turned the last dimensions, in pairs, so those versions compute another model from the same tensors
+(docs/mappings.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from converters.config.dims import Indexer, Mla, ModelDims
 from converters.config.values import flag, integer
 from converters.ops.basic import Copy, Op
 from converters.rules import ParamMapping, Place, decoder
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # transformers and SGLang norm the keys with this epsilon, whatever rms_norm_eps is.
 _KEY_NORM_EPS = 1e-6
@@ -35,7 +38,10 @@ _KINDS = {"F": True, "full": True, "S": False, "shared": False}
 
 @dataclass(frozen=True)
 class RotaryLast:
-    """Rows of indexer heads, `head_dim` each: the first `rope` of every head go behind its others in Megatron. No rank cuts them."""
+    """Rows of indexer heads, `head_dim` each: the first `rope` of every head go behind its others in Megatron.
+
+    No rank cuts them.
+    """
 
     head_dim: int
     rope: int
@@ -51,11 +57,13 @@ class RotaryLast:
         return tensor
 
     def _rolled(self, tensor: Tensor, by: int) -> Tensor:
-        return torch.roll(tensor.reshape(-1, self.head_dim, *tensor.shape[1:]), by, dims=1).reshape(tensor.shape)
+        return tensor.reshape(-1, self.head_dim, *tensor.shape[1:]).roll(by, dims=1).reshape(tensor.shape)
 
 
 def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | None) -> Indexer:
-    """Sizes and layers of the indexer. `interleaved` is what a config means without `indexer_rope_interleave`; None: it must say.
+    """Sizes and layers of the indexer.
+
+    `interleaved` is what a config means without `indexer_rope_interleave`; None: it must say.
 
     Raises CkptkitError for an indexer that Megatron does not have, and for one that readers disagree on.
     """
@@ -67,7 +75,8 @@ def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | Non
     if interleaved is None and config.get("indexer_rope_interleave") is None:
         raise CkptkitError(
             "config.json has no 'indexer_rope_interleave'",
-            "without it SGLang turns the indexer's heads as halves, newer transformers in pairs; GLM-5's releases say true",
+            "without it SGLang turns the indexer's heads as halves, newer transformers in pairs; "
+            "GLM-5's releases say true",
         )
     if mla.q_rank is None:
         raise CkptkitError(
@@ -93,7 +102,10 @@ def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | Non
 
 
 def _own(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """For every layer whether it has an indexer of its own. Sources: transformers `GlmMoeDsaConfig`, SGLang `dsa_layer_skips_topk`."""
+    """For every layer whether it has an indexer of its own.
+
+    Sources: transformers `GlmMoeDsaConfig`, SGLang `dsa_layer_skips_topk`.
+    """
     layers, said = integer(config, "num_hidden_layers"), {}
     for key in ("indexer_types", "index_topk_pattern"):
         kinds = config.get(key)
@@ -130,7 +142,10 @@ def _own(config: Mapping[str, Any]) -> tuple[bool, ...]:
 
 
 def _schedule(own: Sequence[bool]) -> tuple[int, int]:
-    """Megatron's `dsa_indexer_topk_freq` and `dsa_indexer_skip_topk_offset` for these layers. Raises CkptkitError when there are none."""
+    """Megatron's `dsa_indexer_topk_freq` and `dsa_indexer_skip_topk_offset` for these layers.
+
+    Raises CkptkitError when there are none.
+    """
     if all(own):
         return 1, 0
     first = own.index(False)
@@ -152,8 +167,9 @@ def indexer(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, ...
 def slime_indexer(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, ...]:
     """The indexer in slime's own attention module, which turns the last dimensions of a head.
 
-    Source: slime `slime_plugins/models/glm5/glm5.py`, `hf_to_megatron/deepseek.py` and `megatron_to_hf/deepseekv3.py`, which move
-    the dimensions in every model, also where the release turns them as halves (their sizes of 128 and 64 are all models' own).
+    Source: slime `slime_plugins/models/glm5/glm5.py`, `hf_to_megatron/deepseek.py` and `megatron_to_hf/deepseekv3.py`,
+    which move the dimensions in every model, also where the release turns them as halves (their sizes of 128 and 64 are
+    all models' own).
     """
     return _rules(dims, at, "self_attention.", "", rotary_last=True)
 
@@ -161,7 +177,10 @@ def slime_indexer(dims: ModelDims, at: Place | None = None) -> tuple[ParamMappin
 def _rules(
     dims: ModelDims, at: Place | None, prefix: str, linear: str, *, rotary_last: bool
 ) -> tuple[ParamMapping, ...]:
-    """The rules; `prefix` stands before all Megatron names, `linear` before those of linear layers. Every rank holds all of them."""
+    """The rules; `prefix` stands before all Megatron names, `linear` before those of linear layers.
+
+    Every rank holds all of them.
+    """
     sizes, mla = dims.indexer, dims.mla
     assert sizes is not None, "a family without an indexer has no such rules"
     assert mla is not None, "an indexer is part of latent attention"
@@ -181,7 +200,10 @@ def _rules(
 
 
 def indexer_args(sizes: Indexer) -> dict[str, Any]:
-    """Megatron-LM arguments of sparse attention. Its Hadamard transform is left at Megatron's default: it changes no score."""
+    """Megatron-LM arguments of sparse attention.
+
+    Its Hadamard transform is left at Megatron's default: it changes no score.
+    """
     return {
         "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": sizes.heads,

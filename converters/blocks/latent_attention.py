@@ -1,4 +1,6 @@
-"""Multi-head latent attention of DeepSeek V2 and V3, Kimi and GLM-4.7-Flash: queries and keys with values are compressed, then expanded a head.
+"""Multi-head latent attention of DeepSeek V2 and V3, Kimi and GLM-4.7-Flash.
+
+Queries and keys with values are compressed, then expanded a head.
 
 Everything is copied as it is: Megatron takes the rotary dimensions in pairs, as these releases have them (its
 `multi_latent_attention.py`), and keeps all key and value heads in one matrix as they do.
@@ -12,15 +14,27 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from converters.config.dims import Mla, ModelDims
 from converters.config.values import flag, integer, number, rope_of
+from converters.family import Dense
 from converters.ops.basic import Copy
 from converters.rules import ParamMapping, Place, decoder
 
 # What yarn needs and no flag of Megatron-LM says, with the defaults of its MLATransformerConfig.
 WITHOUT_FLAG: Mapping[str, float] = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+# SGLang's `DeepseekV2AttentionMLA`, and its blocks with a shared expert, read `.weight` of these layers, which INT4
+# layers do not have.
+SGLANG_DENSE = (
+    Dense(r".*\.self_attn\..*", r"re:.*\.self_attn\..*", "SGLang's latent attention reads the dense weight"),
+    Dense(
+        r".*\.shared_experts\..*", r"re:.*\.shared_experts\..*", "SGLang reads the dense weight of the shared expert"
+    ),
+)
 
 
 def read_mla(config: Mapping[str, Any]) -> Mla:
-    """Ranks and head sizes under the names that DeepSeek gave them. Raises CkptkitError for what Megatron's MLA does not do."""
+    """Ranks and head sizes under the names that DeepSeek gave them.
+
+    Raises CkptkitError for what Megatron's MLA does not do.
+    """
     if "q_lora_rank" not in config:
         raise CkptkitError(
             "config.json has no 'q_lora_rank'",
@@ -57,7 +71,10 @@ def read_mla(config: Mapping[str, Any]) -> Mla:
 
 
 def mla_attention(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, ...]:
-    """Pre-norm latent attention. `dims.mla` must be set. Down projections are whole on every rank, up projections cut by heads."""
+    """Pre-norm latent attention.
+
+    `dims.mla` must be set. Down projections are whole on every rank, up projections cut by heads.
+    """
     mla, at = dims.mla, at or decoder(dims, dims.softmax_layers)
     assert mla is not None, "a family without latent attention has no such rules"
     query = (dims.heads * (mla.nope + mla.rope), mla.q_rank or dims.hidden)
@@ -115,9 +132,13 @@ def mla_args(dims: ModelDims) -> dict[str, Any]:
 
 
 def _yarn_args(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Yarn. Sources: transformers `_compute_yarn_parameters` and `DeepseekV3Attention`, megatron-core `yarn_rotary_pos_embedding.py`.
+    """Yarn.
 
-    The two multiply cosines and sines by the same number only where both of mscale and mscale_all_dim are there, or neither.
+    Sources: transformers `_compute_yarn_parameters` and `DeepseekV3Attention`, megatron-core
+    `yarn_rotary_pos_embedding.py`.
+
+    The two multiply cosines and sines by the same number only where both of mscale and mscale_all_dim are there, or
+    neither.
     """
     kind = rope["rope_type"]
     if kind != "yarn":

@@ -1,7 +1,9 @@
-"""Gated delta net, the linear attention of Qwen3-Next and Qwen3.5, and what goes with it: output gates and their MTP layer.
+"""Gated delta net, the linear attention of Qwen3-Next and Qwen3.5, and what goes with it.
 
-Names and order on Megatron's side: megatron-core `ssm/gated_delta_net`; on the HF side: transformers `Qwen3NextGatedDeltaNet`
-and `Qwen3_5GatedDeltaNet`, which differ in how the input projection is cut into tensors.
+Output gates and their MTP layer.
+
+Names and order on Megatron's side: megatron-core `ssm/gated_delta_net`; on the HF side: transformers
+`Qwen3NextGatedDeltaNet` and `Qwen3_5GatedDeltaNet`, which differ in how the input projection is cut into tensors.
 """
 
 from __future__ import annotations
@@ -10,17 +12,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from converters.blocks.decoder import layer_count
 from converters.config.dims import LinearAttention, ModelDims
 from converters.config.values import flag, integer
+from converters.family import Dense, Draft
 from converters.ops.basic import Copy, Op
 from converters.ops.hybrid import ByKeyHead, MinusOne, StackedRows
 from converters.rules import ParamMapping, Place, decoder
 
 _KINDS = ("linear_attention", "full_attention")
+# SGLang's `Qwen3NextGatedDeltaNet` and Qwen3.5's have loaders of their own for dense parts.
+SGLANG_DENSE = (
+    Dense(
+        r".*\.linear_attn\..*", r"re:.*\.linear_attn\..*", "SGLang cuts the dense projections of linear attention anew"
+    ),
+)
 
 
 def read_linear_attention(config: Mapping[str, Any]) -> LinearAttention:
-    """Sizes and layers of the gated delta net. Raises CkptkitError when `layer_types` and `full_attention_interval` disagree."""
+    """Sizes and layers of the gated delta net.
+
+    Raises CkptkitError when `layer_types` and `full_attention_interval` disagree.
+    """
     count, interval = integer(config, "num_hidden_layers"), integer(config, "full_attention_interval", 4)
     if interval < 1:
         raise CkptkitError(f"config.json: full_attention_interval is {interval}", "compare it with the release")
@@ -61,10 +74,12 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def read_mtp_layers(config: Mapping[str, Any], linear: LinearAttention, default: int) -> int:
-    """Multi-token prediction layers, 0 or 1, as Qwen3.5's configs say it or vLLM reads it. `default`: what a config means that does not say.
+    """Multi-token prediction layers, 0 or 1, as Qwen3.5's configs say it or vLLM reads it.
 
-    Raises CkptkitError for more than one, since HF's `mtp` has one projection and Megatron one a layer, and where the last
-    decoder layer is not of the kind that `mtp` has, since Megatron builds the two alike.
+    `default`: what a config means that does not say.
+
+    Raises CkptkitError for more than one, since HF's `mtp` has one projection and Megatron one a layer, and where the
+    last decoder layer is not of the kind that `mtp` has, since Megatron builds the two alike.
     """
     given = {
         key: integer(config, key)
@@ -85,7 +100,8 @@ def read_mtp_layers(config: Mapping[str, Any], linear: LinearAttention, default:
     if count and last in linear.layers:
         raise CkptkitError(
             f"config.json: a multi-token prediction layer, but decoder layer {last}, the last, has linear attention",
-            "Megatron builds the two alike, and `mtp` has full attention; set mtp_num_hidden_layers to 0 and leave out the mtp tensors",
+            "Megatron builds the two alike, and `mtp` has full attention; "
+            "set mtp_num_hidden_layers to 0 and leave out the mtp tensors",
         )
     return count
 
@@ -106,7 +122,8 @@ def delta_net_args(net: LinearAttention, layers: int) -> dict[str, Any]:
 def gated_delta_net(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping, ...]:
     """Pre-norm linear attention in megatron-core's module, which joins all input projections in one.
 
-    `by_key_head`: the HF input projection is two tensors ordered by key head (Qwen3-Next), not four ordered by kind (Qwen3.5).
+    `by_key_head`: the HF input projection is two tensors ordered by key head (Qwen3-Next), not four ordered by kind
+    (Qwen3.5).
     """
     net = _net(dims)
     at = decoder(dims, net.layers)
@@ -119,7 +136,9 @@ def gated_delta_net(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping
     return (
         at.rule("self_attention.in_proj.layer_norm_weight", {"input_layernorm.weight": (dims.hidden,)}),
         at.rule("self_attention.in_proj.weight", inputs, order),
-        at.rule("self_attention.conv1d.weight", {conv: shapes[conv]}, StackedRows((sum(net.conv),), net.conv)),
+        at.rule(
+            "self_attention.conv1d.weight", {conv: shapes[conv]}, StackedRows((sum(net.conv),), net.conv), kind="Conv1d"
+        ),
         *(
             at.rule(f"self_attention.{name}", {f"linear_attn.{name}": (net.value_heads,)}, Copy(0), fp32=True)
             for name in ("A_log", "dt_bias")
@@ -135,7 +154,7 @@ def gated_delta_net(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping
 
 
 def hf_linear_attention(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping, ...]:
-    """Pre-norm linear attention in slime's module, which is the HF one, whole on every rank (slime `HuggingfaceAttention`)."""
+    """Pre-norm linear attention in slime's module: the HF one, whole on every rank (`HuggingfaceAttention`)."""
     at = decoder(dims, _net(dims).layers)
     state = ("linear_attn.A_log", "linear_attn.dt_bias")
     shapes = {"input_layernorm.weight": (dims.hidden,), **_shapes(dims, by_key_head)}
@@ -167,7 +186,9 @@ def _shapes(dims: ModelDims, by_key_head: bool) -> dict[str, tuple[int, ...]]:
 
 
 def qwen_mtp(dims: ModelDims) -> tuple[Place, tuple[ParamMapping, ...]]:
-    """The multi-token prediction layer of Qwen3-Next and Qwen3.5: the place of its decoder layer, and the rules around that.
+    """The multi-token prediction layer of Qwen3-Next and Qwen3.5.
+
+    The place of its decoder layer, and the rules around that.
 
     `fc` takes [embedding, hidden state], as Megatron's eh_proj does and as SGLang's `Qwen3NextForCausalLMMTP` feeds it.
     """
@@ -178,3 +199,20 @@ def qwen_mtp(dims: ModelDims) -> tuple[Place, tuple[ParamMapping, ...]]:
         at.rule("eh_proj.weight", {"fc.weight": (dims.hidden, 2 * dims.hidden)}, Copy(0)),
         at.rule("final_layernorm.weight", {"norm.weight": norm}),
     )
+
+
+def qwen_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
+    """The multi-token prediction layer of Qwen3.5, where the config promises one."""
+    return _qwen_draft("mtp.", layer_count(text, "mtp_num_hidden_layers"))
+
+
+def qwen_next_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
+    """That of Qwen3-Next, whose releases have no key for it.
+
+    SGLang builds it under the names of the model's own first layer.
+    """
+    return _qwen_draft(None, layer_count(text, "mtp_num_hidden_layers", 1))
+
+
+def _qwen_draft(sglang: str | None, count: int) -> tuple[Draft, ...]:
+    return (Draft("mtp.", sglang, r"re:mtp\..*", "mtp.layers.0.", "mtp.fc"),) if count else ()

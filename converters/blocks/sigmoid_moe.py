@@ -1,4 +1,7 @@
-"""Mixture of experts as DeepSeek V3, Kimi and GLM have it: sigmoid scores, an fp32 bias that only helps to select, shared experts."""
+"""Mixture of experts as DeepSeek V3, Kimi and GLM have it.
+
+Sigmoid scores, an fp32 bias that only helps to select, shared experts.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ from converters.config.values import flag, integer, number
 
 
 def read_sigmoid_moe(config: Mapping[str, Any], absent: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes and routing as arguments of `base_dims`. `absent` says what absent and null keys mean where that is not an error.
+    """Sizes and routing as arguments of `base_dims`.
 
-    Raises CkptkitError for routing that Megatron does not compute (its `moe_utils.py`: `topk_routing_with_score_function`).
+    `absent` says what absent and null keys mean where that is not an error.
+
+    Raises CkptkitError for routing that Megatron does not compute (its `moe_utils.py`:
+    `topk_routing_with_score_function`).
     """
     config = {**absent, **{key: value for key, value in config.items() if value is not None}}
     kind = config.get("model_type")
@@ -45,7 +51,10 @@ def read_sigmoid_moe(config: Mapping[str, Any], absent: Mapping[str, Any]) -> di
 
 
 def _groups(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Group-limited routing. The models score a group by its best two experts, Megatron by its best (experts a token / groups a token)."""
+    """Group-limited routing.
+
+    The models score a group by its best two experts, Megatron by its best (experts a token / groups a token).
+    """
     groups, top_groups = integer(config, "n_group"), integer(config, "topk_group")
     experts, top_k = integer(config, "n_routed_experts"), integer(config, "num_experts_per_tok")
     if not 0 < top_groups <= groups or experts % groups:
@@ -56,6 +65,7 @@ def _groups(config: Mapping[str, Any]) -> dict[str, Any]:
     if groups > 1 and top_k // top_groups != 2:
         raise CkptkitError(
             f"config.json: {top_k} experts a token out of {top_groups} groups is not supported",
-            f"Megatron would score a group by its best {top_k // top_groups} experts, not by its best 2; no released model needs that",
+            f"Megatron would score a group by its best {top_k // top_groups} experts, not by its best 2; "
+            "no released model needs that",
         )
     return {"router_groups": groups, "router_top_groups": top_groups}

@@ -14,9 +14,12 @@ _MOST_LAYERS = 10_000
 
 @dataclass(frozen=True)
 class Mla:
-    """Multi-head latent attention: ranks of the two compressions (`q_rank` None: queries are not compressed) and head sizes.
+    """Multi-head latent attention.
 
-    `nope`: dimensions of a query or key head without rotary embedding; `rope`: those with; `value`: size of a value head.
+    Ranks of the two compressions (`q_rank` None: queries are not compressed) and head sizes.
+
+    `nope`: dimensions of a query or key head without rotary embedding; `rope`: those with; `value`: size of a value
+    head.
     """
 
     q_rank: int | None
@@ -39,9 +42,9 @@ class Mla:
 class Indexer:
     """The indexer of DeepSeek sparse attention: its heads, their size, and how many keys a query attends to.
 
-    `layers` have an indexer of their own; the others use that of the layer before. `every` and `first` say the same as Megatron
-    does (`dsa_indexer_topk_freq`, `dsa_indexer_skip_topk_offset`): the first layers, then every so many. `rope_interleaved`:
-    its rotary dimensions turn in pairs, not as two halves.
+    `layers` have an indexer of their own; the others use that of the layer before. `every` and `first` say the same as
+    Megatron does (`dsa_indexer_topk_freq`, `dsa_indexer_skip_topk_offset`): the first layers, then every so many.
+    `rope_interleaved`: its rotary dimensions turn in pairs, not as two halves.
     """
 
     heads: int
@@ -58,7 +61,10 @@ class Indexer:
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """Gated delta net: heads and head sizes of keys (queries have the same) and values, convolution kernel, and its layers."""
+    """Gated delta net.
+
+    Heads and head sizes of keys (queries have the same) and values, convolution kernel, and its layers.
+    """
 
     key_heads: int
     value_heads: int
@@ -96,13 +102,14 @@ class LinearAttention:
 class ModelDims:
     """What a rule or a Megatron model needs to know of an HF config. Sizes are in elements; 0 experts means dense.
 
-    `root` and `head` are HF names: what stands before `layers.0.`, and the output embedding. `dense_layers`: layers of an MoE
-    model with a plain MLP. `window_layers`: layers whose attention sees `window` tokens and, where given, turns with
-    `local_rope_theta`. `norm_offset`: norm weights are stored minus one. `qk_norm_full`: q and k norms over all heads at once.
-    `sandwich`: norms also after attention and MLP, which in Megatron are modules of the "layer" (slime's patch) or inside the
-    "linear" before them (Megatron-Bridge). `activation`: silu, gelu_pytorch_tanh, or quick_geglu, which is x sigmoid(1.702 x)
-    with gate and up clamped and 1 added to up, as GPT-OSS has it. `attention_gate`: q_proj also makes an output gate. `sinks`: a learned logit
-    a head in the softmax. `mtp_layers`: multi-token prediction layers after the last.
+    `root` and `head` are HF names: what stands before `layers.0.`, and the output embedding. `dense_layers`: layers of
+    an MoE model with a plain MLP. `window_layers`: layers whose attention sees `window` tokens and, where given, turns
+    with `local_rope_theta`. `norm_offset`: norm weights are stored minus one. `qk_norm_full`: q and k norms over all
+    heads at once. `sandwich`: norms also after attention and MLP, which in Megatron are modules of the "layer" (slime's
+    patch) or inside the "linear" before them (Megatron-Bridge). `activation`: silu, gelu_pytorch_tanh, or quick_geglu,
+    which is x sigmoid(1.702 x) with gate and up clamped and 1 added to up, as GPT-OSS has it. `attention_gate`: q_proj
+    also makes an output gate. `sinks`: a learned logit a head in the softmax. `mtp_layers`: multi-token prediction
+    layers after the last.
     """
 
     layers: int
@@ -221,7 +228,9 @@ def first_layers(config: Mapping[str, Any], key: str, default: int) -> tuple[int
 
 
 def layers_without_experts(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The dense layers of a Qwen MoE model: those in `mlp_only_layers`, and all whose number from 1 `decoder_sparse_step` does not divide.
+    """The dense layers of a Qwen MoE model.
+
+    Those in `mlp_only_layers`, and all whose number from 1 `decoder_sparse_step` does not divide.
 
     Source: transformers `Qwen2MoeDecoderLayer`, `Qwen3MoeDecoderLayer`.
     """

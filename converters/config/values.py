@@ -53,10 +53,12 @@ def _wrong(key: str, value: Any, what: str) -> CkptkitError:
 
 
 def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """The language model's part of a config, and the HF prefix of its names: that of a multimodal model, or the config itself.
+    """The language model's part of a config, and the HF prefix of its names.
 
-    Whether embeddings are tied is said at the top, beside `text_config`, where transformers reads it; only where the top does
-    not say does that of `text_config` count. Raises CkptkitError when a multimodal config has no such part.
+    That of a multimodal model, or the config itself.
+
+    Whether embeddings are tied is said at the top, beside `text_config`, where transformers reads it; only where the
+    top does not say does that of `text_config` count. Raises CkptkitError when a multimodal config has no such part.
     """
     if str(config.get("model_type")).endswith("_text"):
         return config, "model."
@@ -70,8 +72,8 @@ def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 def window_of(config: Mapping[str, Any], absent: int | None = None) -> int | None:
     """How many tokens attention sees, the query's own among them (`sliding_window`); None where that is all of them.
 
-    null means all, and so does a window as long as the model's context; `absent` is what a config without the key means.
-    Raises CkptkitError naming the key.
+    null means all, and so does a window as long as the model's context; `absent` is what a config without the key
+    means. Raises CkptkitError naming the key.
     """
     window = config.get("sliding_window", absent)
     if window is None:
@@ -82,7 +84,9 @@ def window_of(config: Mapping[str, Any], absent: int | None = None) -> int | Non
 
 
 def sliding_layers(config: Mapping[str, Any], every: int) -> tuple[int, ...]:
-    """Layers with a sliding window: those that `layer_types` calls so; where it is absent, all but each `every`-th, counted from 1.
+    """Layers with a sliding window: those that `layer_types` calls so.
+
+    Where it is absent, all but each `every`-th, counted from 1.
 
     Raises CkptkitError for a list of another length, and for a kind of attention that is neither sliding nor full.
     """
@@ -101,7 +105,10 @@ def sliding_layers(config: Mapping[str, Any], every: int) -> tuple[int, ...]:
 
 
 def without_windows(config: Mapping[str, Any]) -> None:
-    """Raises CkptkitError where a Qwen config turns sliding windows on: `sliding_window` alone, as in all releases, does not."""
+    """Raises CkptkitError where a Qwen config turns sliding windows on.
+
+    `sliding_window` alone, as in all releases, does not.
+    """
     if flag(config, "use_sliding_window", False) or "sliding_attention" in (config.get("layer_types") or ()):
         raise CkptkitError(
             f"config.json: {config['model_type']} with use_sliding_window is not supported",
@@ -110,10 +117,12 @@ def without_windows(config: Mapping[str, Any]) -> None:
 
 
 def rope_of(config: Mapping[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
-    """Rotary settings under either spelling: `rope_parameters` (transformers v5) or `rope_theta` and `rope_scaling` (v4).
+    """Rotary settings under either spelling.
 
-    `default_theta` is what a config means that states none. Raises CkptkitError when both are there and disagree on theta:
-    readers of v4 and v5 would then run different models.
+    `rope_parameters` (transformers v5) or `rope_theta` and `rope_scaling` (v4).
+
+    `default_theta` is what a config means that states none. Raises CkptkitError when both are there and disagree on
+    theta: readers of v4 and v5 would then run different models.
     """
     v5, v4 = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     for key, value in (("rope_parameters", v5), ("rope_scaling", v4)):

@@ -1,4 +1,6 @@
-"""One file a model family: which `model_type`s, how its config is read, its rules, and all else that is particular to it.
+"""One file a model family, with everything that is particular to it.
 
-May import ops, blocks and config.
+The registry finds every file here and in the folders below.
+
+Each file lists its families in `FAMILIES`. May import ops, blocks and config.
 """

@@ -1,18 +1,22 @@
-"""Gemma 3 (270M to 27B), its language model: four norms a layer, all stored minus one; five layers with a sliding window, then a full one.
+"""Gemma 3 (270M to 27B), its language model: four norms a layer, all stored minus one.
+
+Five layers with a sliding window, then a full one.
 
 The larger releases come with a vision tower, which is carried along.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, embeddings, gated_mlp
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, integer, number, rope_of, sliding_layers, window_of
-from converters.rules import ModelFamily, ParamMapping, decoder
+from converters.family import QKV_GATE_UP, ModelFamily, Release, SglangClass
+from converters.rules import ParamMapping, decoder
 
 # What the releases with a vision tower leave out of their text_config; transformers `Gemma3TextConfig`.
 _DEFAULTS = {
@@ -56,8 +60,8 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         qk_norm=True,
         activation="gelu_pytorch_tanh",
         tied=flag(config, "tie_word_embeddings", True),
-        root="language_model.model." if nested else "model.",
-        head="language_model.lm_head.weight" if nested else "lm_head.weight",
+        root=_NESTED.root if nested else "model.",
+        head=f"{_NESTED.head}.weight" if nested else "lm_head.weight",
         norm_offset=True,
         sandwich="linear",
         window=window_of(text, absent=4096),
@@ -69,7 +73,10 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 
 def _ropes(text: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
-    """Rotary settings of the full layers, and the base of those with a window; transformers v5 has one object for each kind."""
+    """Rotary settings of the full layers, and the base of those with a window.
+
+    Transformers v5 has one object for each kind.
+    """
     kinds = text.get("rope_parameters") or {}
     if not isinstance(kinds, dict) or any(
         value not in (None, "default") for kind, value in kinds.items() if kind not in _KINDS
@@ -82,7 +89,8 @@ def _ropes(text: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
     local = rope_of({"rope_parameters": kinds.get(_KINDS[1]), "rope_theta": text.get("rope_local_base_freq")}, 10_000.0)
     if full["rope_type"] not in ("default", "linear") or local["rope_type"] != "default":
         raise CkptkitError(
-            f"config.json: gemma3 with rope {full['rope_type']!r} in full layers and {local['rope_type']!r} in those with a window is not supported",
+            f"config.json: gemma3 with rope {full['rope_type']!r} in full layers and {local['rope_type']!r} "
+            "in those with a window is not supported",
             "releases scale linearly, and only the full layers; Megatron-Bridge's model cannot do anything else",
         )
     if full["rope_type"] == "linear":
@@ -103,10 +111,45 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     )
 
 
-FAMILY = ModelFamily(
-    ("gemma3", "gemma3_text"),
-    ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
+def _linears_outside(config: Mapping[str, Any]) -> Iterator[str]:
+    """The Linear layers of the vision tower, as transformers up to 4.57 and since then spell them.
+
+    Source: its `SiglipVisionModel`.
+    """
+    vision = config["vision_config"]
+    modules = ["head.attention.out_proj", "head.mlp.fc1", "head.mlp.fc2"] * flag(vision, "vision_use_head", True)
+    for layer in range(integer(vision, "num_hidden_layers", 12)):
+        names = (*(f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")), "mlp.fc1", "mlp.fc2")
+        modules += [f"encoder.layers.{layer}.{name}" for name in names]
+    for root in ("vision_tower.", "vision_tower.vision_model."):
+        yield from (f"{prefix}{root}{module}" for prefix in ("", "model.") for module in modules)
+
+
+_CLASSES = {"Embedding": "Gemma3TextScaledWordEmbedding"}
+_NESTED = Release(
+    "language_model.model.",
+    "language_model.lm_head",
+    nested=True,
+    linears_outside=_linears_outside,
+    model_type="gemma3_text",
+    classes=_CLASSES,
+)
+_TEXT = ModelFamily(
+    ("gemma3_text",),
+    ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     read_dims,
     mappings,
     carried=("vision_tower.", "multi_modal_projector."),
+    release=Release(classes=_CLASSES),
+    sglang=SglangClass(QKV_GATE_UP),
+)
+FAMILIES = (
+    _TEXT,
+    replace(
+        _TEXT,
+        model_types=("gemma3",),
+        architectures=_TEXT.architectures[::-1],
+        release=_NESTED,
+        sglang=SglangClass(QKV_GATE_UP, outside=((".self_attn.out_proj", ".self_attn.proj"),)),
+    ),
 )

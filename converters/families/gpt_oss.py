@@ -1,7 +1,9 @@
-"""GPT-OSS (20B, 120B): every layer routed, with biases everywhere, attention sinks, every other layer with a sliding window, YaRN.
+"""GPT-OSS (20B, 120B).
 
-The experts of a layer lie in one tensor, transposed, gate and up taking turns; the HF names below that have an expert's number
-in them are what `converters/experts.py` makes of it.
+Every layer routed, with biases everywhere, attention sinks, every other layer with a sliding window, YaRN.
+
+The experts of a layer lie in one tensor, transposed, gate and up taking turns; the HF names below that have an expert's
+number in them are what `converters/experts.py` makes of it.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, embeddings, gated_mlp
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, integer, number, sliding_layers, window_of
+from converters.family import FusedExperts, ModelFamily
 from converters.ops.basic import Copy, GateUp
-from converters.rules import FusedExperts, ModelFamily, ParamMapping, decoder
+from converters.rules import ParamMapping, decoder
 
 # What transformers takes a config without rope settings to say.
 _YARN = {
@@ -29,7 +32,10 @@ _YARN = {
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes of a gpt_oss config. Source: transformers `GptOssConfig`, `GptOssAttention`, `GptOssExperts` (which fixes the clamp)."""
+    """Sizes of a gpt_oss config.
+
+    Source: transformers `GptOssConfig`, `GptOssAttention`, `GptOssExperts` (which fixes the clamp).
+    """
     if not flag(config, "attention_bias", True):
         raise CkptkitError(
             "config.json: gpt_oss without attention_bias is not supported",
@@ -72,7 +78,7 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
         *attention(dims),
         at.rule("self_attention.core_attention.softmax_offset", {"self_attn.sinks": (dims.heads,)}, Copy(0)),
         at.rule("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
-        at.rule("mlp.router.weight", {"mlp.router.weight": (dims.experts, hidden)}),
+        at.rule("mlp.router.weight", {"mlp.router.weight": (dims.experts, hidden)}, kind="Router"),
         at.rule("mlp.router.bias", {"mlp.router.bias": (dims.experts,)}),
         *gated_mlp(at, megatron, hf, hidden, ffn),
         at.rule(megatron + "linear_fc1.bias", {hf + "gate_proj.bias": (ffn,), hf + "up_proj.bias": (ffn,)}, GateUp()),
@@ -80,10 +86,13 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     )
 
 
-FAMILY = ModelFamily(
-    ("gpt_oss",),
-    ("GptOssForCausalLM",),
-    read_dims,
-    mappings,
-    fused=FusedExperts(transposed=True, interleaved=True, always=True),
+FAMILIES = (
+    ModelFamily(
+        ("gpt_oss",),
+        ("GptOssForCausalLM",),
+        read_dims,
+        mappings,
+        fused=FusedExperts(transposed=True, interleaved=True, always=True),
+        release=None,
+    ),
 )

@@ -1,4 +1,7 @@
-"""Llama 2 to 3.3 and models of their architecture: dense, embeddings tied in the small Llama 3.2, rope scaled from 3.1 on."""
+"""Llama 2 to 3.3 and models of their architecture.
+
+Dense, embeddings tied in the small Llama 3.2, rope scaled from 3.1 on.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,22 @@ from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import ROTARY_FREQUENCIES, attention, dense_mlp, embeddings
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag
-from converters.rules import ModelFamily, ParamMapping
+from converters.family import ModelFamily
+from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes of a llama config. Source: transformers `LlamaConfig`, `LlamaAttention` (one switch for q, k, v and o), `LlamaMLP`."""
+    """Sizes of a llama config.
+
+    Source: transformers `LlamaConfig`, `LlamaAttention` (one switch for q, k, v and o), `LlamaMLP`.
+    """
     attention_bias, mlp_bias = flag(config, "attention_bias", False), flag(config, "mlp_bias", False)
     if attention_bias != mlp_bias:
         with_bias, without = ("attention_bias", "mlp_bias") if attention_bias else ("mlp_bias", "attention_bias")
         raise CkptkitError(
             f"config.json: llama with {with_bias} but without {without} is not supported",
-            "Megatron has one switch for the biases of attention's output and MLP (--disable-bias-linear); no training run could say this model",
+            "Megatron has one switch for the biases of attention's output and MLP (--disable-bias-linear); "
+            "no training run could say this model",
         )
     return base_dims(config, qkv_bias=attention_bias, qk_norm=False, out_bias=attention_bias, mlp_bias=mlp_bias)
 
@@ -29,6 +37,8 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
 
 
-FAMILY = ModelFamily(
-    ("llama",), ("LlamaForCausalLM", "LLaMAForCausalLM"), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES
+FAMILIES = (
+    ModelFamily(
+        ("llama",), ("LlamaForCausalLM", "LLaMAForCausalLM"), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES
+    ),
 )

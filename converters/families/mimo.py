@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from converters.blocks.decoder import attention, dense_mlp, embeddings
+from converters.blocks.decoder import attention, dense_mlp, embeddings, layer_count
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, integer, without_windows
+from converters.family import Draft, ModelFamily, Release
 from converters.ops.basic import SwapHalves
-from converters.rules import ModelFamily, ParamMapping, Place
+from converters.rules import ParamMapping, Place
 
 # What the published modeling code does whatever these keys say; Megatron and SGLang do the same.
 _ONLY = {"attention_bias": True, "use_mrope": False}
@@ -36,7 +37,10 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
 
 
 def _mtp_layer(dims: ModelDims, depth: int) -> tuple[ParamMapping, ...]:
-    """Multi-token prediction layer `depth`. Source of the order in input_proj: the published `MiMoMTPLayers`, SGLang's and vLLM's `mimo_mtp`."""
+    """Multi-token prediction layer `depth`.
+
+    Source of the order in input_proj: the published `MiMoMTPLayers`, SGLang's and vLLM's `mimo_mtp`.
+    """
     megatron, hf, norm = f"mtp.layers.{depth}.", f"model.mtp_layers.{depth}.", (dims.hidden,)
     at, layer = Place(megatron, hf, None), Place(megatron + "transformer_layer.", hf, None)
     return (
@@ -49,4 +53,15 @@ def _mtp_layer(dims: ModelDims, depth: int) -> tuple[ParamMapping, ...]:
     )
 
 
-FAMILY = ModelFamily(("mimo",), ("MiMoForCausalLM",), read_dims, mappings)
+def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
+    # SGLang's class gives the modules of the layer no prefix at all.
+    entry = r"re:(model\.mtp_layers|self_attn|mlp)\..*"
+    roots = [f"model.mtp_layers.{depth}." for depth in range(layer_count(text, "num_nextn_predict_layers"))]
+    return tuple(Draft(prefix, "", entry, prefix, f"{prefix}input_proj") for prefix in roots)
+
+
+FAMILIES = (
+    ModelFamily(
+        ("mimo",), ("MiMoForCausalLM",), read_dims, mappings, release=Release(drafts=_drafts, model_type="qwen2")
+    ),
+)

@@ -1,7 +1,10 @@
-"""MiniMax-M2 to M2.7: every layer routed, sigmoid router with an fp32 selection bias, q/k norms over all heads at once, partial rope.
+"""MiniMax-M2 to M2.7.
 
-Their config.json speaks of multi-token prediction modules (`use_mtp`, `num_mtp_modules`), but the published weights hold none: there
-is nothing to convert, and Megatron is told of none. A checkpoint with tensors of such modules is refused by their names.
+Every layer routed, sigmoid router with an fp32 selection bias, q/k norms over all heads at once, partial rope.
+
+Their config.json speaks of multi-token prediction modules (`use_mtp`, `num_mtp_modules`), but the published weights
+hold none: there is nothing to convert, and Megatron is told of none. A checkpoint with tensors of such modules is
+refused by their names.
 """
 
 from __future__ import annotations
@@ -11,12 +14,12 @@ from functools import partial
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from converters.blocks.decoder import attention, embeddings, moe_mlp
+from converters.blocks.decoder import W1_W3_W2, attention, embeddings, moe_mlp
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import integer, number, rope_of
-from converters.families.mixtral import W1_W3_W2
+from converters.family import QKV_GATE_UP, FusedExperts, ModelFamily, Release, SglangClass
 from converters.ops.basic import Copy
-from converters.rules import FusedExperts, ModelFamily, ParamMapping, decoder
+from converters.rules import ParamMapping, decoder
 
 # What every release says, and the only thing that the rules and Megatron's arguments below stand for.
 _FIXED = {
@@ -59,7 +62,9 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 
 def _rotary_fraction(config: Mapping[str, Any], head_dim: int) -> float:
-    """The rotary part of a head: `rotary_dim` in the releases, `partial_rotary_factor` in transformers v5. Raises CkptkitError where they disagree.
+    """The rotary part of a head: `rotary_dim` in the releases, `partial_rotary_factor` in transformers v5.
+
+    Raises CkptkitError where they disagree.
 
     transformers 5.12 takes no notice of `rotary_dim`: it runs a release's own config.json with rope over whole heads.
     """
@@ -68,7 +73,8 @@ def _rotary_fraction(config: Mapping[str, Any], head_dim: int) -> float:
     stated |= {integer(config, "rotary_dim") / max(head_dim, 1)} if config.get("rotary_dim") is not None else set()
     if len(stated) > 1:
         raise CkptkitError(
-            f"config.json: rotary_dim is {config.get('rotary_dim')} of {head_dim} but {key} says otherwise: {sorted(stated)} of a head",
+            f"config.json: rotary_dim is {config.get('rotary_dim')} of {head_dim} but {key} says otherwise: "
+            f"{sorted(stated)} of a head",
             "SGLang reads the first and transformers v5 the second; make them equal",
         )
     return stated.pop() if stated else 1.0
@@ -89,10 +95,18 @@ def _mappings(dims: ModelDims, *, norm: str, axis: int | None) -> tuple[ParamMap
     return (*embeddings(dims), *attention(dims), *norms, *experts)
 
 
-# Two stacks train these models, each with a norm of its own in Megatron's attention: Megatron-Bridge where Megatron has its norms
-# of one head's width, cut with the heads; slime under another name, whole on every rank.
+# Two stacks train these models, each with a norm of its own in Megatron's attention: Megatron-Bridge where Megatron has
+# its norms of one head's width, cut with the heads; slime under another name, whole on every rank.
 mappings = partial(_mappings, norm="{}_layernorm", axis=0)
-SLIME = partial(_mappings, norm="{}_norm", axis=None)
-FAMILY = ModelFamily(
-    ("minimax_m2",), ("MiniMaxM2ForCausalLM",), read_dims, mappings, {"slime": SLIME}, fused=FusedExperts(renamed=True)
+FAMILIES = (
+    ModelFamily(
+        ("minimax_m2",),
+        ("MiniMaxM2ForCausalLM",),
+        read_dims,
+        mappings,
+        {"slime": partial(_mappings, norm="{}_norm", axis=None)},
+        fused=FusedExperts(renamed=True),
+        release=Release(moe="block_sparse_moe", experts=W1_W3_W2, classes={"Router": "MiniMaxM2TopKRouter"}),
+        sglang=SglangClass(QKV_GATE_UP),
+    ),
 )

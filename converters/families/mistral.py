@@ -1,4 +1,7 @@
-"""Mistral 7B, Nemo 12B and models of their architecture: dense, in the first 7B with a sliding window on every layer."""
+"""Mistral 7B, Nemo 12B and models of their architecture.
+
+Dense, in the first 7B with a sliding window on every layer.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import ROTARY_FREQUENCIES, attention, dense_mlp, embeddings
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import window_of
-from converters.rules import ModelFamily, ParamMapping
+from converters.family import ModelFamily
+from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -29,4 +33,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
 
 
-FAMILY = ModelFamily(("mistral",), ("MistralForCausalLM",), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES)
+FAMILIES = (ModelFamily(("mistral",), ("MistralForCausalLM",), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES),)

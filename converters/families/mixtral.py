@@ -1,4 +1,7 @@
-"""Mixtral 8x7B and 8x22B: every layer routed, experts named w1 (gate), w3 (up) and w2 (down), softmax over the chosen experts."""
+"""Mixtral 8x7B and 8x22B.
+
+Every layer routed, experts named w1 (gate), w3 (up) and w2 (down), softmax over the chosen experts.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from converters.blocks.decoder import ROTARY_FREQUENCIES, attention, embeddings, moe_mlp
+from converters.blocks.decoder import ROTARY_FREQUENCIES, W1_W3_W2, attention, embeddings, moe_mlp
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import integer, window_of
-from converters.rules import FusedExperts, ModelFamily, ParamMapping
-
-W1_W3_W2 = ("w1", "w3", "w2")
+from converters.family import FusedExperts, ModelFamily, Release, SglangClass
+from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes of a mixtral config. Source: transformers `MixtralConfig` (no window where the key is absent), `MixtralTopKRouter`."""
+    """Sizes of a mixtral config.
+
+    Source: transformers `MixtralConfig` (no window where the key is absent), `MixtralTopKRouter`.
+    """
     dims = base_dims(
         config,
         qkv_bias=False,
@@ -34,11 +39,15 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *moe_mlp(dims, block="block_sparse_moe.", names=W1_W3_W2))
 
 
-FAMILY = ModelFamily(
-    ("mixtral",),
-    ("MixtralForCausalLM",),
-    read_dims,
-    mappings,
-    fused=FusedExperts(renamed=True),
-    carried_ends=ROTARY_FREQUENCIES,
+FAMILIES = (
+    ModelFamily(
+        ("mixtral",),
+        ("MixtralForCausalLM",),
+        read_dims,
+        mappings,
+        fused=FusedExperts(renamed=True),
+        carried_ends=ROTARY_FREQUENCIES,
+        release=Release(moe="block_sparse_moe", experts=W1_W3_W2, classes={"Router": "MixtralTopKRouter"}),
+        sglang=SglangClass(root=("model.", "")),
+    ),
 )

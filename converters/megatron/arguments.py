@@ -18,8 +18,8 @@ def megatron_args(dims: ModelDims, dialect: str = "mcore") -> dict[str, Any]:
     """Megatron-LM arguments (argparse names) of this model, as a training run of it would have stored them.
 
     Only plain values, so that the restricted loaders of every Megatron version accept them. In a `dialect` other than
-    megatron-core's, linear and sparse attention have none: slime's modules take their sizes from the HF config. Raises CkptkitError for a model
-    whose arguments Megatron has no words for, such as a rope scaling that it does not know.
+    megatron-core's, linear and sparse attention have none: slime's modules take their sizes from the HF config. Raises
+    CkptkitError for a model whose arguments Megatron has no words for, such as a rope scaling that it does not know.
     """
     args: dict[str, Any] = {
         "num_layers": dims.layers,
@@ -68,7 +68,7 @@ def megatron_args(dims: ModelDims, dialect: str = "mcore") -> dict[str, Any]:
 
 
 def comparable_args(dims: ModelDims) -> dict[str, Any]:
-    """As `megatron_args`, but a rope scaling that has no arguments is left out: for holding two models against one another."""
+    """As `megatron_args`, but leaves out a rope scaling that has no arguments: for comparing two models."""
     try:
         return megatron_args(dims)
     except CkptkitError:
@@ -80,7 +80,10 @@ def _whole(value: float) -> float | int:
 
 
 def _rope_args(dims: ModelDims) -> dict[str, Any]:
-    """Rope scaling: of Llama 3 (three of its four numbers fixed, megatron-core `rotary_pos_embedding.py`), YaRN or linear."""
+    """Rope scaling of Llama 3, YaRN or linear.
+
+    Source: megatron-core `rotary_pos_embedding.py`, which fixes three of Llama 3's four numbers.
+    """
     if dims.rope_scaling is None:
         return {}
     kind = dims.rope_scaling["rope_type"]
@@ -93,14 +96,18 @@ def _rope_args(dims: ModelDims) -> dict[str, Any]:
         return {}  # scaled in some layers only: Megatron-LM has no word for it, Megatron-Bridge's model provider has
     if kind == "linear" and number(dims.rope_scaling, "factor").is_integer():
         return {"rotary_seq_len_interpolation_factor": int(number(dims.rope_scaling, "factor"))}
+    hint = "remove the scaling if it is only for longer contexts than you train with"
     raise CkptkitError(
         f"config.json: rope scaling {kind!r} as it stands there has no Megatron arguments",
-        "training would run another model than this one; remove the scaling if it is only for longer contexts than you train with",
+        f"training would run another model than this one; {hint}",
     )
 
 
 def _plain_yarn(dims: ModelDims) -> bool:
-    """Whether Megatron computes this YaRN: over whole heads, from a stated length (readers differ on an absent one), with the usual attention factor."""
+    """Whether Megatron computes this YaRN: over whole heads, from a stated length, with the usual attention factor.
+
+    Readers differ on the length where it is absent.
+    """
     rope = dims.rope_scaling or {}
     return (
         dims.rotary_fraction == 1
@@ -110,7 +117,10 @@ def _plain_yarn(dims: ModelDims) -> bool:
 
 
 def _yarn_args(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """YaRN. Source: Megatron-LM 0.19 `_apply_yarn_config_from_args`; up to 0.18 only Megatron-Bridge's model provider can say it."""
+    """YaRN, for which Megatron-LM has arguments from 0.19 on; before, only Megatron-Bridge's model provider can say it.
+
+    Source: Megatron-LM 0.19 `_apply_yarn_config_from_args`.
+    """
     # transformers takes these two only together; 1 and 0 are Megatron's way to say neither.
     scales = (number(rope, "mscale", 0.0), number(rope, "mscale_all_dim", 0.0))
     mscale, mscale_all_dim = scales if all(scales) else (1.0, 0.0)
@@ -142,7 +152,7 @@ def _layer_args(dims: ModelDims) -> dict[str, Any]:
 
 
 def _window_args(dims: ModelDims) -> dict[str, Any]:
-    """Sliding windows: Megatron says how many tokens before and after its own a query sees, an HF config counts its own too."""
+    """Sliding windows. Megatron counts the tokens before and after a query's own, an HF config counts its own too."""
     if dims.window is None:
         return {}
     pattern = [int(layer in dims.window_layers) for layer in range(dims.layers)]

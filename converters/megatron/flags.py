@@ -1,4 +1,7 @@
-"""Megatron-LM arguments as the words of a launch script. Source of the flags: Megatron-LM `megatron/training/arguments.py`."""
+"""Megatron-LM arguments as the words of a launch script.
+
+Source of the flags: Megatron-LM `megatron/training/arguments.py`.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,15 @@ _NEGATED = {
 
 
 def launch_flags(args: Mapping[str, Any]) -> list[str]:
-    """Each argument as one line (`--num-layers 48`), values quoted for a shell; what is off or Megatron's default None is left out.
+    """Each argument as one line (`--num-layers 48`), quoted for a shell, without what is off or None by default.
 
-    What no flag can say is a comment: `converters.megatron.unsaid`, and arguments without a flag for which Megatron's default is wrong.
+    Comments say what no flag can: what `converters.megatron.unsaid` lists, and arguments without a flag.
     """
     flags = [" ".join([flag, *map(shlex.quote, values)]) for flag, values in _flags(args)]
-    named = {name: default for name, default in WITHOUT_FLAG.items() if args.get(name, default) != default}
     lines = [
-        f"set args.{name} = {args[name]} (else {default}) before the model is built" for name, default in named.items()
+        f"set args.{name} = {args[name]} (else {default}) before the model is built"
+        for name, default in WITHOUT_FLAG.items()
+        if args.get(name, default) != default
     ]
     return flags + [f"# no flag says this: {line}" for line in (*lines, *args.get(UNSAID, ()))]
 
@@ -61,11 +65,8 @@ def _flags(args: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
 def pattern(values: Sequence[int]) -> str:
     """One number a layer as the expression that Megatron evaluates, the shortest repetition: `([1]*3+[0]*1)*12`."""
     count = len(values)
-    period = next(
-        size
-        for size in range(1, count + 1)
-        if count % size == 0 and list(values[:size]) * (count // size) == list(values)
-    )
+    sizes = (size for size in range(1, count + 1) if count % size == 0)
+    period = next(size for size in sizes if list(values[:size]) * (count // size) == list(values))
     runs = "+".join(f"[{value}]*{len(list(run))}" for value, run in groupby(values[:period]))
     repeated = count // period
     if period == 1:

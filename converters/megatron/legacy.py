@@ -1,7 +1,7 @@
-"""Megatron's legacy `torch` format (`mp_rank_*`) as a checkpoint of global tensors: what a torch_dist save would have stored.
+"""Reads Megatron's legacy `torch` format (`mp_rank_*`) as the global tensors that torch_dist would have stored.
 
-Layers and experts get their global numbers from the training arguments. The parts of tensor parallel ranks are put together
-by the inverse of the op that cuts them (`Op.shard`). What several ranks hold must be the same on all of them.
+Layers and experts get their global numbers from the training arguments. The parts of tensor parallel ranks are put
+together by the inverse of the op that cuts them (`Op.shard`). What several ranks hold must be equal on all of them.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.legacy.files import LegacyFiles, RankFile
 from ckptkit.formats.megatron_config import config_in, hf_home
 from ckptkit.formats.torch_save.saved_file import SavedTensor
+from ckptkit.storage.directory import Directory
 from converters.megatron.module_names import CUT_IN_LOCAL_SPEC, global_name
 from converters.megatron.pipeline import Pipeline
 from converters.ops.basic import Copy, Op
+from converters.ops.shapes import Shape, shape_of
 from converters.planner import DIALECTS, Rule, dialect_of, dims_of, rules_of
 from converters.stored import as_stored
 
-Shape = tuple[int, ...]
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\..+")
 
@@ -47,52 +47,58 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Joined:
-    """A global tensor: its parts, all copies of each, and where the parts belong along `axis` (None: there is only one)."""
+    """A global tensor: its parts, all copies of each, which `op` cut along `axis` (None: there is only one)."""
 
     spec: TensorSpec
     parts: Sequence[Sequence[_Copy]]
+    op: Op | None = None
     axis: int | None = None
-    places: Sequence[Tensor] = ()
 
     def read(self) -> Tensor:
-        if self.axis is None:
+        if self.op is None or self.axis is None:
             return _same(self.parts[0])
-        whole = torch.empty(self.spec.shape, dtype=self.spec.dtype)
-        for copies, place in zip(self.parts, self.places, strict=True):
+        import torch
+
+        whole = torch.empty(self.spec.shape, dtype=self.spec.torch_dtype)
+        # Ops are frozen dataclasses, so they can be hashed.
+        places = _places(self.op, self.spec.shape, self.axis, len(self.parts))  # type: ignore[arg-type]
+        for copies, place in zip(self.parts, places, strict=True):
             whole.index_copy_(self.axis, place, _same(copies))
         return whole
 
 
 def _same(copies: Sequence[_Copy]) -> Tensor:
     """The content of all these copies. Raises CkptkitError when two differ in a bit."""
+    import torch
+
     first = copies[0].rank.file.read(copies[0].tensor)
     for copy in copies[1:]:
-        if not torch.equal(_bytes(first), _bytes(copy.rank.file.read(copy.tensor))):
-            raise CkptkitError(
-                f"{copy} differs from {copies[0]}",
-                "both are the same tensor of the model: one file is of another save, or the run went wrong",
-            )
+        other = copy.rank.file.read(copy.tensor)
+        if not torch.equal(*(tensor.flatten().view(torch.uint8) for tensor in (first, other))):
+            hint = "both are the same tensor of the model: one file is of another save, or the run went wrong"
+            raise CkptkitError(f"{copy} differs from {copies[0]}", hint)
     return first
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.flatten().view(torch.uint8)
-
-
 class LegacyCheckpoint:
-    """An iteration in Megatron's legacy format. Opening reads what the files say of themselves; weights are read one by one.
+    """An iteration in Megatron's legacy format. Weights are read one by one.
 
     The HF config comes from `hf`, or from `hf/` beside the iteration. Raises CkptkitError naming file and tensor.
     """
 
-    def __init__(self, path: str | Path, hf: str | Path | None = None) -> None:
+    def __init__(self, path: str | Path, hf: str | Path | Directory | None = None) -> None:
         self.path = Path(path).absolute()
-        self.hf_path = hf_home(self.path, hf)
+        self.hf = hf_home(self.path, hf)
         self.files = LegacyFiles(self.path)
+
+    @property
+    def hf_path(self) -> Path:
+        """The HF directory on this machine that gives the config; it need not exist."""
+        return self.hf.path
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        return config_in(self.hf_path, self.path)
+        return config_in(self.hf, self.path)
 
     @property
     def args(self) -> Mapping[str, Any]:
@@ -132,17 +138,13 @@ def _named(files: LegacyFiles, config: Mapping[str, Any]) -> dict[str, list[_Cop
     found: dict[str, list[_Copy]] = defaultdict(list)
     for rank in files.ranks:
         if len(stages[rank.pp]) != len(rank.chunks):
-            raise CkptkitError(
-                f"{rank} holds {len(rank.chunks)} model chunk(s), its training arguments say {len(stages[rank.pp])}",
-                "copy it again",
-            )
+            said = f"{rank} holds {len(rank.chunks)} model chunk(s), its training arguments say {len(stages[rank.pp])}"
+            raise CkptkitError(said, "copy it again")
         experts = range(rank.ep * count, (rank.ep + 1) * count)
         for layers, tensors in zip(stages[rank.pp], rank.chunks, strict=True):
             if {int(match[1]) for local in tensors if (match := _LAYER.fullmatch(local))} != set(range(len(layers))):
-                raise CkptkitError(
-                    f"{rank} does not hold the {len(layers)} layers that its training arguments say",
-                    "the file is of another run; copy it again",
-                )
+                said = f"{rank} does not hold the {len(layers)} layers that its training arguments say"
+                raise CkptkitError(said, "the file is of another run; copy it again")
             for local, tensor in tensors.items():
                 found[_global(rank, local, layers, experts, names)].append(_Copy(rank, local, tensor))
     return found
@@ -152,14 +154,15 @@ def _global(rank: RankFile, local: str, layers: Sequence[int], experts: Sequence
     try:
         return global_name(local, layers, experts, names)
     except IndexError as error:
-        raise CkptkitError(
-            f"{rank}: {local}: the rank has only {len(experts)} experts",
-            "config.json is of another model, or the file of another run",
-        ) from error
+        hint = "config.json is of another model, or the file of another run"
+        raise CkptkitError(f"{rank}: {local}: the rank has only {len(experts)} experts", hint) from error
 
 
 def _joined(name: str, copies: Sequence[_Copy], rule: Rule | None, files: LegacyFiles) -> _Joined:
-    """How a global tensor comes out of the ranks' copies. Raises CkptkitError when one is of another shape or dtype, or a part lacks."""
+    """Joins a global tensor from the ranks' copies.
+
+    Raises CkptkitError where one has another shape or dtype, or a part is missing.
+    """
     first = copies[0].tensor
     if rule is None:
         # Nobody knows how it was cut. The planner refuses it by its name.
@@ -171,48 +174,37 @@ def _joined(name: str, copies: Sequence[_Copy], rule: Rule | None, files: Legacy
     if rule.mapping.vocab:
         # Megatron pads the vocabulary, by how much the config does not say.
         shape = (first.shape[0] * size, *shape[1:])
-    cut = _cut(op, shape, size)  # type: ignore[arg-type] # ops are frozen dataclasses, so they can be hashed
-    expected = (
-        shape if cut is None else tuple(len(cut[1][0]) if axis == cut[0] else rows for axis, rows in enumerate(shape))
-    )
+    expected = shape_of(lambda tensors: op.shard(tensors[0], 0, size), [shape])
+    axis = next((axis for axis, (whole, part) in enumerate(zip(shape, expected, strict=True)) if whole != part), None)
     parts: dict[int, list[_Copy]] = defaultdict(list)
     for copy in copies:
         if (copy.tensor.shape, copy.tensor.dtype) != (expected, first.dtype):
             is_, said = f"{list(copy.tensor.shape)} {copy.tensor.dtype}", f"{list(expected)} {first.dtype}"
-            raise CkptkitError(
-                f"{copy} is {is_}; config.json and the training arguments say {said}",
-                "name the right HF directory, or copy the file again",
-            )
+            hint = "name the right HF directory, or copy the file again"
+            raise CkptkitError(f"{copy} is {is_}; config.json and the training arguments say {said}", hint)
         place = files.etp_rank(copy.rank.tp) if routed else copy.rank.tp
-        parts[place if cut else 0].append(copy)
+        parts[0 if axis is None else place].append(copy)
     spec = TensorSpec(name, shape, first.dtype)
-    if cut is None:
+    if axis is None:
         return _Joined(spec, [parts[0]])
     if lost := sorted(set(range(size)) - set(parts)):
         where = "expert tensor" if routed else "tensor"
-        raise CkptkitError(
-            f"{files.path}: {name} lacks the part of {where} parallel rank {lost[0]}",
-            "a file is damaged or of another run; copy it again",
-        )
-    return _Joined(spec, [parts[index] for index in range(size)], *cut)
+        hint = "a file is damaged or of another run; copy it again"
+        raise CkptkitError(f"{files.path}: {name} lacks the part of {where} parallel rank {lost[0]}", hint)
+    return _Joined(spec, [parts[index] for index in range(size)], op, axis)
 
 
 @cache
-def _cut(op: Op, shape: Shape, size: int) -> tuple[int, tuple[Tensor, ...]] | None:
-    """The axis along which `op` cuts a global tensor over `size` ranks, and the indices that each gets; None where each gets all.
+def _places(op: Op, shape: Shape, axis: int, size: int) -> tuple[Tensor, ...]:
+    """The indices along `axis` that each of `size` ranks gets of a global tensor.
 
     Found by cutting the indices themselves, so that it is the inverse of `Op.shard` whatever that does along its axis.
     """
-    local = op.shard(torch.empty(shape, device="meta"), 0, size).shape
-    axes = [axis for axis, (whole, part) in enumerate(zip(shape, local, strict=True)) if whole != part]
-    if not axes:
-        return None
-    (axis,) = axes
+    import torch
+
     line = torch.arange(shape[axis]).reshape([shape[axis] if each == axis else 1 for each in range(len(shape))])
     places = tuple(op.shard(line, rank, size).flatten() for rank in range(size))
     if not torch.equal(torch.cat(places).sort().values, line.flatten()):
-        raise CkptkitError(
-            f"{type(op).__name__} does not give every part of {list(shape)} to one of {size} ranks",
-            "this is a defect in a rule: please report it",
-        )
-    return axis, places
+        said = f"{type(op).__name__} does not give every part of {list(shape)} to one of {size} ranks"
+        raise CkptkitError(said, "this is a defect in a rule: please report it")
+    return places

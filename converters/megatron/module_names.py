@@ -1,7 +1,7 @@
 """From the names that a rank's modules have in Megatron to the names of the global tensors that they are parts of.
 
-A rank counts its layers and experts from 0. `decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight` of a rank that
-holds layers 6 and 7 and experts 4 to 7 is part of `decoder.layers.7.mlp.experts.experts.4.linear_fc1.weight`.
+A rank counts its layers and experts from 0. `decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight` of a rank
+that holds layers 6 and 7 and experts 4 to 7 is part of `decoder.layers.7.mlp.experts.experts.4.linear_fc1.weight`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOCAL_SPEC = {
 
 
 def global_name(local: str, layers: Sequence[int], experts: Sequence[int], rules: Collection[str]) -> str:
-    """Name of the global tensor that a parameter is a part of. `layers` and `experts` are the global numbers of the rank's own.
+    """Name of the global tensor that a parameter is a part of; `layers` and `experts` are those of its rank.
 
     A name that is not in `rules` is returned as it came out; the caller reports it. Raises IndexError for a layer or an
     expert beyond those of the rank.
@@ -43,7 +43,7 @@ def global_name(local: str, layers: Sequence[int], experts: Sequence[int], rules
 
 
 def _in_layer(prefix: str, rest: str, experts: Sequence[int], rules: Collection[str]) -> str:
-    """Name of the global tensor of a transformer layer that is called `prefix` on disk; `rest` is the parameter's name in its module."""
+    """The name on disk of the parameter `rest` of a transformer layer that is called `prefix` there."""
     if expert := _LOCAL_EXPERT.fullmatch(rest):
         rest = f"mlp.experts.experts.{experts[int(expert[1])]}.{expert[2]}"
     elif grouped := _GROUPED_EXPERT.fullmatch(rest):

@@ -1,7 +1,7 @@
-"""Which layers each pipeline stage holds, by Megatron's rules for even, uneven and interleaved pipelines and for layouts.
+"""Which layers each pipeline stage holds: even, uneven and interleaved pipelines, and layouts, by Megatron's rules.
 
-Source: megatron-core `get_num_layers_to_build`, `get_transformer_layer_offset`, `pipeline_parallel_layer_layout.py` and the
-checks of `TransformerConfig`.
+Source: megatron-core `get_num_layers_to_build`, `get_transformer_layer_offset`, `pipeline_parallel_layer_layout.py` and
+the checks of `TransformerConfig`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 
-# What a layout is made of: embedding, decoder layer ("transformer"), multi-token prediction layer, output layer with the loss.
+# The parts of a layout: embedding, decoder layer ("transformer"), multi-token prediction layer, output layer with loss.
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 _REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 _MOST = 10_000  # layers or stages
 _LONGEST = 1_000_000  # letters of a layout that is written out
 
-# Arguments of Megatron-LM, and the fields that they are.
+# The argument of Megatron-LM that is each field.
 _ARGUMENTS = {
     "layers": "num_layers",
     "pp": "pipeline_model_parallel_size",
@@ -39,9 +39,10 @@ _ARGUMENTS = {
 class Pipeline:
     """`layers` decoder layers over `pp` stages of `vpp` model chunks each.
 
-    `first`, `last`: layers of the first and the last stage, where they differ from the others. `embedding`, `loss`: whether
-    these count as one layer of the stage that has them. `layout` says it all in one string, such as `Et*3|(tt|)*2tmL`, or as
-    Megatron's list of lists; the number of chunks then follows from it. `mtp`: multi-token prediction layers.
+    `first`, `last`: layers of the first and the last stage, where they differ from the others. `embedding`, `loss`:
+    whether these count as one layer of the stage that has them. `layout` says it all in one string, such as
+    `Et*3|(tt|)*2tmL`, or as Megatron's list of lists; the number of chunks then follows from it. `mtp`: multi-token
+    prediction layers.
     """
 
     layers: int
@@ -64,15 +65,11 @@ class Pipeline:
         for field, value in given.items():
             kind: type = {"embedding": bool, "loss": bool, "layout": object}.get(field, int)
             if not isinstance(value, kind):
-                raise CkptkitError(
-                    f"the training argument {_ARGUMENTS[field]} is {value!r}",
-                    "the checkpoint or the launch script is damaged",
-                )
+                hint = "the checkpoint or the launch script is damaged"
+                raise CkptkitError(f"the training argument {_ARGUMENTS[field]} is {value!r}", hint)
         if "layers" not in given:
-            raise CkptkitError(
-                "the training arguments have no num_layers",
-                "without it nobody can tell which layers a pipeline stage holds",
-            )
+            hint = "without it nobody can tell which layers a pipeline stage holds"
+            raise CkptkitError("the training arguments have no num_layers", hint)
         return Pipeline(**given)
 
     @cached_property
@@ -91,38 +88,29 @@ class Pipeline:
     def _counted(self) -> list[int]:
         if self.pp == 1 and (self.vpp > 1 or (self.first and self.last)):
             raise self._refused("chunks or uneven stages in a pipeline of one", "they need at least two stages")
-        ends = (
-            [self.first, *[None] * (self.pp - 2), self.last]
-            if self.pp > 1
-            else [self.last if self.first is None else self.first]
-        )
+        only = self.last if self.first is None else self.first
+        ends = [self.first, *[None] * (self.pp - 2), self.last] if self.pp > 1 else [only]
         uneven = any(end is not None for end in ends)
         if uneven and (self.embedding or self.loss):
-            raise self._refused(
-                "first or last stage are given, and embedding or loss count as layers",
-                "Megatron knows either, not both",
-            )
+            said = "first or last stage are given, and embedding or loss count as layers"
+            raise self._refused(said, "Megatron knows either, not both")
         left = self.layers + self.embedding + self.loss - sum(end or 0 for end in ends)
         others = ends.count(None)
         if left < 0 or bool(left) != bool(others) or (others and left % others):
-            hint = "choose another number of stages, or say how many layers the first or last has (--decoder-last-pipeline-num-layers)"
-            raise self._refused(
-                f"{left} layers do not divide over the {others} other stages"
+            where = (
+                f"{left} layers do not divide over the {others} other"
                 if uneven
-                else "the layers do not divide over the stages",
-                hint,
+                else "the layers do not divide over the"
             )
+            hint = "or say how many layers the first or last has (--decoder-last-pipeline-num-layers)"
+            raise self._refused(f"{where} stages", f"choose another number of stages, {hint}")
         sizes = [left // others if end is None else end for end in ends]
         if self.vpp > 1 and not others:
-            raise self._refused(
-                "chunks need a stage between a first and a last one that are given",
-                "Megatron divides by zero there: leave one out",
-            )
+            said = "chunks need a stage between a first and a last one that are given"
+            raise self._refused(said, "Megatron divides by zero there: leave one out")
         if any(size % self.vpp for size in sizes) or (uneven and 0 in sizes):
-            raise self._refused(
-                f"stages of {', '.join(map(str, sizes))} layers do not divide into {self.vpp} chunks",
-                "choose another --vpp",
-            )
+            said = f"stages of {', '.join(map(str, sizes))} layers do not divide into {self.vpp} chunks"
+            raise self._refused(said, "choose another --vpp")
         counts = [size // self.vpp for size in sizes] * self.vpp
         counts[0] -= self.embedding
         counts[-1] -= self.loss
@@ -132,38 +120,28 @@ class Pipeline:
     def _letters(self) -> list[str]:
         """The layout as one string of letters a chunk, in the order of the layers."""
         if self.first is not None or self.last is not None or self.embedding or self.loss:
-            raise self._refused(
-                "a layout is given together with other pipeline arguments",
-                "Megatron refuses that: leave the others out",
-            )
+            hint = "Megatron refuses that: leave the others out"
+            raise self._refused("a layout is given together with other pipeline arguments", hint)
         chunks = _written_out(self.layout)
         flat = "".join(chunks)
         if len(chunks) % self.pp or (self.vpp > 1 and len(chunks) != self.pp * self.vpp):
             raise self._refused(f"the layout has {len(chunks)} stages", "it needs one a stage and chunk")
         if flat[:1] != "E" or flat[-1:] != "L" or flat.count("E") != 1 or flat.count("L") != 1:
-            raise self._refused(
-                "the layout does not begin with its only E and end with its only L", "compare it with the launch script"
-            )
+            said = "the layout does not begin with its only E and end with its only L"
+            raise self._refused(said, "compare it with the launch script")
         if flat.count("t") != self.layers or flat.count("m") != self.mtp:
             held = f"{flat.count('t')} layers and {flat.count('m')} for multi-token prediction"
-            raise self._refused(
-                f"the layout has {held}, the model {self.layers} and {self.mtp}",
-                "compare num_layers and mtp_num_layers",
-            )
+            said = f"the layout has {held}, the model {self.layers} and {self.mtp}"
+            raise self._refused(said, "compare num_layers and mtp_num_layers")
         if "m" in flat and ("t" in flat[flat.index("m") :] or sum("m" in chunk for chunk in chunks[-self.pp :]) != 1):
-            raise self._refused(
-                "multi-token prediction layers are not together behind all others",
-                "Megatron wants them in the last chunk of one stage",
-            )
+            hint = "Megatron wants them in the last chunk of one stage"
+            raise self._refused("multi-token prediction layers are not together behind all others", hint)
         return chunks
 
     def _refused(self, what: str, hint: str) -> CkptkitError:
-        given = {
-            name: getattr(self, field)
-            for field, name in _ARGUMENTS.items()
-            if getattr(self, field) not in (None, False, 0)
-        }
-        return CkptkitError(f"{what}: {', '.join(f'{name} {value}' for name, value in given.items())}", hint)
+        given = ((name, getattr(self, field)) for field, name in _ARGUMENTS.items())
+        said = ", ".join(f"{name} {value}" for name, value in given if value not in (None, False, 0))
+        return CkptkitError(f"{what}: {said}", hint)
 
 
 def _written_out(layout: Any) -> list[str]:
@@ -174,17 +152,13 @@ def _written_out(layout: Any) -> list[str]:
         text = layout.replace(",", "")
         for repeated in _REPEATED:
             if sum(len(match[1]) * int(match[2]) for match in repeated.finditer(text)) > _LONGEST:
-                raise CkptkitError(
-                    f"pipeline_model_parallel_layout {layout!r} is too long to be one",
-                    "compare it with the launch script",
-                )
+                said = f"pipeline_model_parallel_layout {layout!r} is too long to be one"
+                raise CkptkitError(said, "compare it with the launch script")
             text = repeated.sub(lambda match: match[1] * int(match[2]), text)
         chunks = text.split("|")
     else:
         chunks = ["?"]
     if set("".join(chunks)) - set(_LETTERS.values()):
-        raise CkptkitError(
-            f"pipeline_model_parallel_layout {layout!r} is no layout",
-            "it is made of E, t, m and L, | between stages, *n and parentheses",
-        )
+        hint = "it is made of E, t, m and L, | between stages, *n and parentheses"
+        raise CkptkitError(f"pipeline_model_parallel_layout {layout!r} is no layout", hint)
     return chunks

@@ -1,21 +1,21 @@
-"""Where tensor-parallel ranks cut Megatron's tensors: chunks on disk end there too, so that a rank reads little more than its own part."""
+"""Where tensor-parallel ranks cut Megatron's tensors: chunks on disk end there, so that a rank reads its own alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.writer import Cuts
-from converters.ops.basic import Op
+from converters.ops.basic import Op, Qkv
 from converters.ops.shapes import Shape, shape_of
 from converters.planner import mappings_of
 from converters.rules import ParamMapping
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SIZES = (8, 4, 2)  # tensor parallel sizes; 8 is a node of GPUs
 _SMALLEST = 1 << 20  # bytes of a chunk: to read less costs as much
@@ -24,9 +24,10 @@ _VOCAB_CHUNKS, _VOCAB_ROWS = 32, 128
 
 
 def rank_cuts(config: Mapping[str, Any], dialect: str, specs: Mapping[str, TensorSpec]) -> dict[str, Cuts]:
-    """By name, the cuts of those of Megatron's global tensors `specs` that ranks share and that are large enough; experts are chunks already.
+    """The cuts, by name, of Megatron's global tensors that ranks share and that are large enough.
 
-    They are those of the largest of the sizes 8, 4 and 2 that divides the tensor, and so of every smaller one too.
+    They are those of the largest tensor parallel size of 8, 4 and 2 that divides the tensor, and so of every smaller
+    one too. Experts have none: each is a chunk already.
     """
     found: dict[str, Cuts] = {}
     for mapping in mappings_of(config, dialect):
@@ -50,8 +51,12 @@ def _cuts(mapping: ParamMapping, nbytes: int) -> Cuts | None:
 
 
 def _of_ranks(op: Op, shape: Shape) -> Iterator[Cuts]:
-    """The cuts of every size that divides the tensor; none where each rank holds all of it."""
+    """The cuts of every size that divides the tensor; none where each rank holds all of it. Query groups stay whole."""
+    import torch
+
     for size in _SIZES:
+        if isinstance(op, Qkv) and op.groups % size:
+            continue
         try:
             part = shape_of(partial(_first_part, op, size), [shape])
         except CkptkitError:  # this size does not divide it
@@ -72,6 +77,5 @@ def _first_part(op: Op, size: int, tensors: Sequence[Tensor]) -> Tensor:
 
 def _starts(places: Tensor) -> list[int]:
     """The first of every run of neighbours."""
-    alone = torch.ones_like(places, dtype=torch.bool)
-    alone[1:] = places[1:] != places[:-1] + 1
-    return [int(place) for place in places[alone]]
+    line: list[int] = places.tolist()
+    return [place for place, before in zip(line, [-2, *line], strict=False) if place != before + 1]

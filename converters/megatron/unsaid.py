@@ -1,4 +1,4 @@
-"""What of a model no argument of Megatron-LM says, so that a launch with its arguments alone would build another one."""
+"""What of a model no argument of Megatron-LM says: a launch with its arguments alone would build another one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ UNSAID = "no_argument_for"
 def unsaid(dims: ModelDims) -> list[str]:
     """A line for each such part, with what builds it instead.
 
-    Source: `training/arguments.py` of Megatron-LM 0.16 to 0.19, which has no option for `activation_func`, `gated_linear_unit`
-    and `softmax_scale` of `TransformerConfig`.
+    Source: `training/arguments.py` of Megatron-LM 0.16 to 0.19, which has no option for `activation_func`,
+    `gated_linear_unit` and `softmax_scale` of `TransformerConfig`.
     """
     return [*_gate(dims), *_rope(dims), *_attention(dims), *_modules(dims)]
 
@@ -39,13 +39,16 @@ def _rope(dims: ModelDims) -> Iterator[str]:
 
 def _attention(dims: ModelDims) -> Iterator[str]:
     if dims.attention_scale is not None and dims.attention_scale != dims.head_dim**-0.5:
-        yield f"the scale of attention: set config.softmax_scale = {dims.attention_scale} (else {dims.head_dim**-0.5}, of the head size)"
+        usual = f"(else {dims.head_dim**-0.5}, of the head size)"
+        yield f"the scale of attention: set config.softmax_scale = {dims.attention_scale} {usual}"
     if dims.qk_norm_full:
-        yield "query and key norms over all heads at once (--qk-layernorm has one a head): a layer spec of slime or Megatron-Bridge for this model"
+        norms = "query and key norms over all heads at once (--qk-layernorm has one a head)"
+        yield f"{norms}: a layer spec of slime or Megatron-Bridge for this model"
 
 
 def _modules(dims: ModelDims) -> Iterator[str]:
     if dims.embedding_scale is not None:
         yield f"embeddings times {dims.embedding_scale:g}: Megatron-Bridge's Gemma3LanguageModelEmbedding"
     if dims.sandwich == "linear":
-        yield "norms after attention and after the MLP, inside their last linear layers: Megatron-Bridge's TERowParallelLinearLayerNorm"
+        norms = "norms after attention and after the MLP, inside their last linear layers"
+        yield f"{norms}: Megatron-Bridge's TERowParallelLinearLayerNorm"

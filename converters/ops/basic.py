@@ -1,4 +1,4 @@
-"""How the tensors of one rule become one another. Each op is pure, invertible, and also works on meta tensors.
+"""How the tensors of one rule become one another. Each op is pure, invertible, and also runs on shapes alone (`shape_of`).
 
 `merge` takes the HF tensors of a rule and gives Megatron's one; `split` is its exact inverse;
 `shard` cuts Megatron's global tensor as tensor-parallel rank `rank` of `size` holds it (only verify needs that).
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from ckptkit.core.errors import CkptkitError
+from converters.ops.shapes import cat
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Op(Protocol):
@@ -71,7 +72,7 @@ class SwapHalves:
 
 def _halves_swapped(tensor: Tensor) -> Tensor:
     first, second = tensor.chunk(2, dim=1)
-    return torch.cat([second, first], dim=1)
+    return cat([second, first], dim=1)
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,13 @@ class GateUp:
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
         gate, up = tensors
-        return torch.cat([gate, up])
+        return cat([gate, up])
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
         return tensor.chunk(2)
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        return torch.cat([chunk(half, 0, rank, size) for half in tensor.chunk(2)])
+        return cat([chunk(half, 0, rank, size) for half in tensor.chunk(2)])
 
 
 @dataclass(frozen=True)
@@ -122,16 +123,17 @@ class Qkv:
         query, key, value = tensors
         rest = query.shape[1:]
         parts = [part.reshape(self.groups, -1, self.head_dim, *rest) for part in (query, key, value)]
-        return torch.cat(parts, dim=1).reshape(-1, *rest)
+        return cat(parts, dim=1).reshape(-1, *rest)
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
         rest = tensor.shape[1:]
         grouped = tensor.reshape(self.groups, -1, self.head_dim, *rest)
-        parts = torch.split(grouped, [self.heads // self.groups, 1, 1], dim=1)
+        parts = grouped.split_with_sizes([self.heads // self.groups, 1, 1], dim=1)
         return tuple(part.reshape(-1, *rest) for part in parts)
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        if self.groups % size:
+        # More ranks than groups: each holds a part of a group's rows (megatron-core `Attention`).
+        if self.groups % size and size % self.groups:
             raise CkptkitError(
                 f"{self.groups} query groups do not divide over {size} tensor-parallel ranks",
                 "choose a --tp that divides them",

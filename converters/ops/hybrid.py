@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from converters.config.dims import LinearAttention
 from converters.ops.basic import Qkv, chunk
+from converters.ops.shapes import cat
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,12 @@ class GatedQkv(Qkv):
         rest = query.shape[1:]
         heads = query.reshape(self.groups, -1, 2, self.head_dim, *rest).transpose(1, 2).flatten(1, 2)
         parts = [heads, *(part.reshape(self.groups, -1, self.head_dim, *rest) for part in (key, value))]
-        return torch.cat(parts, dim=1).reshape(-1, *rest)
+        return cat(parts, dim=1).reshape(-1, *rest)
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
         rest = tensor.shape[1:]
         grouped = tensor.reshape(self.groups, -1, self.head_dim, *rest)
-        query, key, value = torch.split(grouped, [2 * self.heads // self.groups, 1, 1], dim=1)
+        query, key, value = grouped.split_with_sizes([2 * self.heads // self.groups, 1, 1], dim=1)
         query = query.reshape(self.groups, 2, -1, self.head_dim, *rest).transpose(1, 2)
         return tuple(part.reshape(-1, *rest) for part in (query, key, value))
 
@@ -51,7 +53,7 @@ class MinusOne:
 
 
 def _shard_sections(tensor: Tensor, sections: Sequence[int], rank: int, size: int) -> Tensor:
-    return torch.cat([chunk(part, 0, rank, size) for part in torch.split(tensor, list(sections))])
+    return cat([chunk(part, 0, rank, size) for part in tensor.split_with_sizes(list(sections))])
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,10 @@ class StackedRows:
     sections: tuple[int, ...]
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(tensors))
+        return cat(tensors)
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.split(tensor, list(self.parts)))
+        return tuple(tensor.split_with_sizes(list(self.parts)))
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         return _shard_sections(tensor, self.sections, rank, size)
@@ -85,16 +87,18 @@ class ByKeyHead:
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
         by_head = [tensor.reshape(self.net.key_heads, -1, tensor.shape[-1]) for tensor in tensors]
         parts = [
-            part for tensor, rows in zip(by_head, self._rows, strict=True) for part in torch.split(tensor, rows, dim=1)
+            part
+            for tensor, rows in zip(by_head, self._rows, strict=True)
+            for part in tensor.split_with_sizes(rows, dim=1)
         ]
-        return torch.cat([part.flatten(0, 1) for part in parts])
+        return cat([part.flatten(0, 1) for part in parts])
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
         parts = [
             part.reshape(self.net.key_heads, -1, tensor.shape[-1])
-            for part in torch.split(tensor, list(self.net.in_proj))
+            for part in tensor.split_with_sizes(list(self.net.in_proj))
         ]
-        return torch.cat(parts[:4], dim=1).flatten(0, 1), torch.cat(parts[4:], dim=1).flatten(0, 1)
+        return cat(parts[:4], dim=1).flatten(0, 1), cat(parts[4:], dim=1).flatten(0, 1)
 
     @property
     def _rows(self) -> tuple[list[int], list[int]]:

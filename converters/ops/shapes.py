@@ -1,46 +1,88 @@
-"""Which shape an op gives, found without weights: the op runs on tensors that look as large as they are said to be, and hold one byte."""
+"""The shape that an op gives, found without torch and without weights: the op runs on a stand-in that has nothing but a shape."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckptkit.core.errors import CkptkitError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 
 
 def shape_of(run: Callable[[Sequence[Tensor]], Tensor], shapes: Iterable[Shape]) -> Shape:
-    """The shape of what `run` makes of tensors of these shapes. Raises CkptkitError where it joins tensors that do not fit.
+    """The shape of what `run` makes of tensors of these shapes. Raises CkptkitError where they do not fit one another.
 
-    `run` is to arrange tensors, as ops do, and to compute little: that is done for all the elements that there seem to be.
+    `run` is to use no more of a tensor than `ShapeOnly` has, and `cat` to join tensors.
     """
-    # Not on meta tensors: the first kernel that torch has for those in Python imports its compiler, which takes seconds.
-    with _JoinedBySize():
-        return tuple(run([_one_byte(shape) for shape in shapes]).shape)
+    stand_ins: list[Any] = [ShapeOnly(tuple(shape)) for shape in shapes]
+    return tuple(run(stand_ins).shape)
 
 
-def _one_byte(shape: Sequence[int]) -> Tensor:
-    return torch.zeros((), dtype=torch.uint8).expand(*shape)
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """`torch.cat`, which joins stand-ins too."""
+    if isinstance(tensors[0], ShapeOnly):
+        return tensors[0].joined(tensors, dim)
+    import torch  # only where there are tensors
+
+    return torch.cat(list(tensors), dim)
 
 
-class _JoinedBySize(TorchFunctionMode):
-    """Does `torch.cat`, the one thing that would make ops fill memory, by sizes alone."""
+@dataclass(frozen=True)
+class ShapeOnly:
+    """Has those of torch.Tensor's methods that ops use, with the same arguments."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (_joined if function is torch.cat else function)(*args, **(kwargs or {}))
+    shape: Shape
+
+    def reshape(self, *sizes: Any) -> ShapeOnly:
+        given = sizes[0] if isinstance(sizes[0], tuple) else sizes
+        count, rest = math.prod(self.shape), math.prod(size for size in given if size != -1)
+        result = tuple(count // max(rest, 1) if size == -1 else size for size in given)
+        return ShapeOnly(result) if math.prod(result) == count else _refuse(f"{list(self.shape)} is no {list(given)}")
+
+    def flatten(self, first: int = 0, last: int = -1) -> ShapeOnly:
+        end = last % len(self.shape) + 1
+        return ShapeOnly((*self.shape[:first], math.prod(self.shape[first:end]), *self.shape[end:]))
+
+    def transpose(self, one: int, other: int) -> ShapeOnly:
+        sizes = list(self.shape)
+        sizes[one], sizes[other] = sizes[other], sizes[one]
+        return ShapeOnly(tuple(sizes))
+
+    def roll(self, by: int, dims: int) -> ShapeOnly:
+        return self
+
+    def split_with_sizes(self, sizes: Sequence[int], dim: int = 0) -> tuple[ShapeOnly, ...]:
+        if sum(sizes) != self.shape[dim]:
+            _refuse(f"axis {dim} of {list(self.shape)} cannot be split into {list(sizes)}")
+        return tuple(self._with(dim, size) for size in sizes)
+
+    def chunk(self, count: int, dim: int = 0) -> tuple[ShapeOnly, ...]:
+        size = -(-self.shape[dim] // count)
+        starts = range(0, self.shape[dim], size) if size else [0] * count
+        return tuple(self._with(dim, min(size, self.shape[dim] - start)) for start in starts)
+
+    def __add__(self, number: int) -> ShapeOnly:
+        return self
+
+    def __sub__(self, number: int) -> ShapeOnly:
+        return self
+
+    def joined(self, others: Sequence[Any], dim: int) -> Any:
+        """What `torch.cat` gives of tensors, of which this is the first."""
+        axis = dim % len(self.shape)
+        if len({(*one.shape[:axis], *one.shape[axis + 1 :]) for one in others}) > 1:
+            _refuse(f"tensors {', '.join(str(list(one.shape)) for one in others)} cannot be joined along axis {axis}")
+        return self._with(axis, sum(one.shape[axis] for one in others))
+
+    def _with(self, axis: int, size: int) -> ShapeOnly:
+        return ShapeOnly((*self.shape[:axis], size, *self.shape[axis + 1 :]))
 
 
-def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    first = tensors[0]
-    axis = dim % first.ndim
-    if len({(*tensor.shape[:axis], *tensor.shape[axis + 1 :]) for tensor in tensors}) > 1:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
-        raise CkptkitError(
-            f"tensors {shapes} cannot be joined along axis {axis}", "this is a defect in a rule: please report it"
-        )
-    return _one_byte([*first.shape[:axis], sum(tensor.shape[axis] for tensor in tensors), *first.shape[axis + 1 :]])
+def _refuse(what: str) -> NoReturn:
+    raise CkptkitError(what, "this is a defect in a rule: please report it")

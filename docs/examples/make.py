@@ -1,7 +1,7 @@
-"""`make examples`: the reports of one run that passes and one that fails, in every format, and a screenshot of the page.
+"""`make examples`: reports of one run that passes and one that fails, in every format, and a screenshot of the page.
 
-The model is the small mixture of experts of `ckptkit.app.demo`, with seeded random weights. Nothing of the machine gets into the
-reports: paths are relative to the directory that all is made in, and seconds are set to 0.
+The model is the small mixture of experts of `ckptkit.app.demo`, with seeded random weights. Nothing of the machine gets
+into the reports: paths are relative to the directory that all is made in, and seconds are 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.writer import SafetensorsFiles
 from ckptkit.transfer.files import FilesWriter
 from quant.formats.scheme import QuantScheme
-from verify.report import Finding, Report
+from verify.report import Report
 from verify.reports import FORMATS, write_report
 from verify.run import verify
 
@@ -31,7 +31,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def broken_int4(int4: Path, path: Path) -> None:
-    """A copy of an INT4 checkpoint with three faults: scales of the neighbouring expert, a NaN, and a key projection of zeros."""
+    """A copy of an INT4 checkpoint with three faults: another expert's scales, a NaN, a key projection of zeros."""
     source = HfCheckpoint(int4)
     tensors = dict(source.read(list(source.specs)))
     layer = "model.layers.{}.mlp.experts.{}.{}_proj.weight_scale"
@@ -48,30 +48,18 @@ def broken_int4(int4: Path, path: Path) -> None:
     writer.finish()
 
 
-def without_machine(report: Report, root: Path) -> Report:
-    """The report with paths relative to `root`, and no times."""
+def example(path: str, source: str) -> Report:
+    """The report of `ckptkit verify PATH --source SOURCE`, run in the working directory.
 
-    def relative(text: str | None) -> str | None:
-        return None if text is None else text.replace(f"{root}/", "")
-
-    def clean(finding: Finding) -> Finding:
-        texts = {key: relative(getattr(finding, key)) for key in ("expected", "actual", "hint", "tensor", "file")}
-        return replace(finding, **texts)  # type: ignore[arg-type]
-
+    Its paths are relative to that, and seconds are 0.
+    """
+    command = ["ckptkit", "verify", path, "--source", source, "--report", "report.html"]
+    report = verify(path, source=source, command=command)
     return replace(
         report,
-        checks=[replace(check, reason=relative(check.reason), seconds=0.0) for check in report.checks],
-        findings=[clean(finding) for finding in report.findings],
-        facts={name: [str(relative(line)) for line in lines] for name, lines in report.facts.items()},
+        checks=[replace(check, seconds=0.0) for check in report.checks],
+        findings=[replace(one, file=one.file and os.path.relpath(one.file)) for one in report.findings],
     )
-
-
-def example(path: str, source: str) -> Report:
-    """The report of `ckptkit verify PATH --source SOURCE`, run in the working directory."""
-    report = verify(
-        path, source=source, command=["ckptkit", "verify", path, "--source", source, "--report", "report.html"]
-    )
-    return without_machine(report, Path.cwd())
 
 
 def screenshot(page: Path, image: Path) -> None:
@@ -82,15 +70,9 @@ def screenshot(page: Path, image: Path) -> None:
         return
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses to be started by root
     with tempfile.TemporaryDirectory() as profile:
-        command = [
-            browser,
-            "--headless",
-            *sandbox,
-            f"--user-data-dir={profile}",
-            "--hide-scrollbars",
-            "--window-size=1280,1000",
-        ]
-        subprocess.run([*command, f"--screenshot={image}", page.as_uri()], check=True, capture_output=True)
+        command = [browser, "--headless", *sandbox, f"--user-data-dir={profile}", "--hide-scrollbars"]
+        command += ["--window-size=1280,1000", f"--screenshot={image}", page.as_uri()]
+        subprocess.run(command, check=True, capture_output=True)
 
 
 def main() -> None:

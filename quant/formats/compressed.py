@@ -3,25 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
-
+from ckptkit.core.collector import import_apart
 from ckptkit.core.errors import CkptkitError
 from quant.formats.fp8 import Fp8
 from quant.formats.int4 import PackedInt4
 from quant.formats.part_names import FP8_SCALE
-from quant.formats.scheme import BITS, EXPERTS_ZERO_POINTS, FORMAT
+from quant.formats.scheme import BITS, EXPERTS_ZERO_POINTS, FORMAT, GROUP_SIZES, SCALE_DTYPES
 
-_FP8 = CompressionFormat.float_quantized.value
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
+
+_FP8 = "float-quantized"
 _IN_ORDER = (None, False, "weight", "static")  # weights are stored as if there were no order
 _HINT = "ckptkit reads INT4 pack-quantized and FP8 float-quantized releases: start from the unquantized release"
+# Values of QuantizationArgs under which weights are stored as if they were not said.
+_SAYS_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "actorder": _IN_ORDER,
+    "block_structure": (None,),
+    "dynamic": (False,),
+    "group_size": (None,),
+    "observer": (None, "minmax", "mse"),
+    "scale_dtype": (None, *(f"torch.{dtype}" for dtype in SCALE_DTYPES)),
+    "zp_dtype": (None, "torch.int8"),
+}
+_GROUP = frozenset({"input_activations", "output_activations", "format"})
 
 
 def compressed_format(content: Mapping[str, Any]) -> Fp8 | PackedInt4:
     """The format of every quantized weight. Raises CkptkitError, naming the key, for what can not be dequantized here."""
     _refuse_reordered(content)
+    return usual_int4(content) or judged_format(content)
+
+
+def usual_int4(content: Mapping[str, Any]) -> PackedInt4 | None:
+    """The format of a config as ckptkit and most INT4 releases state it, read without compressed-tensors.
+
+    None for any other, which may be sound: compressed-tensors, which takes seconds to import, judges it.
+    """
+    groups, ignore = content.get("config_groups"), content.get("ignore", [])
+    group = next(iter(groups.values())) if isinstance(groups, Mapping) and len(groups) == 1 else None
+    usual = (content.get("format"), content.get("quantization_status"), content.get("kv_cache_scheme"))
+    match group:
+        case {"targets": ["Linear"], "weights": {**weights}, **others}:
+            alone = all(value is None or (key, value) == ("format", FORMAT) for key, value in others.items())
+        case _:
+            return None
+    if usual != (FORMAT, "compressed", None) or not alone or not others.keys() <= _GROUP or not _are_strings(ignore):
+        return None
+    match {key: value for key, value in weights.items() if not _says_nothing(key, value)}:
+        case {"type": "int", "num_bits": 4, "symmetric": bool(symmetric), "strategy": "channel", **more} if not more:
+            return PackedInt4(None, symmetric)
+        case {
+            "type": "int",
+            "num_bits": 4,
+            "symmetric": bool(symmetric),
+            "strategy": "group",
+            "group_size": int(size),
+            **more,
+        } if size in GROUP_SIZES and not more:
+            return PackedInt4(size, symmetric)
+    return None
+
+
+def _says_nothing(key: Any, value: Any) -> bool:
+    """Whether a key of QuantizationArgs says nothing of how weights are stored, but at most how scales were found."""
+    if key == "observer_kwargs":
+        return isinstance(value, Mapping) and EXPERTS_ZERO_POINTS not in value
+    return value in _SAYS_NOTHING.get(key, ())
+
+
+def _are_strings(values: object) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+def judged_format(content: Mapping[str, Any]) -> Fp8 | PackedInt4:
+    """The format, with compressed-tensors to read the config. Raises CkptkitError as `compressed_format`."""
+    # Imported here because it brings transformers with it, which takes seconds.
+    import_apart("compressed_tensors.quantization")
+    from compressed_tensors.quantization import QuantizationConfig
+
     try:
         parsed = QuantizationConfig.model_validate(dict(content))
     except (

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.collector import import_apart
+from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.side_files import quantization_of, without_quantization
+from quant.formats.compressed import compressed_format
 from quant.formats.fp8 import fp8_format
 from quant.formats.mxfp4 import Mxfp4
 from quant.formats.release import Format, Release
 
-_PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PLAIN = (*COMPUTED, "float64", "int64", "bool")
 # Rounding to 4 bits moves a weight matrix by about a tenth of its norm; another matrix is more than its whole norm away.
 _SAME = 0.25
 
@@ -61,10 +62,6 @@ def format_of(config: Mapping[str, Any]) -> Format:
     if method == "mxfp4":
         return Mxfp4()
     if method == "compressed-tensors":
-        # Imported here because it brings transformers with it, which takes seconds.
-        import_apart("quant.formats.compressed")
-        from quant.formats.compressed import compressed_format
-
         return compressed_format(content)
     hint = "ckptkit reads fp8, mxfp4 and compressed-tensors: start from the unquantized release"
     raise CkptkitError(f"config.json: quantization method {method!r} is not supported", hint)

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Step
 from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.buffers import ON_THE_WAY, row_cuts
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV, SCALE
-from quant.formats.release import DAMAGED, SCALE_DTYPES, Release
+from quant.formats.release import DAMAGED, Release
+from quant.formats.scheme import SCALE_DTYPES
 
-_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # of every byte
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _NAN = 0x7F  # the byte, less its sign
 _LARGEST = 448.0
 _PRODUCTS, _ROWS = 1 << 14, 1 << 8  # products and rows of weights worked on at a time: they stay in the cache
@@ -58,7 +59,7 @@ class Fp8:
     def steps(self, release: Release) -> Iterator[Step]:
         """A step for every float8 tensor: the weight and its scale to bfloat16."""
         for spec in release.specs.values():
-            if spec.dtype is torch.float8_e4m3fn:
+            if spec.dtype == "float8_e4m3fn":
                 yield self._step(release, spec)
 
     def _step(self, release: Release, spec: TensorSpec) -> Step:
@@ -74,6 +75,8 @@ class Fp8:
         release.check(scale.name, scale.shape if for_tensor else grid, self._dtypes, spec, self.words)
 
         def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+            import torch
+
             weight, scales = tensors
             factors = _as_float(scales).expand(grid) if for_tensor else _as_float(scales)
             release.check_finite(scale.name, (factors * _LARGEST).to(torch.bfloat16))
@@ -81,13 +84,11 @@ class Fp8:
                 raise release.refused(spec.name, "holds NaN, which some quantizers make of a block of zeros", DAMAGED)
             return [scaled(weight, factors, block)]
 
-        return Step(
-            (spec.name, scale.name), (TensorSpec(spec.name, spec.shape, torch.bfloat16),), run, "dequantize FP8"
-        )
+        return Step((spec.name, scale.name), (TensorSpec(spec.name, spec.shape, "bfloat16"),), run, "dequantize FP8")
 
     @cached_property
-    def _dtypes(self) -> tuple[torch.dtype, ...]:
-        return (*SCALE_DTYPES, torch.float8_e8m0fnu, *([torch.uint8] if self.exponents else []))
+    def _dtypes(self) -> tuple[str, ...]:
+        return (*SCALE_DTYPES, "float8_e8m0fnu", *(["uint8"] if self.exponents else []))
 
 
 def fp8_format(content: Mapping[str, Any]) -> Fp8:
@@ -112,12 +113,24 @@ def fp8_format(content: Mapping[str, Any]) -> Fp8:
     )
 
 
+@cache
+def _values() -> Tensor:
+    """The number of every byte, float32 [256]."""
+    import torch
+
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
 def _has_nan(weight: Tensor) -> bool:
+    import torch
+
     codes = weight.view(torch.uint8).reshape(-1).numpy()
     return any(int((codes[begin:end] & _NAN).max()) == _NAN for begin, end in row_cuts(len(codes), 1, ON_THE_WAY))
 
 
 def _as_float(scales: Tensor) -> Tensor:
+    import torch
+
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype is torch.uint8 else scales).float()
 
 
@@ -127,6 +140,8 @@ def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     A byte has 256 values, so the products of a block are computed once each and looked up: several times as fast as torch's own
     conversion of float8, and the same bits.
     """
+    import torch
+
     height, width = block
     (rows, columns), (down, across) = weight.shape[-2:], scales.shape[-2:]
     result = torch.empty(weight.shape, dtype=torch.bfloat16)
@@ -140,7 +155,7 @@ def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     for matrix, factors in enumerate(scales.reshape(-1, down, across)):
         for start in range(0, down, several):
             products = (
-                (factors[start : start + several].unsqueeze(-1) * _VALUES)
+                (factors[start : start + several].unsqueeze(-1) * _values())
                 .to(torch.bfloat16)
                 .view(torch.int16)
                 .flatten()

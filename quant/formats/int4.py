@@ -10,20 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ckptkit.core.plan import Step
 from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.buffers import ON_THE_WAY, row_cuts
-from quant.formats.grids import dequantize
 from quant.formats.packing import CODES_PER_WORD, unpack, unpack_zero_point
 from quant.formats.part_names import INT4_ENDINGS, PACKED, SCALE, SHAPE, ZERO_POINT
-from quant.formats.release import SCALE_DTYPES, Release
+from quant.formats.release import Release
+from quant.formats.scheme import SCALE_DTYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WIDEST = 15  # steps between a code and a zero point
-_INTEGERS = (torch.int64, torch.int32)
+_INTEGERS = ("int64", "int32")
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,10 @@ class PackedInt4:
         rows, groups = packed.shape[0], scale.shape[1] if self.group else 1
         shape = rows, groups * self.group if self.group else packed.shape[1] * CODES_PER_WORD
         release.check(scale.name, (rows, groups), SCALE_DTYPES, self.words, packed)
-        release.check(packed.name, (rows, -(-shape[1] // CODES_PER_WORD)), (torch.int32,), self.words, scale)
+        release.check(packed.name, (rows, -(-shape[1] // CODES_PER_WORD)), ("int32",), self.words, scale)
         release.check(stored_shape.name, (2,), _INTEGERS, self.words, packed)
         if not self.symmetric:
-            release.check(module + ZERO_POINT, (-(-rows // CODES_PER_WORD), groups), (torch.int32,), self.words, packed)
+            release.check(module + ZERO_POINT, (-(-rows // CODES_PER_WORD), groups), ("int32",), self.words, packed)
 
         # A large model has 70,000 of these: what a step knows is kept small.
         run = partial(_dequantized, release, packed, scale, stored_shape.name, shape)
@@ -99,6 +100,10 @@ def _dequantized(
 
 def unpacked(words: Tensor, scales: Tensor, shape: tuple[int, int], zero_point: Tensor | None = None) -> Tensor:
     """int32 [rows, ceil(columns / 8)], scales and zero points (int8) [rows, groups] -> weights [rows, columns] in the scales' dtype; `shape` is theirs."""
+    import torch
+
+    from quant.formats.grids import dequantize
+
     rows, columns = shape
     weight = torch.empty(shape, dtype=scales.dtype)
     for begin, end in row_cuts(rows, columns * weight.itemsize, ON_THE_WAY):

@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ckptkit.core.plan import Step
 from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.buffers import ON_THE_WAY, row_cuts
 from quant.formats.part_names import MXFP4_BLOCKS, MXFP4_SCALES
 from quant.formats.release import DAMAGED, Release
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BYTES = 16  # of a group: 32 numbers
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -44,14 +46,14 @@ class Mxfp4:
 def _step(release: Release, blocks: TensorSpec) -> Step:
     name = blocks.name.removesuffix(MXFP4_BLOCKS)
     scales = release.require(name + MXFP4_SCALES, blocks.name)
-    if len(blocks.shape) != 4 or blocks.shape[-1] != _BYTES or blocks.dtype is not torch.uint8:
+    if len(blocks.shape) != 4 or blocks.shape[-1] != _BYTES or blocks.dtype != "uint8":
         raise release.refused(
             blocks.name,
             f"must be [experts, rows, groups, {_BYTES}] uint8",
             "only gpt-oss's layout of MXFP4 is supported",
         )
     experts, rows, groups, _ = blocks.shape
-    release.check(scales.name, (experts, rows, groups), (torch.uint8,), blocks)
+    release.check(scales.name, (experts, rows, groups), ("uint8",), blocks)
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         if bool((tensors[1] > _LARGEST_SCALE).any()):
@@ -60,12 +62,14 @@ def _step(release: Release, blocks: TensorSpec) -> Step:
             )
         return [unpacked(*tensors)]
 
-    output = TensorSpec(name, (experts, groups * 2 * _BYTES, rows), torch.bfloat16)
+    output = TensorSpec(name, (experts, groups * 2 * _BYTES, rows), "bfloat16")
     return Step((blocks.name, scales.name), (output,), run, "dequantize MXFP4")
 
 
 def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
     """uint8 [experts, rows, groups, 16] and [experts, rows, groups] -> bfloat16 [experts, 32 x groups, rows]."""
+    import torch
+
     experts, rows, groups, _ = blocks.shape
     result = torch.empty(experts, groups * 2 * _BYTES, rows, dtype=torch.bfloat16)
     for expert in range(experts):
@@ -81,6 +85,8 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
 @cache
 def _pairs() -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
     """The two bfloat16 numbers of every byte at every scale, as one int32, at 256 x scale + byte."""
+    import torch
+
     values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
     byte = torch.arange(256)
     both = torch.stack([values[byte & 0xF], values[byte >> 4]], dim=1)

@@ -7,15 +7,18 @@ Element i of a row goes to word i // 8, bits 4 * (i % 8) and up, stored as code 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from quant.formats.scheme import CODES_PER_WORD as CODES_PER_WORD
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def pack(codes: Tensor) -> Tensor:
     """int8 [rows, columns] in -8..7, columns divisible by 8 -> int32 [rows, columns / 8]."""
+    import torch
+
     if not codes.numel():
         return codes.new_empty((codes.shape[0], codes.shape[1] // CODES_PER_WORD), dtype=torch.int32)
     # Two neighbours seen as one little-endian int16: the first is its low byte.
@@ -28,6 +31,8 @@ def pack_zero_point(zero_point: Tensor) -> Tensor:
 
     Nibbles behind the last row are 0. Source: compressed-tensors `pack_to_int32` with `packed_dim=0`.
     """
+    import torch
+
     *batch, rows, groups = zero_point.shape
     padded = torch.nn.functional.pad(zero_point + 8, (0, 0, 0, -rows % CODES_PER_WORD))
     nibbles = padded.view(*batch, padded.shape[-2] // CODES_PER_WORD, CODES_PER_WORD, groups).int()
@@ -37,6 +42,8 @@ def pack_zero_point(zero_point: Tensor) -> Tensor:
 
 def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
     """int32 [rows, ceil(columns / 8)] -> int8 [rows, columns] in -8..7; `shape` is [rows, columns], as `weight_shape` stores it."""
+    import torch
+
     rows, columns = shape
     pairs = packed.contiguous().view(torch.uint8)
     codes = torch.stack((pairs & 0xF, pairs >> 4), dim=-1).view(torch.int8)
@@ -45,6 +52,8 @@ def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
 
 def unpack_zero_point(packed: Tensor, shape: Sequence[int]) -> Tensor:
     """Zero points, which are packed along the rows: int32 [ceil(rows / 8), groups] -> int8 [rows, groups] in -8..7."""
+    import torch
+
     rows, groups = shape
     # A copy: the transposed view of a single row of words counts as contiguous, but cannot be seen as bytes.
     return unpack(packed.T.clone(memory_format=torch.contiguous_format), (groups, rows)).T

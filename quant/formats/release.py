@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
@@ -16,7 +13,9 @@ from ckptkit.core.plan import Step
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint
 
-SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+if TYPE_CHECKING:
+    from torch import Tensor
+
 DAMAGED = "download or copy this file again; if it is as released, the release is broken"
 
 
@@ -52,19 +51,18 @@ class Release:
             )
         return self.specs[name]
 
-    def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], *why: object) -> None:
+    def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], *why: object) -> None:
         """Raises CkptkitError unless a tensor has this shape and one of these dtypes; `why` is what they follow from."""
         spec = self.specs[name]
         if spec.shape != shape or spec.dtype not in dtypes:
-            said = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            reason = f"must be {list(shape)} {said}, by {' and '.join(map(str, why))}"
+            reason = f"must be {list(shape)} {' or '.join(dtypes)}, by {' and '.join(map(str, why))}"
             raise self.refused(
                 name, reason, "config.json belongs to other weights, or the shard is wrong: restore both"
             )
 
     def check_finite(self, name: str, values: Tensor) -> None:
         """Raises CkptkitError when `values`, the largest that can be made with this tensor, hold NaN or infinity."""
-        if not bool(torch.isfinite(values).all()):
+        if not bool(values.isfinite().all()):
             raise self.refused(name, "gives NaN or infinity", DAMAGED)
 
 

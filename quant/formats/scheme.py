@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
+from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
+
+if TYPE_CHECKING:
+    import torch
 
 Grid = Literal["qmax7", "minmax"]
 Search = Literal["none", "mse"]
@@ -18,7 +20,7 @@ Search = Literal["none", "mse"]
 GROUP_SIZES = (32, 64, 128)
 GRIDS: tuple[Grid, ...] = ("qmax7", "minmax")
 SEARCHES: tuple[Search, ...] = ("none", "mse")
-SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCALE_DTYPES = ("float32", "bfloat16", "float16")
 BITS = 4
 CODES_PER_WORD = 32 // BITS
 FORMAT = "pack-quantized"
@@ -51,8 +53,8 @@ class QuantScheme:
             )
         _choice("grid", self.grid, GRIDS)
         _choice("search", self.search, SEARCHES)
-        if self.scale_dtype is not None:
-            _choice("scale dtype", self.scale_dtype, SCALE_DTYPES)
+        if self.scale_dtype is not None and dtype_name(self.scale_dtype) not in SCALE_DTYPES:
+            raise CkptkitError(f"unknown scale dtype {self.scale_dtype}", f"choose one of {', '.join(SCALE_DTYPES)}")
         if self.grid == "qmax7" and not self.symmetric:
             raise CkptkitError("the qmax7 grid is symmetric", "asymmetric scales go with the minmax grid")
         if self.grid == "qmax7" and self.search != "none":

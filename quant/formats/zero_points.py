@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ckptkit.core.errors import CkptkitError
 from quant.formats.packing import CODES_PER_WORD, pack, unpack_zero_point
 from quant.formats.scheme import QuantScheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # The row of eight that stands in each nibble of a word, lowest first: AWQ's order.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -163,11 +163,11 @@ def _halve(keys: Any, half: Any) -> None:
 
 
 @_inlined
-def _scales(low: Any, high: Any, scales: Any, zeros: Any, divisors: Any, offsets: Any, variant: _Variant) -> bool:
+def _scales(low: Any, high: Any, scales: Any, zeros: Any, divisors: Any, offsets: Any, variant: _Variant) -> Any:
     """Scales and zero points of groups, as they are stored and as `_codes` takes them. Returns whether something is not finite."""
-    bad = False
+    bad: Any = False
     for group in range(scales.size):
-        top = max(np.int64(high[group]), 0)
+        top: Any = max(np.int64(high[group]), 0)
         bad |= top >= variant.infinity
         most = _float(top, variant.weight)
         if variant.qmax7:
@@ -175,7 +175,7 @@ def _scales(low: Any, high: Any, scales: Any, zeros: Any, divisors: Any, offsets
         elif variant.symmetric:
             scale = _rounded(most / _F32(7.5), variant.weight)
         else:  # every operation rounded to the weight's dtype
-            bottom = min(~np.int64(low[group]), 0)
+            bottom: Any = min(~np.int64(low[group]), 0)
             bad |= ~bottom >= variant.infinity
             least = _float(_key(bottom, variant.weight, False), variant.weight)
             scale = _rounded(_rounded(most - least, variant.weight) / _F32(15), variant.weight)
@@ -206,8 +206,8 @@ def _codes(weights: Any, divisors: Any, offsets: Any, codes: Any, size: int, var
                 codes[at] = _code(weights[at], scale if first else other_scale, zero if first else other_zero, variant)
     for begin in range(done // size * size, weights.size, size):
         scale, zero = divisors[begin // size], offsets[begin // size]
-        for at in range(np.uint64(begin), np.uint64(begin + size)):
-            codes[at] = _code(weights[at], scale, zero, variant)
+        for place in range(np.uint64(begin), np.uint64(begin + size)):
+            codes[place] = _code(weights[place], scale, zero, variant)
 
 
 @_inlined

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from ckptkit.core.specs import fold
 from ckptkit.formats.hf.side_files import quantization_of
+from converters.hf_names import tail
+from converters.registry import FAMILIES
 from quant.formats.part_names import PACKED
 from quant.lint.subject import Subject
-from quant.selection.class_tree import tail
 from quant.selection.readers import RULES
 
 Severity = Literal["error", "warning", "note"]
@@ -243,7 +244,7 @@ def _groups(subject: Subject) -> Iterator[LintFinding]:
 
 def _fusion(subject: Subject) -> Iterator[LintFinding]:
     """GLM-4.5 in SGLang: a shared expert that is not packed cannot become one of the packed routed experts."""
-    if subject.config.get("model_type") != "glm4_moe":
+    if not FAMILIES[str(subject.config.get("model_type"))].sglang.joins_shared_expert:
         return
     both = [
         (matrix, packs) for matrix, packs in zip(subject.matrices, subject.packed, strict=True) if matrix.kept is None

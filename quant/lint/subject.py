@@ -14,11 +14,12 @@ from ckptkit.formats.hf.side_files import quantization_of
 from converters.stored import as_spelled
 from quant.formats.part_names import packed_in
 from quant.formats.scheme import QuantScheme
-from quant.selection.class_tree import ClassTree, class_tree
+from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named
 from quant.selection.portable import Divergence, Reading, covered, divergences, read_all
 from quant.selection.published import is_published
 from quant.selection.readers import ALL_READERS, RULES, readers_of, severity_of
+from quant.selection.tree import ClassTree
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
@@ -19,6 +17,9 @@ from quant.formats.part_names import INT4_ENDINGS, PACKED, packed_in, unpacked_n
 from quant.formats.scheme import QuantScheme
 from quant.selection.readers import compressed_tensors
 from quant.selection.spelling import spell
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.[^.]+")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")

@@ -1,4 +1,7 @@
-"""Which tensors become INT4: what a reference or the model's classes say, less what `ignore` names, refused when readers would disagree."""
+"""Which tensors become INT4.
+
+What a reference or the model's classes say, less what `ignore` names, refused when readers would disagree.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
 from quant.formats.part_names import PACKED
 from quant.formats.scheme import GROUP_SIZES, QuantScheme
-from quant.selection.class_tree import ClassTree, class_tree
+from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
 from quant.selection.portable import Question, Reading, check_portable, read, read_all
 from quant.selection.readers import ALL_READERS, RULES, readers_of
 from quant.selection.spelling import entries_for, spell
 from quant.selection.tiles import check_tiles
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from quant.selection.tree import ClassTree
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,13 @@ def resolve(
 ) -> dict[str, Verdict]:
     """A verdict for every tensor, with `scheme.ignore` taken as the whole list (`default_ignore` is not added here).
 
-    `like` are the names of an INT4 checkpoint of the same model: what it has packed is packed. Otherwise what the model's classes
-    allow and no entry covers. `tp`: a tensor parallel size that SGLang's kernels must be able to load. `readers`, as `--reader`
-    takes them, are those that must agree; each tensor's verdict has all of them.
+    `like` are the names of an INT4 checkpoint of the same model: what it has packed is packed. Otherwise what the
+    model's classes allow and no entry covers. `tp`: a tensor parallel size that SGLang's kernels must be able to load.
+    `readers`, as `--reader` takes them, are those that must agree; each tensor's verdict has all of them.
 
-    Raises CkptkitError, naming tensors and the next move, when one of the readers takes an entry otherwise, when a tensor to
-    quantize is no float matrix or does not divide into groups or tiles, and when `like` packs what can not be, or is of another model.
+    Raises CkptkitError, naming tensors and the next move, when one of the readers takes an entry otherwise, when a
+    tensor to quantize is no float matrix or does not divide into groups or tiles, and when `like` packs what can not
+    be, or is of another model.
     """
     tree = class_tree(config)
     matrices = matrices_of(specs, tree, config)
@@ -79,7 +81,8 @@ def _packed_like(matrices: Sequence[Matrix], like: Collection[str]) -> list[bool
     packed = [matrix.module + PACKED in like for matrix in matrices]
     if wrong := [matrix for matrix, packs in zip(matrices, packed, strict=True) if packs and matrix.kept]:
         raise CkptkitError(
-            f"--like has {summarize(matrix.module + PACKED for matrix in wrong)}, which can not be INT4: {wrong[0].kept}",
+            f"--like has {summarize(matrix.module + PACKED for matrix in wrong)}, "
+            f"which can not be INT4: {wrong[0].kept}",
             "give the INT4 release that your engine serves",
         )
     if missing := [
@@ -133,10 +136,12 @@ def question_of(
 
 
 def default_ignore(config: Mapping[str, Any], like: Collection[str] | None = None) -> tuple[str, ...]:
-    """Entries, read alike by every reader, for all that must not be packed: embeddings, routers, the output embedding, draft layers.
+    """Entries, read alike by every reader, for all that must not be packed.
 
-    With `like`, the names of an INT4 checkpoint, also for all that it leaves unpacked. Readers that know classes would spare
-    embeddings and routers anyway; slime packs whatever is not named.
+    Embeddings, routers, the output embedding, draft layers.
+
+    With `like`, the names of an INT4 checkpoint, also for all that it leaves unpacked. Readers that know classes would
+    spare embeddings and routers anyway; slime packs whatever is not named.
     """
     tree = class_tree(config)
     entries = default_entries(tree, config)
@@ -167,7 +172,7 @@ def default_entries(tree: ClassTree, config: Mapping[str, Any]) -> tuple[str, ..
 
 
 def _check_quantizable(chosen: list[TensorSpec], scheme: QuantScheme) -> None:
-    if odd := [spec for spec in chosen if len(spec.shape) != 2 or spec.dtype not in _DTYPES]:
+    if odd := [spec for spec in chosen if len(spec.shape) != 2 or spec.dtype not in COMPUTED]:
         raise CkptkitError(
             f"{odd[0]} cannot be quantized" + (f", nor can {len(odd) - 1} more" if odd[1:] else ""),
             "only matrices in bfloat16, float16 or float32 can; start from the unquantized release",
@@ -177,7 +182,8 @@ def _check_quantizable(chosen: list[TensorSpec], scheme: QuantScheme) -> None:
         fitting = [size for size in GROUP_SIZES if not any(columns % size for columns in sizes)]
         entries = dict.fromkeys(spell(spec.name.removesuffix(".weight")) for spec in ragged)
         raise CkptkitError(
-            f"groups of {scheme.divisor} do not divide the {', '.join(map(str, sizes))} input features of {summarize(spec.name for spec in ragged)}",
+            f"groups of {scheme.divisor} do not divide the {', '.join(map(str, sizes))} input features of "
+            f"{summarize(spec.name for spec in ragged)}",
             (f"use --group-size {fitting[-1]}, or " if fitting else "")
             + "leave them out: "
             + " ".join(f"--ignore '{entry}'" for entry in entries),

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.specs import TensorSpec
+from converters.family import SglangClass
+from converters.hf_names import FUSED, GATE_UP_DOWN, tail
+from converters.registry import FAMILIES
 from quant.formats.part_names import PACKED
-from quant.selection.class_tree import ClassTree, tail
-from quant.selection.sglang_classes import CLASSES, FUSED, SglangClass
 from quant.selection.spelling import spell
+from quant.selection.tree import ClassTree
 
-# No reader asks about a single routed expert: about these names of the first one alone, whatever the release calls them.
-FIRST_EXPERT = ("0.gate_proj", "0.up_proj", "0.down_proj")
+# No reader asks about a single routed expert: about these names of the first one alone, whatever the release calls
+# them.
+FIRST_EXPERT = tuple(f"0.{name}" for name in GATE_UP_DOWN)
 _FUSED_OF: Mapping[str, str] = {shard: fused for fused, shards in FUSED.items() for shard in shards}
 # The indexer's key and head weights, which SGLang builds as one BF16 layer on CUDA.
 _DENSE_IN_SGLANG = (".indexer.wk", ".indexer.weights_proj")
@@ -26,9 +29,10 @@ _NO_LINEAR = re.compile(r".*(embed|conv|patch).*")
 class Matrix:
     """A `….weight` with two or more axes.
 
-    `linear`: whether readers that know classes take it for a Linear. `kept`: why it is never INT4, or None. `sglang`: its layer
-    in SGLang, the fused one where there is one and an expert's container for experts; None where SGLang never asks about it.
-    `vllm`: the same in vLLM, in the names of the release. `entry`: the entry of `ignore` that leaves it out for every reader.
+    `linear`: whether readers that know classes take it for a Linear. `kept`: why it is never INT4, or None. `sglang`:
+    its layer in SGLang, the fused one where there is one and an expert's container for experts; None where SGLang never
+    asks about it. `vllm`: the same in vLLM, in the names of the release. `entry`: the entry of `ignore` that leaves it
+    out for every reader.
     """
 
     tensor: str
@@ -46,7 +50,10 @@ class Matrix:
 
 
 def matrices_of(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
-    """What a reader without classes may take for a Linear: every `….weight` (or `….weight_packed`) with two or more axes."""
+    """What a reader without classes may take for a Linear.
+
+    Every `….weight` (or `….weight_packed`) with two or more axes.
+    """
     modules = (
         name.removesuffix(PACKED).removesuffix(".weight")
         for name, spec in specs.items()
@@ -66,7 +73,7 @@ def matrices_named(names: Iterable[str], tree: ClassTree, config: Mapping[str, A
 
 
 def _matrices(modules: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
-    known = CLASSES[str(config.get("model_type"))]
+    known = FAMILIES[str(config.get("model_type"))].sglang
     return [_matrix(module, tree, known) for module in dict.fromkeys(modules)]
 
 
@@ -80,11 +87,7 @@ def _matrix(module: str, tree: ClassTree, known: SglangClass) -> Matrix:
     if outside := next((prefix for prefix in tree.outside if module.startswith(prefix)), None):
         linear = _NO_LINEAR.fullmatch(module.rpartition(".")[2]) is None
         entry = rf"re:.*{outside.split('.')[-2]}\..*"
-        layer = (
-            fused_layer(module, None).replace(".self_attn.out_proj", ".self_attn.proj")
-            if linear and known.outside
-            else None
-        )
+        layer = known.layer_outside(fused_layer(module, None)) if linear else None
         return Matrix(tensor, linear, kept, layer, module if linear else None, entry)
     asked = module in tree.linears and module not in tree.gates and module != tree.head
     fused = fused_layer(module, tree) if asked else None
@@ -102,7 +105,10 @@ def _matrix(module: str, tree: ClassTree, known: SglangClass) -> Matrix:
 
 
 def fused_layer(module: str, tree: ClassTree | None) -> str:
-    """The layer that holds a module: of experts their container, of shards that are all there the fused one, else its own."""
+    """The layer that holds a module.
+
+    Of experts their container, of shards that are all there the fused one, else its own.
+    """
     if ".experts." in module:
         return module.partition(".experts.")[0] + ".experts"
     parent, _, name = module.rpartition(".")
@@ -115,7 +121,9 @@ def fused_layer(module: str, tree: ClassTree | None) -> str:
 def names_in_sglang(
     matrix: Matrix, ignore: Collection[str], packed_modules: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, ...]:
-    """The names that SGLang looks up in `ignore` (as it holds it) to decide about this matrix's layer; it wants one answer for all.
+    """The names that SGLang looks up in `ignore` (as it holds it) to decide about this matrix's layer.
+
+    It wants one answer for all.
 
     Source: SGLang `CompressedTensorsConfig.get_moe_scheme` and `should_ignore_layer`.
     """
@@ -123,7 +131,10 @@ def names_in_sglang(
 
 
 def names_in_vllm(matrix: Matrix, ignore: Collection[str]) -> tuple[str, ...]:
-    """As `names_in_sglang` for vLLM, every class of which says what its fused layers are made of. Read in its source, not run."""
+    """As `names_in_sglang` for vLLM, every class of which says what its fused layers are made of.
+
+    Read in its source, not run.
+    """
     # What lies in the release as one matrix already is no fused layer to vLLM.
     return (
         tuple(_asked(matrix.vllm, ignore, FUSED if matrix.vllm != matrix.module else {}))

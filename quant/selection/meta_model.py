@@ -1,8 +1,9 @@
 """Builds transformers' class of a model on the meta device from the sizes in its config, and from nothing else of it.
 
-A config.json comes with the checkpoint, so from anyone. transformers makes every key of it an attribute, and by some of them it
-fetches code and runs it: an attention implementation may be a repository of kernels. So only the keys below get through, only with
-values that can be nothing but a size, a switch or a word of a fixed list, and what transformers could choose by itself is fixed.
+A config.json comes with the checkpoint, so from anyone. transformers makes every key of it an attribute, and by some of
+them it fetches code and runs it: an attention implementation may be a repository of kernels. So only the keys below get
+through, only with values that can be nothing but a size, a switch or a word of a fixed list, and what transformers
+could choose by itself is fixed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ckptkit.core.errors import CkptkitError
-from quant.selection.released import Released
+from converters.family import Release
 
 _SIZE, _SIZES, _SWITCH = (
     "a whole number that is not negative",
@@ -103,34 +104,37 @@ _VISION: Mapping[str, Kind] = MappingProxyType(
     | {"deepstack_visual_indexes": _SIZES, "vision_use_head": _SWITCH, "hidden_act": _ACTIVATIONS}
 )
 _BOTH: Mapping[str, Kind] = MappingProxyType({"mm_tokens_per_image": _SIZE})
-# These give layers other sizes than the keys above say, in one transformers or another, so that no answer would be right.
+# These give layers other sizes than the keys above say, in one transformers or another, so that no answer would be
+# right.
 _OVERRIDING = ("per_layer_config",)
 
 _OFFLINE = Lock()
 
 
-def text_model(names: Released, config: Mapping[str, Any]) -> PreTrainedModel:
+def text_model(release: Release, config: Mapping[str, Any]) -> PreTrainedModel:
     """The language model alone. Raises CkptkitError naming the key by which it cannot be built."""
-    return _build(config, names.model_type, _language(names, config))
+    return _build(config, release.model_type or config["model_type"], _language(release, config))
 
 
-def whole_model(names: Released, config: Mapping[str, Any]) -> PreTrainedModel | None:
-    """The language model (its `language_model`) with all that stands beside it; None where transformers or the config has no such model.
+def whole_model(release: Release, config: Mapping[str, Any]) -> PreTrainedModel | None:
+    """The language model (its `language_model`) with all that stands beside it.
+
+    None where transformers or the config has no such model.
 
     Raises as `text_model`.
     """
     vision = config.get("vision_config")
-    if not names.whole or not isinstance(vision, Mapping):
+    if release.linears_outside is None or not isinstance(vision, Mapping):
         return None
     parts = {
-        "text_config": _language(names, config),
+        "text_config": _language(release, config),
         "vision_config": _checked(vision, _VISION, config, "vision_config."),
     }
     return _build(config, str(config["model_type"]), {**_checked(config, _BOTH, config), **parts})
 
 
-def _language(names: Released, config: Mapping[str, Any]) -> dict[str, Any]:
-    text, where = names.config(config), "text_config." if names.nested else ""
+def _language(release: Release, config: Mapping[str, Any]) -> dict[str, Any]:
+    text, where = release.text(config), "text_config." if release.nested else ""
     fields = _checked(text, _LANGUAGE, config, where)
     if (pattern := text.get("index_topk_pattern")) is not None and fields.get("indexer_types") is None:
         fields["indexer_types"] = _indexers(pattern, config, where)
@@ -141,7 +145,10 @@ def _language(names: Released, config: Mapping[str, Any]) -> dict[str, Any]:
 def _checked(
     part: Mapping[str, Any], known: Mapping[str, Kind], config: Mapping[str, Any], where: str = ""
 ) -> dict[str, Any]:
-    """The known keys of a part of the config. null is passed on: it means the default, or that there is no such thing."""
+    """The known keys of a part of the config.
+
+    null is passed on: it means the default, or that there is no such thing.
+    """
     if wrong := next((key for key in _OVERRIDING if part.get(key) is not None), None):
         raise _refused(config, f"{where}{wrong} gives layers sizes of their own, which is not supported")
     fields = {key: part[key] for key in known if key in part}

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
+from converters.registry import FAMILIES
 from quant.selection.matrices import Matrix, names_in_sglang, names_in_vllm
 from quant.selection.readers import RULES
-from quant.selection.sglang_classes import CLASSES
 from quant.selection.spelling import candidates
 
 Answer = Literal["packs", "keeps", "refuses"]
@@ -27,10 +27,12 @@ _LAST = "\U0010ffff"
 
 @dataclass(frozen=True)
 class Reading:
-    """One reader and one `ignore` list: the names that it looks up for every matrix, and what each entry covers of them.
+    """One reader and one `ignore` list.
 
-    `answers[i]`: whether it `packs` or `keeps` matrix i (or takes it for packed or not), or `refuses` a fused layer that is
-    covered in part.
+    The names that it looks up for every matrix, and what each entry covers of them.
+
+    `answers[i]`: whether it `packs` or `keeps` matrix i (or takes it for packed or not), or `refuses` a fused layer
+    that is covered in part.
     """
 
     reader: str
@@ -63,7 +65,7 @@ def read(
     targets: Sequence[str] = ("Linear",),
 ) -> Reading:
     """What `reader` makes of `ignore`. `targets` are those of config.json: modules of these classes or names."""
-    entry = CLASSES[str(config.get("model_type"))].entry if reader.startswith("SGLang") else str
+    entry = FAMILIES[str(config.get("model_type"))].sglang.entry if reader.startswith("SGLang") else str
     asked = tuple(_asked(reader, matrices, {entry(pattern) for pattern in ignore}, config))
     names = sorted({name for several in asked for name in several})
     covers = {pattern: covered(reader, entry(pattern), names) for pattern in dict.fromkeys(ignore)}
@@ -87,7 +89,7 @@ def read_all(
     config: Mapping[str, Any],
     targets: Sequence[str] = ("Linear",),
 ) -> dict[str, Reading]:
-    """What each of `readers` makes of `ignore`, and compressed-tensors in any case, whose reading transformers shares."""
+    """What each of `readers` makes of `ignore`; compressed-tensors in any case, since transformers reads as it does."""
     base = read("compressed-tensors", matrices, ignore, config, targets)
     found = {
         reader: replace(base, reader=reader) if reader in _BY_CLASS else read(reader, matrices, ignore, config, targets)
@@ -105,7 +107,7 @@ def _asked(
     if reader in _BY_CLASS:
         yield from ((matrix.module,) for matrix in matrices)
         return
-    packed_modules = CLASSES[str(config.get("model_type"))].packed_modules
+    packed_modules = FAMILIES[str(config.get("model_type"))].sglang.packed_modules
     known: dict[str | None, tuple[str, ...]] = {None: ()}  # an engine asks once about all experts of a layer
     for matrix in matrices:
         layer = matrix.sglang if reader.startswith("SGLang") else matrix.vllm
@@ -167,7 +169,10 @@ class Divergence:
 def divergences(
     matrices: Sequence[Matrix], packed: Sequence[bool], readings: Iterable[Reading], base: Reading
 ) -> Iterator[Divergence]:
-    """Every matrix that a reader takes otherwise than `packed`. `base` is compressed-tensors' reading, which entries are held against."""
+    """Every matrix that a reader takes otherwise than `packed`.
+
+    `base` is compressed-tensors' reading, which entries are held against.
+    """
     for reading in readings:
         for index, (matrix, packs) in enumerate(zip(matrices, packed, strict=True)):
             if reading.answers[index] == ("packs" if packs else "keeps"):
@@ -204,7 +209,10 @@ class Question:
 
 
 def check_portable(question: Question, ignore: Sequence[str]) -> None:
-    """Raises CkptkitError naming tensors, readers and entries when a reader takes `ignore` differently; the hint spells it portably."""
+    """Raises CkptkitError naming tensors, readers and entries when a reader takes `ignore` differently.
+
+    The hint spells it portably.
+    """
     found = question.divergences(ignore)
     if found:
         raise CkptkitError(
@@ -250,7 +258,10 @@ def advice(found: Sequence[Divergence], question: Question, ignore: Sequence[str
 
 
 def _respell(pattern: str, question: Question, ignore: Sequence[str]) -> str | None:
-    """The first rewriting of one entry that removes every disagreement over it, makes no other and covers something; else None."""
+    """The first rewriting of one entry that removes every disagreement over it, makes no other and covers something.
+
+    Else None.
+    """
     basis = [matrix.entry for matrix in question.matrices if matrix.kept]
     others = {
         (one.tensor, one.reader) for one in question.divergences(_unique(ignore, basis)) if pattern not in one.patterns

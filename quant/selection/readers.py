@@ -1,7 +1,8 @@
 """How each reader decides by name whether an `ignore` entry covers a tensor. They agree on less than one would think.
 
-compressed-tensors (and transformers, which calls it), vLLM and SGLang look at module names, slime at parameter names; a plain
-entry is the whole name, any part of it, a dotted ending or a prefix. Which names a reader looks up is in `quant.look_ups`.
+compressed-tensors (and transformers, which calls it), vLLM and SGLang look at module names, slime at parameter names; a
+plain entry is the whole name, any part of it, a dotted ending or a prefix. Which names a reader looks up is in
+`quant.look_ups`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _LINEAR_CLASSES = ("Linear", "Module")
 
 
 def compressed_tensors(module: str, pattern: str) -> bool:
-    """A Linear module, as compressed-tensors and transformers read it: `re:` from the start, else the whole name or a class name.
+    """A Linear module, as compressed-tensors and transformers read it.
+
+    `re:` from the start, else the whole name or a class name.
 
     Source: compressed-tensors `utils/match.py`, `is_match`.
     """
@@ -55,8 +58,8 @@ def sglang_suffix(layer: str, pattern: str) -> bool:
 def slime(parameter: str, pattern: str) -> bool:
     """A parameter (`….weight`), as slime, miles and Relax read it: `re:` from the start, or any prefix.
 
-    What is not covered is quantized when it ends in `.weight` and has two or more axes, whatever its class: `targets` is not read.
-    Source: slime `quantizer_compressed_tensors.py`, `quantize_params_compressed_tensors`; read, not run.
+    What is not covered is quantized when it ends in `.weight` and has two or more axes, whatever its class: `targets`
+    is not read. Source: slime `quantizer_compressed_tensors.py`, `quantize_params_compressed_tensors`; read, not run.
     """
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), parameter) is not None
@@ -85,7 +88,8 @@ READERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 ALL_READERS = tuple(READERS)
-# Who decides where no reader is named: the engine that reinforcement learning serves with, and the trainers that quantize for it.
+# Who decides where no reader is named: the engine that reinforcement learning serves with, and the trainers that
+# quantize for it.
 RL_READERS = ("sglang", "slime", "miles")
 
 
@@ -94,9 +98,9 @@ def severity_of(
 ) -> Literal["error", "warning"]:
     """What it is when `reader` (of `RULES`) would take an `ignore` list otherwise than the weights are packed.
 
-    `asked`: names of `--reader`, whose readings then are the ones that count; None: `RL_READERS`. `published`: the list is one that
-    releases have, which are made for engines; what only a trainer would take otherwise is then a warning, unless `updated`: a launch
-    quantizes by this list. Raises CkptkitError as `readers_of`.
+    `asked`: names of `--reader`, whose readings then are the ones that count; None: `RL_READERS`. `published`: the list
+    is one that releases have, which are made for engines; what only a trainer would take otherwise is then a warning,
+    unless `updated`: a launch quantizes by this list. Raises CkptkitError as `readers_of`.
     """
     if asked is not None:
         return "error" if reader in readers_of(asked) else "warning"
@@ -105,7 +109,10 @@ def severity_of(
 
 
 def readers_of(names: Iterable[str]) -> tuple[str, ...]:
-    """The readers behind some names of `--reader`, in a fixed order. Raises CkptkitError for a name that is none, or when there is none."""
+    """The readers behind some names of `--reader`, in a fixed order.
+
+    Raises CkptkitError for a name that is none, or when there is none.
+    """
     chosen = set(names)
     if unknown := sorted(chosen - READERS.keys()):
         raise CkptkitError(f"unknown reader {unknown[0]!r}", f"choose of {', '.join(READERS)}")

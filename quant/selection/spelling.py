@@ -1,14 +1,22 @@
-"""Entries of `ignore` that every reader takes alike: for a module, for a set of modules, and instead of an entry that is not."""
+"""Entries of `ignore` that every reader takes alike.
+
+For a module, for a set of modules, and instead of an entry that is not.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from converters.hf_names import FUSED, IN_LAYER, LATENT_DOWN
+
 _SHARD = re.compile(r"(?:\((?P<several>\w+(?:\|\w+)*)\)|\b(?P<one>q|k|v|gate|up))_proj")
-_SHARDS = (("q", "k", "v", "qkv"), ("gate", "up", "gate_up"))
-_LATENT = re.compile(r"\b(q_a_proj|kv_a_proj_with_mqa)\b")
-_LAYER = re.compile(r"(.*?\blayers\.)(\d+)\.(.+)")
+# The shards of the layers that releases may also spell as one, and the fused name, without `_proj`.
+_SHARDS = tuple(
+    tuple(name.removesuffix("_proj") for name in (*FUSED[fused], fused)) for fused in ("qkv_proj", "gate_up_proj")
+)
+_LATENT = re.compile(rf"\b({'|'.join(LATENT_DOWN)})\b")
+_LATENT_ALL = f"({'|'.join((*LATENT_DOWN, 'fused_qkv_a_proj_with_mqa'))})"
 # Parts of a layer that stay as a whole.
 _WHOLE = re.compile(r"(.+\.)?(indexer|linear_attn|experts)\..*")
 # What ties a regular expression to module names only, or to parameter names only.
@@ -18,9 +26,10 @@ _ENDING = re.compile(r"(?:\$|\(\\\.weight\)\?|\\?\.weight|\\?\.\.\*|\\\.\*|\\\.)
 def spell(module: str) -> str:
     """An entry for this module, in every layer: a regular expression for module and parameter names.
 
-    Shards that engines fuse, routed experts, and parts that stay as a whole come together; a module outside the layers is its plain name.
+    Shards that engines fuse, routed experts, and parts that stay as a whole come together; a module outside the layers
+    is its plain name.
     """
-    match = _LAYER.fullmatch(module)
+    match = IN_LAYER.fullmatch(module)
     return rf"re:.*\.{_spell_tail(match[3])}" if match else module
 
 
@@ -32,7 +41,7 @@ def _spell_tail(tail: str) -> str:
 
 def with_fused(pattern: str) -> str:
     """A regular expression with each shard of a fused layer joined by the others and by the fused name."""
-    return _LATENT.sub("(q_a_proj|kv_a_proj_with_mqa|fused_qkv_a_proj_with_mqa)", _SHARD.sub(_all_shards, pattern))
+    return _LATENT.sub(_LATENT_ALL, _SHARD.sub(_all_shards, pattern))
 
 
 def _all_shards(match: re.Match[str]) -> str:
@@ -46,7 +55,10 @@ def _all_shards(match: re.Match[str]) -> str:
 
 
 def entries_for(kept: Mapping[str, str], packed: Collection[str]) -> list[str]:
-    """Entries that leave out every module of `kept` (with its own entry), for all layers where that spares no module of `packed`, else layer by layer."""
+    """Entries that leave out every module of `kept`, given with its own entry, and no module of `packed`.
+
+    Where a module's entry for all layers would cover a packed one, the entries are for single layers.
+    """
     groups: dict[str, list[str]] = {}
     for module, entry in kept.items():
         groups.setdefault(entry, []).append(module)
@@ -65,13 +77,16 @@ def _spares(entry: str, packed: Collection[str]) -> bool:
 
 def _by_layer(modules: Iterable[str]) -> list[str]:
     layers: dict[str, set[int]] = {}
-    for match in filter(None, map(_LAYER.fullmatch, modules)):
+    for match in filter(None, map(IN_LAYER.fullmatch, modules)):
         layers.setdefault(_spell_tail(match[3]), set()).add(int(match[2]))
     return [rf"re:(.*\.)?layers\.({'|'.join(map(str, sorted(numbers)))})\.{tail}" for tail, numbers in layers.items()]
 
 
 def candidates(pattern: str) -> Iterator[str]:
-    """Spellings that may say portably what an entry means: without what ties it to one kind of name, with fused shards, for all experts."""
+    """Spellings that may say portably what an entry means.
+
+    Without what ties it to one kind of name, with fused shards, for all experts.
+    """
     if pattern.startswith("re:"):
         cores, ending = [_ENDING.sub("", pattern.removeprefix("re:"))], r"(\.weight)?$"
     else:

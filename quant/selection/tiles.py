@@ -1,7 +1,8 @@
 """Whether the INT4 kernels of SGLang can load a layer when it is cut for tensor parallelism.
 
-Source: SGLang `layers/quantization/marlin_utils.py`, `verify_marlin_supports_shape` and `check_moe_marlin_supports_layer`. For
-compressed-tensors SGLang 0.5.16 asks the first and drops the answer, and asks the second not at all.
+Source: SGLang `layers/quantization/marlin_utils.py`, `verify_marlin_supports_shape` and
+`check_moe_marlin_supports_layer`. For compressed-tensors SGLang 0.5.16 asks the first and drops the answer, and asks
+the second not at all.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
-from quant.selection.class_tree import ClassTree
+from quant.selection.class_tree import release_of
 from quant.selection.matrices import fused_layer
-from quant.selection.released import released
 from quant.selection.spelling import spell
+from quant.selection.tree import ClassTree
 
 _ROWS, _COLUMNS = 64, 128  # a tile of a layer
 _EXPERT_ROWS, _EXPERT_COLUMNS = 128, 64  # a tile of fused experts
@@ -31,7 +32,7 @@ def check_tiles(
     tp: int,
     ep: int = 1,
 ) -> None:
-    """Raises CkptkitError naming the tensors of `chosen` that SGLang's kernels cannot load at tensor parallel size `tp`.
+    """Raises CkptkitError naming tensors of `chosen` that SGLang's kernels cannot load at tensor parallel size `tp`.
 
     Each expert is cut over tp / ep ranks (SGLang `initialize_model_parallel`, `moe_tp_size`).
     """
@@ -58,7 +59,7 @@ def _faults(
     chosen: Sequence[TensorSpec], tree: ClassTree, config: Mapping[str, Any], group_size: int | None, tp: int, ep: int
 ) -> dict[str, str]:
     """What is wrong with each tensor that does not fit, by name. Shards of a fused layer are looked at together."""
-    heads = _key_value_heads(released(config).config(config))
+    heads = _key_value_heads(release_of(config).text(config))
     layers: dict[str, list[TensorSpec]] = {}
     for spec in chosen:
         layers.setdefault(fused_layer(spec.name.removesuffix(".weight"), tree), []).append(spec)

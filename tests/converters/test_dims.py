@@ -80,11 +80,11 @@ def test_a_value_that_does_not_fit_float16_is_refused(releases: PathOf) -> None:
     config = models.configs()["qwen2-tied"].to_dict()
     tensors = models.tensors(releases("qwen2-tied"))
     tensors["model.norm.weight"][3] = 1e6
-    view = to_megatron(models.InMemory(config, tensors), "here", torch.float16)
+    view = to_megatron(models.InMemory(config, tensors), "here", "float16")
     with pytest.raises(
         CkptkitError, match=r"decoder\.final_layernorm\.weight holds values beyond float16 \(largest 9\.99e\+05\)"
     ):
         view.read(["decoder.final_layernorm.weight"])
-    back = to_hf(to_megatron(models.InMemory(config, tensors), "here"), "here", dtype=torch.float16)
+    back = to_hf(to_megatron(models.InMemory(config, tensors), "here"), "here", dtype="float16")
     with pytest.raises(CkptkitError, match="beyond float16"):
         back.read(["model.norm.weight"])

@@ -118,7 +118,7 @@ class Promised:
 def test_one_missing_and_one_unknown_tensor_are_refused_by_name(name: str) -> None:
     """For every rule of every family, before a byte is read."""
     config = CASES[name].edit(CASES[name].config().to_dict())
-    specs = {key: TensorSpec(key, shape, torch.bfloat16) for key, shape in expected_hf(config).items()}
+    specs = {key: TensorSpec(key, shape, "bfloat16") for key, shape in expected_hf(config).items()}
     firsts = {id(rule.mapping): next(iter(rule.hf)) for rule in reversed(list(rules_of(config)))}
     assert len(firsts) >= 8
     for first in firsts.values():
@@ -127,5 +127,5 @@ def test_one_missing_and_one_unknown_tensor_are_refused_by_name(name: str) -> No
         assert first in str(error.value)
     extra = next(key for key in specs if "layers.3." in key).replace("layers.3.", "layers.3.surprise.")
     with pytest.raises(CkptkitError, match="holds 1 tensor.* that no rule of this model family knows") as error:
-        to_megatron(Promised(config, specs | {extra: TensorSpec(extra, (2, 2), torch.bfloat16)}), "the release")
+        to_megatron(Promised(config, specs | {extra: TensorSpec(extra, (2, 2), "bfloat16")}), "the release")
     assert extra in str(error.value)

@@ -24,9 +24,9 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint, read_metadata
 from converters.experts import fuse, is_fused
 from converters.megatron.arguments import megatron_args
+from converters.megatron.parallel import ParallelSizes, refusals
 from converters.planner import dims_of, expected_hf, rules_of
 from verify.checks.config.arguments import mismatches
-from verify.checks.config.parallel import indivisible
 
 Config = dict[str, Any]
 
@@ -195,12 +195,15 @@ def test_arguments_are_those_of_slimes_and_megatrons_scripts() -> None:
 )
 def test_arguments_of_another_model_are_found(change: Config, found: list[str]) -> None:
     dims = dims_of(config_of("qwen3_next"))
-    assert [wrong.argument for wrong in mismatches(dims, megatron_args(dims) | change)] == found
+    assert [name for name, _, _ in mismatches(dims, megatron_args(dims) | change)] == found
 
 
 def test_key_heads_must_divide_over_the_ranks() -> None:
     dims = dims_of(changed(config_of("qwen3_5"), {"linear_num_key_heads": 2}))
-    assert [wrong.what for wrong in indivisible(dims, 4, 1)] == ["num_attention_heads", "linear_num_key_heads"]
+    assert [one.actual for one in refusals(dims, ParallelSizes(4, etp=4))] == [
+        "num_attention_heads = 10",
+        "linear_num_key_heads = 2",
+    ]
 
 
 def test_a_moe_config_of_qwen3_5_needs_no_intermediate_size() -> None:
@@ -293,9 +296,9 @@ def test_float32_state_is_never_rounded_and_the_norm_is_exact(release: Path, tmp
     assert before[layer + "A_log"].dtype == before[layer + "norm.weight"].dtype == torch.float32
     convert(release, tmp_path / "same")
     convert(release, tmp_path / "narrow", dtype="bfloat16")
-    for name, dtype in (("same", torch.float64), ("narrow", torch.float32)):
+    for name, dtype in (("same", "float64"), ("narrow", "float32")):
         megatron = TorchDistCheckpoint(tmp_path / name / "release").specs
-        assert megatron["decoder.layers.1.self_attention.A_log"].dtype == torch.float32
+        assert megatron["decoder.layers.1.self_attention.A_log"].dtype == "float32"
         assert megatron["decoder.layers.1.self_attention.out_norm.weight"].dtype == dtype
         convert(tmp_path / name, tmp_path / f"{name}-back")
     same, narrow = tensors_of(tmp_path / "same-back"), tensors_of(tmp_path / "narrow-back")
@@ -392,7 +395,7 @@ def test_experts_are_fused_only_where_the_release_has_them_so() -> None:
     """Qwen3.5 has the decoder's in one tensor and the MTP layer's one by one; Qwen3.6 all in one."""
     config = config_of("qwen3_5_moe")
     names = expected_hf(config)
-    specs = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in names.items()}
+    specs = {name: TensorSpec(name, shape, "bfloat16") for name, shape in names.items()}
     decoder, mtp = "model.language_model.layers.3.mlp.experts.gate_up_proj", "mtp.layers.0.mlp.experts.gate_up_proj"
 
     def fused_like(*release: str) -> set[str]:

@@ -13,10 +13,11 @@ from test_hybrid import four_layers, tensors_of
 from ckptkit.app.api import convert
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.torch_dist.reader import read_metadata
+from converters.megatron.parallel import ParallelSizes
 from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.evidence.subject import Subject
-from verify.witnesses.megatron.layout import ParallelSizes
+from verify.witnesses.megatron.run import run_megatron
 
 pytest.importorskip("megatron.core")
 
@@ -40,11 +41,11 @@ def test_every_rank_holds_what_the_rules_say(release: Path, megatron: Path, size
     subject = Subject(megatron, release, **sizes)
     tally = Tally()
     assert [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, tally)] == []
-    held = [{seen.name for seen in report.tensors} for report in subject.megatron_run.reports]
+    held = [{seen.name for seen in report.tensors} for report in subject.once(run_megatron).reports]
     assert all("decoder.layers.1.self_attention.in_proj.weight" in names for names in held[: 1 if "pp" in sizes else 2])
     assert "mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight" in held[1]
     if "tp" in sizes:
-        elements = {seen.name: seen.elements for seen in subject.megatron_run.reports[1].tensors}
+        elements = {seen.name: seen.elements for seen in subject.once(run_megatron).reports[1].tensors}
         # Half of 2 x 48 rows of queries and keys, 2 x 160 of values and gates, and 2 x 8 of beta and alpha.
         assert elements["decoder.layers.1.self_attention.in_proj.weight"] == 216 * 128
         assert elements["decoder.layers.1.self_attention.conv1d.weight"] == 128 * 4

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import filecmp
 import json
-import subprocess
-import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +17,7 @@ import torch
 from families import CASES
 from families.case import save
 from installed import before
-from processes import environment
+from processes import run_module
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
@@ -48,10 +46,7 @@ def choices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """Of 128 queries, for how many Megatron's indexer chooses other tokens than transformers': by release, rows and Megatron's option."""
     pytest.importorskip("megatron.core")
     answer = tmp_path_factory.mktemp("choices") / "answer.json"
-    found = environment(OMP_NUM_THREADS="2")
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "families.indexer_choice", str(answer)], env=found, check=True
-    )
+    run_module("families.indexer_choice", answer, OMP_NUM_THREADS="2")
     return dict(json.loads(answer.read_text()))
 
 
@@ -135,14 +130,14 @@ def test_every_rank_holds_the_whole_indexer(tmp_path: Path) -> None:
         with pytest.raises(Skip, match="wants other rows than that of 0.19"):
             run_megatron(subject)
         return
-    assert subject.megatron_run.failures == {}
+    assert subject.once(run_megatron).failures == {}
     tallies = [Tally() for _ in range(2)]
     assert [
         finding
         for check, tally in zip((strict_load, right_slices), tallies, strict=True)
         for finding in check(subject, tally)
     ] == []
-    for report in subject.megatron_run.reports:
+    for report in subject.once(run_megatron).reports:
         held = {seen.name: seen.elements for seen in report.tensors if ".indexer." in seen.name}
         assert len(held) == 6 * 5
         assert held["decoder.layers.10.self_attention.core_attention.indexer.linear_wq_b.weight"] == 14 * 64 * 48
@@ -306,15 +301,15 @@ def test_arguments_of_another_indexer(change: Config, message: str) -> None:
     dims = dims_of(config_of("glm_moe_dsa-shared"))
     args = megatron_args(dims)
     assert list(mismatches(dims, args)) == []
-    assert [wrong.argument for wrong in mismatches(dims, args | change)] == [message]
+    assert [name for name, _, _ in mismatches(dims, args | change)] == [message]
 
 
 def test_arguments_from_before_0_19_and_without_an_indexer() -> None:
     dims = dims_of(config_of("deepseek_v32"))
     args = {name: value for name, value in megatron_args(dims).items() if name != "dsa_indexer_rope_interleaved"}
-    (wrong,) = mismatches(dims, args)
-    assert (wrong.argument, wrong.expected) == ("dsa_indexer_rope_interleaved", "False")
-    assert "before 0.19" in wrong.actual
+    ((argument, expected, actual),) = mismatches(dims, args)
+    assert (argument, expected) == ("dsa_indexer_rope_interleaved", "False")
+    assert "before 0.19" in actual
     # A run with slime's module stores no size of it.
     assert (
         list(

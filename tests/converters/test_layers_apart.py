@@ -18,11 +18,11 @@ from ckptkit.core.plan import View
 from converters.experts import fuse, unfuse
 from converters.megatron.arguments import megatron_args
 from converters.megatron.flags import launch_flags
+from converters.megatron.parallel import ParallelSizes, check_sizes
 from converters.ops.basic import GateUpInOne
 from converters.planner import dims_of
 from quant.formats.scheme import QuantScheme
 from verify.checks.config.arguments import mismatches
-from verify.witnesses.megatron.layout import ParallelSizes, check_sizes
 
 # config.json of openai/gpt-oss-20b, zai-org/GLM-4-9B-0414 and google/gemma-3-4b-it, without what does not decide the model.
 GPT_OSS_20B: dict[str, Any] = {
@@ -146,7 +146,7 @@ ARGS_GPT_OSS_20B: dict[str, Any] = {
 
 
 def wrong(config: Mapping[str, Any], args: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    return [(one.argument, one.expected, one.actual) for one in mismatches(dims_of(config), args)]
+    return list(mismatches(dims_of(config), args))
 
 
 def said(config: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -24,12 +24,13 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.megatron.arguments import megatron_args
+from converters.megatron.parallel import ParallelSizes, check_sizes
 from converters.planner import dims_of, rules_of
 from verify.check import Skip, Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.evidence.subject import Subject
 from verify.witnesses.megatron import run as megatron_run
-from verify.witnesses.megatron.layout import ParallelSizes, check_sizes
+from verify.witnesses.megatron.run import run_megatron
 from verify.witnesses.megatron.slices import Position, compare
 
 Config = dict[str, Any]
@@ -331,7 +332,7 @@ def test_every_rank_holds_its_slice(release: Path, megatron: Path) -> None:
         for check, tally in zip((strict_load, right_slices, all_layers), tallies, strict=True)
         for finding in check(subject, tally)
     ] == []
-    by_name = [{seen.name: seen.elements for seen in report.tensors} for report in subject.megatron_run.reports]
+    by_name = [{seen.name: seen.elements for seen in report.tensors} for report in subject.once(run_megatron).reports]
     assert [one[LAYER + "self_attention.linear_kv_down_proj.weight"] for one in by_name] == [28 * 128] * 2
     assert [one[LAYER + "self_attention.linear_proj.weight"] for one in by_name] == [128 * 100] * 2
     assert [one[LAYER + "self_attention.linear_q_up_proj.layer_norm_weight"] for one in by_name] == [48] * 2

@@ -36,8 +36,9 @@ def test_gated_qkv() -> None:
     merged = rows(*first, *second)
     both_ways(op, [query, rows(60, 61, 62, 63), rows(80, 81, 82, 83)], merged)
     assert torch.equal(op.shard(merged, 1, 2), rows(*second))
-    with pytest.raises(CkptkitError, match="2 query groups do not divide over 4"):
-        op.shard(merged, 0, 4)
+    assert torch.equal(op.shard(merged, 3, 4), rows(*second[6:]))  # the half of a group
+    with pytest.raises(CkptkitError, match="2 query groups do not divide over 3"):
+        op.shard(merged, 0, 3)
 
 
 # 2 key heads of size 1, each with 2 value heads of size 2.

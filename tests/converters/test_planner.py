@@ -48,19 +48,19 @@ def rename(checkpoint: Headers) -> None:
 
 def wrong_shape(checkpoint: Headers) -> None:
     checkpoint.specs["model.layers.5.mlp.gate.weight"] = TensorSpec(
-        "model.layers.5.mlp.gate.weight", (11, 128), torch.bfloat16
+        "model.layers.5.mlp.gate.weight", (11, 128), "bfloat16"
     )
 
 
 def extra(checkpoint: Headers) -> None:
     checkpoint.specs["model.layers.12.eh_proj.weight"] = TensorSpec(
-        "model.layers.12.eh_proj.weight", (128, 256), torch.bfloat16
+        "model.layers.12.eh_proj.weight", (128, 256), "bfloat16"
     )
 
 
 def two_dtypes(checkpoint: Headers) -> None:
     name = "model.layers.5.self_attn.k_proj.weight"
-    checkpoint.specs[name] = TensorSpec(name, checkpoint.specs[name].shape, torch.float32)
+    checkpoint.specs[name] = TensorSpec(name, checkpoint.specs[name].shape, "float32")
 
 
 def swapped_sizes(checkpoint: Headers) -> None:

@@ -44,14 +44,14 @@ def test_single_file_without_an_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["back to HF", "to INT4"])
-def test_file_bytes_cuts_files_anew(way: str, releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+def test_max_shard_size_cuts_files_anew(way: str, releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
     """Whatever the release's own shards are; a file that holds more holds one tensor."""
     if way == "back to HF":
-        convert(converted("qwen2-tied"), tmp_path / "out", file_bytes=300_000)
+        convert(converted("qwen2-tied"), tmp_path / "out", max_shard_size=300_000)
         meant = models.tensors(releases("qwen2-tied"))
         assert all(torch.equal(tensor, meant[name]) for name, tensor in models.tensors(tmp_path / "out").items())
     else:
-        quantize(releases("qwen2-tied"), tmp_path / "out", QuantScheme(32, "qmax7"), file_bytes=300_000)
+        quantize(releases("qwen2-tied"), tmp_path / "out", QuantScheme(32, "qmax7"), max_shard_size=300_000)
     out, before = HfCheckpoint(tmp_path / "out"), HfCheckpoint(releases("qwen2-tied"))
     assert len(out.layout) > len(before.layout)
     assert all(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from families import CASES
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
@@ -14,7 +15,8 @@ from converters.blocks.indexer import RotaryLast
 from converters.config.dims import LinearAttention
 from converters.ops.basic import Copy, GateUp, Qkv, SwapHalves
 from converters.ops.hybrid import ByKeyHead, GatedQkv, MinusOne, StackedRows
-from converters.ops.shapes import Shape, shape_of
+from converters.ops.shapes import Shape, ShapeOnly, cat, shape_of
+from converters.planner import DIALECTS, mappings_of
 
 # 2 key heads of 3, 4 value heads of 5: queries 6, keys 6, values 20, gates 20, betas 4, alphas 4.
 NET = LinearAttention(key_heads=2, value_heads=4, key_dim=3, value_dim=5, kernel=4, layers=(0,))
@@ -36,20 +38,48 @@ NET = LinearAttention(key_heads=2, value_heads=4, key_dim=3, value_dim=5, kernel
         (ByKeyHead(NET), [(52, 11), (8, 11)], (60, 11)),
     ],
 )
-def test_merged_shapes(op: Any, shapes: list[Shape], expected: Shape) -> None:
-    assert shape_of(op.merge, shapes) == expected
+def test_merged_shape_is_that_counted_by_hand_and_that_of_tensors(
+    op: Any, shapes: list[Shape], expected: Shape
+) -> None:
+    merged = op.merge([torch.empty(shape, device="meta") for shape in shapes])
+    assert shape_of(op.merge, shapes) == merged.shape == expected
+    for index, part in enumerate(op.split(merged)):
+        assert shape_of(lambda tensors, index=index: op.split(tensors[0])[index], [expected]) == part.shape
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_rule_of_every_family_has_the_shapes_that_tensors_have(case: str, dialect: str) -> None:
+    config = CASES[case].edit(CASES[case].config().to_dict())
+    for mapping in mappings_of(config, dialect):
+        op, whole = mapping.op, mapping.op.merge([torch.empty(shape, device="meta") for shape in mapping.hf.values()])
+        assert mapping.megatron_shape == whole.shape
+        for size in (1, 2, 4):
+            assert outcome(lambda op=op, size=size, whole=whole: op.shard(whole, 0, size).shape) == outcome(
+                lambda op=op, size=size, whole=whole: shape_of(
+                    lambda tensors: op.shard(tensors[0], 0, size), [tuple(whole.shape)]
+                )
+            )
+
+
+def outcome(run: Callable[[], Sequence[int]]) -> tuple[int, ...] | str:
+    """A shape, or why there is none."""
+    try:
+        return tuple(run())
+    except CkptkitError as error:
+        return str(error)
 
 
 @pytest.mark.parametrize("dim", [1, -1])
 def test_joins_along_any_axis(dim: int) -> None:
     def merge(tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(tensors), dim=dim)
+        return cat(tensors, dim)
 
     assert shape_of(merge, [(3, 5), (3, 2), (3, 0)]) == (3, 7)
 
 
 def test_the_first_axis_is_the_default() -> None:
-    assert shape_of(lambda tensors: torch.cat(list(tensors)), [(3, 5), (1, 5)]) == (4, 5)
+    assert shape_of(cat, [(3, 5), (1, 5)]) == (4, 5)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +87,7 @@ def test_the_first_axis_is_the_default() -> None:
 )
 def test_tensors_that_do_not_fit_are_refused(shapes: list[Shape], said: str) -> None:
     with pytest.raises(CkptkitError, match=rf"tensors {said} cannot be joined along axis 0"):
-        shape_of(lambda tensors: torch.cat(list(tensors)), shapes)
+        shape_of(cat, shapes)
 
 
 def test_no_memory_is_filled() -> None:
@@ -72,6 +102,20 @@ def test_no_memory_is_filled() -> None:
     assert shape_of(SwapHalves().merge, [(1 << 20, 1 << 20)]) == (1 << 20, 1 << 20)
 
 
-def test_outside_torch_joins_as_ever() -> None:
-    shape_of(GateUp().merge, [(1, 2), (1, 2)])
-    assert torch.cat([torch.ones(1, 2), torch.zeros(1, 2)]).tolist() == [[1, 1], [0, 0]]
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (lambda tensors: tensors[0].reshape(4, -1), r"\[3, 5\] is no \[4, -1\]"),
+        (lambda tensors: tensors[0].split_with_sizes([2, 2]), r"axis 0 of \[3, 5\] cannot be split into \[2, 2\]"),
+    ],
+)
+def test_op_that_does_not_fit_is_refused(run: Any, said: str) -> None:
+    with pytest.raises(CkptkitError, match=said):
+        shape_of(run, [(3, 5)])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("rows", [0, 1, 7, 8])
+def test_chunks_are_those_of_torch(rows: int, count: int) -> None:
+    chunks = torch.empty(rows, 2).chunk(count)
+    assert [part.shape for part in ShapeOnly((rows, 2)).chunk(count)] == [part.shape for part in chunks]

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as modeling
 
-from verify.witnesses.megatron.layout import ParallelSizes
+from converters.megatron.parallel import ParallelSizes
 from verify.witnesses.megatron.model import connect
 from verify.witnesses.megatron.variants.dsa import ROTARY_FIRST, LocalBackend, hadamard
 

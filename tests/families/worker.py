@@ -79,7 +79,7 @@ def main() -> None:
     """Reads names of question files from stdin and says on stdout when each is answered."""
     import traceback
 
-    from verify.witnesses.megatron.layout import ParallelSizes
+    from converters.megatron.parallel import ParallelSizes
     from verify.witnesses.megatron.model import connect
 
     os.unlink(sys.argv[1]) if os.path.exists(sys.argv[1]) else None
@@ -98,10 +98,10 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     from ckptkit.formats.detect import locate
     from ckptkit.formats.hf.reader import HfCheckpoint
     from converters.megatron.module_names import global_name
+    from converters.megatron.parallel import ParallelSizes
     from converters.planner import dims_of, rules_of, to_megatron
     from families.mutations import mutations
     from verify.witnesses.megatron import model as megatron_model
-    from verify.witnesses.megatron.layout import ParallelSizes
     from verify.witnesses.megatron.process import held_by, layers_of, load
 
     source = HfCheckpoint(question["hf"])

@@ -22,7 +22,7 @@ from verify.check import all_checks, run_checks
 from verify.checks.witnesses.sglang import KEEP_ROUTER
 from verify.evidence.subject import Subject
 from verify.run import choose, verify
-from verify.witnesses.sglang.run import SglangRun
+from verify.witnesses.sglang.run import SglangRun, run_sglang
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
@@ -125,8 +125,8 @@ def runs(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> di
 def findings(case: Case, run: SglangRun) -> tuple[dict[str, str], set[tuple[str, str | None]]]:
     """Status of each check, and (code, tensor) of each finding."""
     subject = Subject(case.checkpoint, case.source, against=frozenset({"sglang"}))
-    subject.sglang_run = run
-    outcome = run_checks(subject, choose(subject, [one for one in all_checks() if one.code.startswith("CK5")])[0])
+    subject._results[run_sglang] = run
+    outcome = run_checks(subject, choose(subject, [one for one in all_checks() if one.stage == "sglang"])[0])
     results, found, facts = outcome.checks, outcome.findings, outcome.facts
     for line in (*found, *facts.get("SGLang", ())):
         print(line)

@@ -1,4 +1,4 @@
-"""Every known way in which a checkpoint can be silently wrong, as mutations of clean checkpoints that `verify` has to find."""
+"""Every known way in which a checkpoint can be silently wrong, as mutations of clean ones that `verify` has to find."""
 
 from __future__ import annotations
 

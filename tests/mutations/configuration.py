@@ -1,4 +1,4 @@
-"""config.json and the files beside it: settings that changed on the way, token ids that disagree, templates that were lost."""
+"""Faults of config.json and its neighbours: settings changed on the way, token ids that disagree, lost templates."""
 
 from __future__ import annotations
 

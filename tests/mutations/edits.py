@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ckptkit.core.dtypes import dtype_name
 from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.saved_tensor import SavedLayout
 from ckptkit.storage.buffers import bytes_of
@@ -130,12 +131,15 @@ def edit_stored(path: Path, key: str, change: Callable[[Tensor], Tensor], expert
 
 def saved(tensor: Tensor) -> bytes:
     """A tensor as a Megatron checkpoint stores it."""
-    layout, content = SavedLayout.of(tuple(tensor.shape), tensor.dtype), bytes(bytes_of(tensor.contiguous()))
+    layout, content = (
+        SavedLayout.of(tuple(tensor.shape), dtype_name(tensor.dtype)),
+        bytes(bytes_of(tensor.contiguous())),
+    )
     crc = zlib.crc32(content)
     return layout.before(crc) + content + layout.behind(crc)
 
 
-def _stored(path: Path, key: str, expert: int) -> tuple[Blob, tuple[int, ...], torch.dtype]:
+def _stored(path: Path, key: str, expert: int) -> tuple[Blob, tuple[int, ...], str]:
     with (path / "release" / ".metadata").open("rb") as stream:
         metadata = pickle.load(stream)
     entry = metadata.state_dict_metadata[key]
@@ -146,5 +150,5 @@ def _stored(path: Path, key: str, expert: int) -> tuple[Blob, tuple[int, ...], t
     return (
         Blob(path / "release" / info.relative_path, info.offset, info.length),
         tuple(chunk.sizes),
-        entry.properties.dtype,
+        dtype_name(entry.properties.dtype),
     )

@@ -144,7 +144,7 @@ def rows(path: Path) -> int:
 
 
 def other_count(path: Path, name: str) -> str:
-    """Every file is there and listed, under names that say that there are two shards more. Returns what the names say."""
+    """Every file is there and listed, under names that claim two more shards. Returns what the names claim."""
     weight_map = json.loads((path / INDEX).read_text())["weight_map"]
     files = sorted(set(weight_map.values()))
     renamed = {file: f"{file[:15]}{len(files) + 2:05d}.safetensors" for file in files}
@@ -299,7 +299,8 @@ MUTATIONS = (
     ),
     Mutation(
         "shard with all of multi-token prediction never written, index agrees",
-        "the shards of the draft layer were not exported, and releases that leave it out on purpose look like this but for the numbers of their shards",
+        "the shards of the draft layer were not exported, and releases that leave it out on purpose look like this "
+        "but for the numbers of their shards",
         ("F1", "F6"),
         "headers",
         "CK108",

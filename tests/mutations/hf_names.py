@@ -33,7 +33,7 @@ def lost_all(part: str) -> Damage:
 
 
 def never_exported(part: str) -> Damage:
-    """Another export, into one file, that left out every tensor with this part in its name; the place is how a finding folds them."""
+    """Another export, into one file, without the tensors with this part in their names, as a finding folds them."""
 
     def damage(path: Path, folded: str) -> None:
         kept = {name: tensor(path, name) for name in names(path, "") if part not in name}

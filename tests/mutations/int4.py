@@ -39,7 +39,7 @@ def of(
 
 
 def packed(modules: Sequence[str]) -> Damage:
-    """Packs modules that no reader expects packed, as a quantizer does that knows only names; the place is how a finding folds them."""
+    """Packs modules that no reader expects packed, as a quantizer does that knows only names."""
 
     def damage(path: Path, folded: str) -> None:
         pack = quantized.int4(symmetric=True, strategy="group", group_size=32)

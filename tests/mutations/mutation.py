@@ -1,4 +1,4 @@
-"""What a mutation is: one way in which a checkpoint can be silently wrong, as data, and whether `verify` has found it."""
+"""A mutation: one way in which a checkpoint can be silently wrong, as data, and whether `verify` has found it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Literal
 
 from verify.report import Finding, Report, Severity
 
-# What has to be read to see it, from cheap to dear: headers and JSON, the configuration, all bytes, all bytes of a source too.
+# What has to be read to see it, from cheap to expensive: headers and JSON, configuration, all bytes, a source too.
 Level = Literal["headers", "configuration", "values", "source"]
 LEVELS: tuple[Level, ...] = ("headers", "configuration", "values", "source")
 
-# Breaks the copy at a path, in the place that the registry names for this checkpoint: a tensor, a key, a file. Returns what
-# a finding has to name; None where that is the place itself.
+# Breaks the copy at a path, at the place that the registry names for this checkpoint: a tensor, a key, a file. Returns
+# what a finding has to name; None where that is the place itself.
 Damage = Callable[[Path, str], str | None]
 
 _SOURCE = frozenset({"CK202", "CK203", "CK305"})
@@ -33,11 +33,11 @@ def level_of(code: str) -> Level:
 class Mutation:
     """One way to be wrong, and what `verify` must say of it.
 
-    `imitates` says what happened, in a sentence; `modes` are rows of docs/failure-modes.md and `references` public threads.
-    `on` names for each checkpoint (`starts.LABELS`) the place that `damage` breaks. `code` must be found there with at least
-    this `severity`, and `level` is the cheapest of all codes found. It is run with `--source`, the clean release, where the level
-    or `with_source` says so; with `--manifest`, that of the clean checkpoint, where `with_manifest` says so. `arguments` are those of
-    `verify` (`tp`): where there are some, what is wrong may be that they do not go with the checkpoint, and nothing on disk.
+    `imitates` says what happened, in a sentence; `modes` are rows of docs/failure-modes.md, `references` threads.
+    `on` gives for each checkpoint (`starts.LABELS`) the place that `damage` breaks. `code` must be found there with at
+    least this `severity`, and `level` is the cheapest of all codes found. It is run with `--source`, the clean release,
+    where the level or `with_source` says so, and with the clean checkpoint's manifest where `with_manifest` says so.
+    `arguments` are those of `verify` (`tp`): then they may be what is wrong, and nothing on disk.
     """
 
     name: str

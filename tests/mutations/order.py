@@ -1,4 +1,4 @@
-"""Values in the wrong place in an HF directory, which only a source shows: swaps, turns, other orders, rounding, another training."""
+"""Values in the wrong place in an HF directory, which only a source shows: swaps, other orders, rounding, training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def swapped(old: str, new: str) -> Damage:
 
 
 def next_of(pattern: str, count: int) -> Damage:
-    """Every tensor that fits holds the values of the one with the next number; the pattern's first group is the number."""
+    """Every tensor that fits holds the values of the one with the next number, the pattern's first group."""
 
     def damage(path: Path, folded: str) -> None:
         moved = {}

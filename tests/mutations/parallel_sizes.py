@@ -1,4 +1,4 @@
-"""Parallel sizes that a sound checkpoint cannot be cut into: nothing on disk is changed, the arguments of `verify` are wrong."""
+"""Parallel sizes that a sound checkpoint cannot be cut into: the arguments of `verify` are wrong, nothing on disk."""
 
 from __future__ import annotations
 

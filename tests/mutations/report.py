@@ -54,7 +54,8 @@ def main() -> int:
     print("\n".join(matrix(found)))
     missed = sum(outcome.missed is not None for _, _, outcome in found)
     print(
-        f"\n{len(MUTATIONS)} mutations, {len(found)} runs, {missed} missed. {EXPECTED}: the code expected, {ALSO}: found as well. Codes are those of CK."
+        f"\n{len(MUTATIONS)} mutations, {len(found)} runs, {missed} missed. "
+        f"{EXPECTED}: the code expected, {ALSO}: found as well. Codes are those of CK."
     )
     return int(missed > 0)
 

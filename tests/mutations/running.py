@@ -36,7 +36,7 @@ def run(mutation: Mutation, label: str, starts: Starts, work: Path) -> Outcome:
 
 
 def clean(label: str, starts: Starts) -> list[Finding | CheckResult]:
-    """What is found in a checkpoint that nothing is wrong with, alone and against its source, and the checks that did not pass."""
+    """What is found in a sound checkpoint, alone and against its source, and the checks that did not pass."""
     path = starts.path(label)
     reports = [verify(path), verify(path, source=starts.source(label))]
     return [

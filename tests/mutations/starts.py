@@ -1,4 +1,4 @@
-"""The clean checkpoints that mutations break: small models of five kinds, as releases, in INT4 and as Megatron saves them."""
+"""The clean checkpoints that mutations break: six small models, as releases, in INT4 and as Megatron saves them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptkit.app.api import convert, quantize
 from mutations.edits import INDEX
 from quant.formats.scheme import QuantScheme
 
-# Tied with biases, untied, softmax router, sigmoid router with fp32 bias and an MTP layer, latent attention with one too, multimodal.
+# Tied with biases, untied, softmax router, sigmoid router (fp32 bias) and MTP, latent attention with MTP, multimodal.
 MODELS = {
     "qwen2": "qwen2-tied",
     "qwen2-untied": "qwen2-untied",
@@ -27,14 +27,14 @@ MODELS = {
 }
 _FUSED = ("qwen3_moe", "glm4_moe")
 _ONLY_HF = ("kimi_k25",)
-# Groups of 32 do not divide the heads of the latent attention here; Kimi K2's INT4 release leaves attention out as well.
+# Groups of 32 do not divide the heads of the latent attention here; Kimi K2's INT4 release leaves attention out too.
 _IGNORE = {"deepseek_v3": (r"re:.*\.self_attn\..*",)}
 _SPECIAL = ("<pad>", "<bos>", "<unk>", "<eos>")
 _TOKENS = 340  # fewer than the 352 rows of the embedding, as in most releases
 
 
 def labels(kinds: Sequence[str]) -> list[str]:
-    """`MODEL/KIND` of every checkpoint of these kinds: `hf`, `fused` (experts in one tensor a layer), `int4` and `megatron`."""
+    """`MODEL/KIND` of each checkpoint of these kinds: `hf`, `fused` (experts in one tensor), `int4`, `megatron`."""
     pairs = [(model, kind) for model in MODELS for kind in kinds if kind == "hf" or model not in _ONLY_HF]
     return [f"{model}/{kind}" for model, kind in pairs if kind != "fused" or model in _FUSED]
 

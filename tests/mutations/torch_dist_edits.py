@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
+from ckptkit.core.dtypes import dtype_name
 from ckptkit.formats.torch_save.blob import Blob
 from mutations.edits import edit_common, edit_json, saved
 from mutations.mutation import Damage
@@ -225,7 +226,7 @@ def bytes_damaged(path: Path, key: str) -> str:
 
 
 def padded(fill: Callable[[Tensor], Tensor]) -> Damage:
-    """The embedding with 32 rows more, as for some tensor parallel sizes, and what they hold; its bytes are appended to the file."""
+    """The embedding with 32 rows more, as for some tensor parallel sizes; their bytes are appended to the file."""
 
     def damage(path: Path, key: str) -> None:
         file = path / "release" / FILE
@@ -233,7 +234,7 @@ def padded(fill: Callable[[Tensor], Tensor]) -> Damage:
 
         def change(content: Metadata) -> None:
             entry, info = content.state_dict_metadata[key], content.storage_data[index_of(content, key)]
-            before = Blob(file, info.offset, info.length).tensor(entry.properties.dtype, tuple(entry.size))
+            before = Blob(file, info.offset, info.length).tensor(dtype_name(entry.properties.dtype), tuple(entry.size))
             after = torch.cat([before, fill(before[:32])])
             with file.open("ab") as stream:
                 written = stream.write(saved(after))

@@ -28,7 +28,7 @@ def valued(change: Callable[[Tensor], Tensor]) -> Damage:
 
 
 def stored(change: Callable[[Tensor], Tensor], expert: int = 0, named: str | None = None) -> Damage:
-    """One tensor of a Megatron checkpoint holds other values, or one expert of it; `named` is how a finding calls it."""
+    """A tensor of a Megatron checkpoint, or one expert of it, holds other values; `named` is how a finding calls it."""
 
     def damage(path: Path, key: str) -> str | None:
         edit_stored(path, key, lambda before: change(before).to(before.dtype).reshape(before.shape), expert)

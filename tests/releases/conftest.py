@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ckptkit.app import forecast
-from ckptkit.core.errors import CkptkitError
 
 
 @pytest.fixture(autouse=True)
@@ -13,6 +12,6 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dry run measures the disk for a second, which is none of the matter here."""
 
     def refuse(*_: object) -> None:
-        raise CkptkitError("not measured here", "")
+        raise OSError("not measured here")
 
-    monkeypatch.setattr(forecast, "measure_throughput", refuse)
+    monkeypatch.setattr(forecast, "disk_rates", refuse)

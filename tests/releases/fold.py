@@ -1,6 +1,6 @@
-"""Folds names for a record: `python -m releases.fold config.json` prints those that transformers would save for this config.
+"""Folds names for a record: `python -m releases.fold config.json` prints those that transformers would save.
 
-What transformers leaves out (draft layers, a vision tower that it does not know, scales of a quantized release) is added by hand.
+What transformers leaves out (draft layers, unknown vision towers, scales of a quantized release) is added by hand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DOT = re.compile(r"(?<!\.)\.(?!\.)")  # not those of a range
 
 
 def saved_by_transformers(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes that `save_pretrained` would write, without any weights: tied tensors once, experts one by one."""
+    """Names and shapes that `save_pretrained` would write, without weights: tied tensors once, experts one by one."""
     fields = {
         key: value for key, value in config.items() if key not in ("model_type", "auto_map", "quantization_config")
     }
@@ -38,7 +38,7 @@ def saved_by_transformers(config: Mapping[str, Any]) -> dict[str, tuple[int, ...
 
 
 def folded(names: Iterable[str]) -> list[str]:
-    """The shortest list of patterns that `releases.record.unfolded` makes these names of, as far as a simple rule finds it."""
+    """The shortest list of patterns that `releases.record.unfolded` turns into these names, by a simple rule."""
     numbers: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     for name in names:
         numbers[_NUMBER.sub("#", name)].add(tuple(map(int, _NUMBER.findall(name))))

@@ -1,4 +1,4 @@
-"""Writes a release without its weights: real headers, and holes where the data would be. A model of 1 TB takes kilobytes of disk."""
+"""Writes a release without its weights: real headers and sparse data. A model of 1 TB takes kilobytes of disk."""
 
 from __future__ import annotations
 

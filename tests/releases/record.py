@@ -1,7 +1,7 @@
-"""A release as one JSON file in `records/`: its published config.json, the names, shapes and dtypes of its tensors, and how that is known.
+"""A release as one JSON file in `records/`: its config.json, its tensors' names, shapes and dtypes, and their source.
 
-Names are folded: `model.layers.{0..27}.mlp.{gate_proj,up_proj}.weight`, `{3..63/4}` for every fourth layer. A list of config.json
-may be folded too: `{"names": [...]}`, or `{"repeat": [...], "times": 10}`.
+Names are folded: `model.layers.{0..27}.mlp.{gate_proj,up_proj}.weight`, `{3..63/4}` for every fourth layer. A list of
+config.json may be folded too: `{"names": [...]}`, or `{"repeat": [...], "times": 10}`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ class Tensor:
 class Release:
     """What is published of a release.
 
-    `known`: where the names come from. "index": the published index was seen. "numbers": from transformers' own class, saved under
-    the names of the release, and the published numbers of tensors or bytes agree. "parameters": the same, and the hub's number of
-    elements agrees. "class": from transformers' class alone. `tensors`, `total_size`, `parameters`: the published numbers, None where none was seen;
-    `parameters` leaves scales out where `scales` is false. `index_size`: what the index says instead of `total_size`. `shards`: files,
-    None where that was not seen. `first_shard`: the number of the first one. `findings`: what preflight and lint find for a reason that
-    lies in the release, as "code severity" and "kind severity", with the reason under "why".
+    `known`: where the names come from. "index": the published index. "numbers": transformers' own class, saved under
+    the names of the release, and the published numbers of tensors or bytes agree. "parameters": the same, and the hub's
+    number of elements agrees. "class": transformers' class alone. `tensors`, `total_size`, `parameters`: the published
+    numbers, None where unknown; `parameters` leaves scales out where `scales` is false. `index_size`: what the index
+    says instead of `total_size`. `shards`: files, None where unknown. `first_shard`: the number of the first one.
+    `findings`: what preflight and lint find for a reason that lies in the release, as "code severity" and "kind
+    severity", with the reason under "why".
     """
 
     model: str

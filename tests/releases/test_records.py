@@ -12,7 +12,7 @@ from releases.fold import folded, saved_by_transformers
 from releases.header_only import write
 from releases.record import load, models, unfolded
 
-# Kinds that transformers saves whole and under the names of the release: no draft layer, no vision tower of other names.
+# Kinds that transformers saves whole and under the names of the release: no draft layer, no renamed vision tower.
 SAVED_WHOLE = {
     "gemma3_text",
     "glm4",

@@ -1,4 +1,4 @@
-"""Releases as they are published pass every verb that answers from headers, with no finding but those that lie in the release."""
+"""Published releases pass every verb that answers from headers, with no finding but those that lie in the release."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from releases.header_only import write
 from releases.record import Release, load
 from verify.launch.preflight import preflight
 
-# Those with the most tensors, which take as long as all others together: they are tested apart, so that two processes share the work.
+# Those with the most tensors take as long as all others together, so a second process tests them.
 LARGE = (
     "MiniMaxAI/MiniMax-M2.7",
     "Qwen/Qwen3-Next-80B-A3B-Instruct",

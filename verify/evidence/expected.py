@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan
 from ckptkit.core.specs import TensorSpec
@@ -31,8 +29,8 @@ from quant.formats.part_names import (
     WEIGHT_SHAPE,
     WEIGHT_ZERO_POINT,
 )
-from verify.check import Skip, Unable
 from verify.evidence.subject import Subject
+from verify.skip import Skip, Unable
 
 Shape = tuple[int, ...]
 
@@ -41,8 +39,8 @@ Shape = tuple[int, ...]
 class Expected:
     """Names and shapes that must be there (None: packed, its shape is for CK303 to judge).
 
-    `vocab` names may have more rows, `fp32` names must not be rounded, `optional` names may be there and are not used, `wide` names
-    hold what the release has in the next wider dtype.
+    `vocab` names may have more rows, `fp32` names must not be rounded, `optional` names may be there and are not used,
+    `wide` names hold what the release has in the next wider dtype.
     """
 
     shapes: Mapping[str, Shape | None]
@@ -53,9 +51,10 @@ class Expected:
 
 
 def config_of(subject: Subject) -> Mapping[str, Any]:
-    """The HF config of the checkpoint, of a supported family, as its tensors hold it (`converters.stored.as_stored`). Raises as `stated_config_of`.
+    """The HF config of the checkpoint, of a supported family, as its tensors hold it (`converters.stored.as_stored`).
 
-    A launch that trains multi-token prediction layers needs them in the checkpoint that it loads.
+    Raises as `stated_config_of`. A launch that trains multi-token prediction layers needs them in the checkpoint that
+    it loads.
     """
     config, names = stated_config_of(subject), _names(subject)
     return as_stored(config, names) if names else config
@@ -68,7 +67,10 @@ def remarks_of(subject: Subject) -> list[str]:
 
 
 def _names(subject: Subject) -> Collection[str]:
-    """Every tensor that headers, the index or `.metadata` name; none where nothing can be read, or each that the config promises is wanted."""
+    """Every tensor that headers, the index or `.metadata` name.
+
+    None where nothing can be read, or where each tensor that the config promises is wanted.
+    """
     if subject.kind == "megatron" and subject.arguments is not None and subject.arguments.mtp:
         return ()
     if subject.kind == "megatron":
@@ -96,14 +98,14 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
     return config
 
 
-def expected_of(subject: Subject, config: Mapping[str, Any], names: Collection[str]) -> Expected:
-    """What must be in the checkpoint, spelled as `names` (all that is in it) are: fused or per expert, packed or not. Found once for all checks."""
-    if subject.promised is None:
-        subject.promised = _expected(subject, config, names)
-    return subject.promised
+def expected_of(subject: Subject) -> Expected | None:
+    """What must be in the checkpoint, spelled as its tensors are: fused or per expert, packed or not.
 
-
-def _expected(subject: Subject, config: Mapping[str, Any], names: Collection[str]) -> Expected:
+    None where there is no usable config.
+    """
+    if (config := usable_config(subject)) is None:
+        return None
+    names = subject.specs
     rules = list(rules_of(config, dialect_of(config, names)) if subject.kind == "megatron" else rules_of(config))
     if subject.kind == "megatron":
         vocab = frozenset(rule.megatron for rule in rules if rule.mapping.vocab)
@@ -118,7 +120,7 @@ def _expected(subject: Subject, config: Mapping[str, Any], names: Collection[str
     plain = {name: shape for rule in rules for name, shape in rule.hf.items()}
     shapes: dict[str, Shape | None] = dict(plain)
     if is_fused(kind[0] for kind in subject.kinds):
-        specs = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in plain.items()}
+        specs = {name: TensorSpec(name, shape, "bfloat16") for name, shape in plain.items()}
         shapes = {name: spec.shape for name, spec in _outputs(fuse(specs, config, "config.json", names)).items()}
     if (tied := tied_head(config)) and tied[0] in names:
         shapes[tied[0]] = plain[tied[1]]
@@ -133,7 +135,7 @@ def _expected(subject: Subject, config: Mapping[str, Any], names: Collection[str
 
 
 def _carried(subject: Subject, config: Mapping[str, Any]) -> frozenset[str]:
-    """Tensors that are no part of the language model, which is told from what stands before or behind all numbers in their names."""
+    """Tensors that are no part of the language model, told by what precedes or follows the numbers in their names."""
     family = family_of(config)
     return frozenset(name for names in subject.kinds if family.carries(names[0]) for name in names)
 
@@ -152,7 +154,7 @@ def weights_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def packed_parts(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Suffixes of the tensors that one packed weight consists of. Source: compressed-tensors `pack_quantized/base.py`."""
+    """The parts that one packed weight consists of. Source: compressed-tensors `pack_quantized/base.py`."""
     weights = weights_of(config)
     zero_point = (WEIGHT_ZERO_POINT,) if weights.get("symmetric") is False else ()
     order = (WEIGHT_G_IDX,) if weights.get("actorder") in ("group", "dynamic") else ()
@@ -162,7 +164,7 @@ def packed_parts(config: Mapping[str, Any]) -> tuple[str, ...]:
 def _packed(
     shapes: Mapping[str, Shape | None], names: Collection[str], config: Mapping[str, Any]
 ) -> dict[str, Shape | None]:
-    """Every weight that is stored packed replaced by its parts; where floats of 8 bits are stored, their scales stand beside them."""
+    """Replaces every weight that is stored packed by its parts, and adds the scales of weights in 8-bit floats."""
     scales = () if weights_of(config).get("type", "float") == "int" else (FP8_SCALE_INV, FP8_SCALE)
     parts = [f".{part}" for part in packed_parts(config)]
     result: dict[str, Shape | None] = {}
@@ -182,6 +184,6 @@ def _packed(
 def usable_config(subject: Subject) -> Mapping[str, Any] | None:
     """As `config_of`, but None where the config is missing, broken or unsupported, which CK101 reports."""
     try:
-        return config_of(subject)
+        return subject.once(config_of)
     except (CkptkitError, Skip):
         return None

@@ -1,31 +1,31 @@
-"""What one tensor holds, from one pass over its bytes: digest, extremes, the size of its values, rows of nothing but zeros."""
+"""What one tensor holds, from one pass over its bytes: digest, extremes, the size of its values, rows of zeros."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
 from blake3 import blake3
-from torch import Tensor
 
 from ckptkit.storage.buffers import bytes_of
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _PIECE = 1 << 20  # bytes that stay in a core's cache while they are looked at in several ways
 _COUNTED = 1 << 16  # elements up to which it is worth looking at each one's bits: router biases, not matrices
-_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
-# torch has no minimum of unsigned integers. As signed ones they are other numbers, constant and zero where those are.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_SMALLEST_NORMAL = 2.0**-126  # of float32 and bfloat16
 
 
 @dataclass(frozen=True)
 class Extremes:
     """What one tensor holds.
 
-    `digest` is the BLAKE3 of its bytes. `finite`: whether all of it is. `low` and `high` are the smallest and largest value, `rms` the
-    root of the mean square (0 of integers), `zero_rows` the rows of nothing but zeros. `coarse`: a few float32 numbers that are all
-    numbers of bfloat16 too.
+    `digest` is the BLAKE3 of its bytes. `finite`: whether all of it is. `low` and `high` are the smallest and largest
+    value, `rms` the root of the mean square (0 of integers), `zero_rows` the rows of nothing but zeros. `coarse`: a few
+    float32 numbers that are all numbers of bfloat16 too.
     """
 
     digest: bytes
@@ -45,7 +45,7 @@ class Extremes:
 
     @property
     def denormal(self) -> bool:
-        """Whether it holds other numbers than zero, and none as large as 2**-126, where float32 and bfloat16 begin to lose precision."""
+        """Whether it holds numbers other than zero, but none of 2**-126 or more, where float32 loses precision."""
         return 0 < max(abs(self.low), abs(self.high)) < _SMALLEST_NORMAL
 
 
@@ -65,7 +65,7 @@ def digest_of(tensor: Tensor) -> bytes:
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors agree in dtype, shape and every bit: NaN equals NaN there, and 0.0 differs from -0.0."""
+    """Whether two contiguous tensors agree in dtype, shape and every bit (NaN equals NaN, 0.0 differs from -0.0)."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     # memcmp reads at the speed of memory and lets other threads run; torch.equal does neither for every dtype.
@@ -76,8 +76,17 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
     )
 
 
+def as_integers(tensor: Tensor) -> Tensor:
+    """The same memory as integers of the same width: equal where all bits are."""
+    import torch
+
+    return tensor.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
 def extremes(tensor: Tensor) -> Extremes:
     """Digest and extremes of a contiguous tensor. Rows are those of the first axis; a tensor of one axis is one row."""
+    import torch
+
     if not tensor.numel():
         return Extremes(digest_of(tensor), 0, True, 0.0, 0.0, 0.0, 0, 0)
     rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
@@ -95,8 +104,11 @@ def extremes(tensor: Tensor) -> Extremes:
 
 
 def _measured(rows: Tensor) -> _Piece:
-    if rows.dtype in _SIGNED:
-        rows = rows.view(_SIGNED[rows.dtype])
+    import torch
+
+    # torch has no minimum of unsigned integers. As signed ones they are other numbers, constant and zero where those are.
+    if rows.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        rows = as_integers(rows)
     if not rows.is_floating_point():
         least, most = torch.aminmax(rows)
         return _Piece(float(least), float(most), 0.0, int((~rows.bool().any(dim=1)).sum()))
@@ -113,5 +125,7 @@ def _measured(rows: Tensor) -> _Piece:
 
 def _coarse(tensor: Tensor) -> bool:
     """Whether a few float32 numbers are all numbers of bfloat16: the lower half of their bits is zero."""
+    import torch
+
     few = tensor.dtype == torch.float32 and 1 < tensor.numel() <= _COUNTED
     return few and not bool((tensor.contiguous().view(torch.int32) & 0xFFFF).any())

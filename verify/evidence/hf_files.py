@@ -1,6 +1,6 @@
 """An HF directory as its files tell it, however broken: every fault is kept as data, and nothing here raises for one.
 
-`ckptkit.formats.hf.reader` refuses a broken directory at its first fault. To list all of them, and to still know the names
+`ckptkit.formats.hf.reader` refuses a broken directory at its first fault. To list all of them, and to know the names
 in a truncated shard, the headers are read here a second time, leniently.
 """
 
@@ -16,15 +16,7 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import BEGIN, INDEX, MAX_HEADER, SINGLE, Span, parse_entry, read_json, sound_spans
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something wrong with a file: what should be, what is, and the tensor concerned where there is one."""
-
-    expected: str
-    actual: str
-    tensor: str | None = None
+from verify.issue import Issue
 
 
 class _Object(list[tuple[str, Any]]):
@@ -40,13 +32,13 @@ class ShardScan:
 
     path: Path
     specs: Mapping[str, TensorSpec] = field(default_factory=dict)
-    faults: tuple[Fault, ...] = ()
+    issues: tuple[Issue, ...] = ()
     readable: bool = True
     nbytes: int = 0
 
 
 def scan_shard(path: Path) -> ShardScan:
-    """Reads a header and compares it with the size of its file: truncated, trailing, overlapping, holes, listed twice."""
+    """Reads a header and compares it with its file: truncated, trailing, overlapping, holes, listed twice."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -61,28 +53,28 @@ def scan_shard(path: Path) -> ShardScan:
         return _unreadable(path, f"a header that is not JSON ({error})")
     if not isinstance(header, dict):
         return _unreadable(path, "a header that is not a JSON object")
-    # Every pair has a colon. More of them stand in a name, or in a pair whose key came again: only then it takes a slower look to tell.
-    faults = list(_repetitions(text)) if text.count(b":") > _pairs(header) else []
+    # Every pair has a colon. More of them stand in a name, or in a pair whose key came again, which is slower to tell.
+    issues = list(_repetitions(text)) if text.count(b":") > _pairs(header) else []
     about = header.pop("__metadata__", None)
     if about is not None and not (isinstance(about, dict) and all(isinstance(value, str) for value in about.values())):
-        faults.append(Fault("a __metadata__ of strings", f"{about!r:.80}"))
+        issues.append(Issue("a __metadata__ of strings", f"{about!r:.80}"))
     spans = sound_spans(header)
     if spans is None:
         found = [_entry(name, entry) for name, entry in header.items()]
-        spans, wrong = [span for span, _ in found if span], [fault for _, fault in found if fault]
-        faults += wrong
+        spans, wrong = [span for span, _ in found if span], [issue for _, issue in found if issue]
+        issues += wrong
     spans.sort(key=BEGIN)
-    faults += _layout_faults(spans, 8 + length, size)
+    issues += _layout_issues(spans, 8 + length, size)
     return ShardScan(
         path,
         {spec.name: spec for _, _, _, spec in spans},
-        tuple(faults),
+        tuple(issues),
         nbytes=sum([nbytes for _, _, nbytes, _ in spans]),
     )
 
 
 def _unreadable(path: Path, actual: str) -> ShardScan:
-    return ShardScan(path, {}, (Fault("a safetensors file", actual),), readable=False)
+    return ShardScan(path, {}, (Issue("a safetensors file", actual),), readable=False)
 
 
 def _pairs(header: Mapping[str, Any]) -> int:
@@ -90,14 +82,14 @@ def _pairs(header: Mapping[str, Any]) -> int:
     return len(header) + sum([len(entry) for entry in header.values() if isinstance(entry, dict)])
 
 
-def _repetitions(text: bytes) -> Iterator[Fault]:
+def _repetitions(text: bytes) -> Iterator[Issue]:
     """Names that are there twice in a header, and entries with a key that is."""
     pairs: _Object = json.loads(text, object_pairs_hook=_Object)
     for name in _repeated(pairs):
-        yield Fault("each name once in a header", "it is there twice", name)
+        yield Issue("each name once in a header", "it is there twice", names=(name,))
     for name, entry in pairs:
         if name != "__metadata__" and isinstance(entry, _Object) and (keys := _repeated(entry)):
-            yield Fault("each key once in a header's entry", f"its entry has {', '.join(keys)} twice", name)
+            yield Issue("each key once in a header's entry", f"its entry has {', '.join(keys)} twice", names=(name,))
 
 
 def _repeated(pairs: _Object) -> list[str]:
@@ -105,17 +97,17 @@ def _repeated(pairs: _Object) -> list[str]:
     return [key for key, _ in pairs if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
 
 
-def _entry(name: str, entry: Any) -> tuple[Span | None, Fault | None]:
+def _entry(name: str, entry: Any) -> tuple[Span | None, Issue | None]:
     try:
         return parse_entry(name, entry), None
     except (TypeError, ValueError) as error:
         actual = str(error) if isinstance(error, ValueError) else f"its header entry for {name} is not valid: {entry}"
-        return None, Fault(
-            "a header entry with a known dtype, whole numbers as shape and two data_offsets", actual, name
+        return None, Issue(
+            "a header entry with a known dtype, whole numbers as shape and two data_offsets", actual, names=(name,)
         )
 
 
-def _layout_faults(spans: Sequence[Span], start: int, size: int) -> Iterator[Fault]:
+def _layout_issues(spans: Sequence[Span], start: int, size: int) -> Iterator[Issue]:
     """What is wrong with where tensors lie, which is told of `spans` in order."""
     stop = 0
     for begin, end, nbytes, spec in spans:
@@ -123,19 +115,19 @@ def _layout_faults(spans: Sequence[Span], start: int, size: int) -> Iterator[Fau
             stop = end
             continue
         if end - begin != nbytes:
-            yield Fault(f"{nbytes} bytes for {spec}", f"its entry spans {end - begin}", spec.name)
+            yield Issue(f"{nbytes} bytes for {spec}", f"its entry spans {end - begin}", names=(spec.name,))
         if begin != stop:
             kind = "overlaps the tensor before it" if begin < stop else "leaves a hole before it"
-            yield Fault(f"data from byte {stop}", f"data from byte {begin}: it {kind}", spec.name)
+            yield Issue(f"data from byte {stop}", f"data from byte {begin}: it {kind}", names=(spec.name,))
         stop = max(stop, begin + nbytes)
     if start + stop != size:
         kind = "is truncated" if size < start + stop else "has trailing bytes"
-        yield Fault(f"{start + stop} bytes, as its header says", f"{size} bytes: the file {kind}")
+        yield Issue(f"{start + stop} bytes, as its header says", f"{size} bytes: the file {kind}")
 
 
 @dataclass(frozen=True)
 class HfFiles:
-    """Everything that the files of an HF directory say. `index` maps names to file names; None where there is no usable index."""
+    """Everything that the files of an HF directory say. `index` maps names to files; None without a usable index."""
 
     root: Path
 
@@ -145,13 +137,13 @@ class HfFiles:
         return read_json(self.root / "config.json")
 
     @cached_property
-    def _index(self) -> tuple[Mapping[str, Any], tuple[Fault, ...]]:
+    def _index(self) -> tuple[Mapping[str, Any], tuple[Issue, ...]]:
         if not (self.root / INDEX).exists():
             return {}, ()
         try:
             return read_json(self.root / INDEX), ()
         except CkptkitError as error:
-            return {}, (Fault("a JSON object", error.message),)
+            return {}, (Issue("a JSON object", error.message),)
 
     @cached_property
     def index(self) -> Mapping[str, str] | None:
@@ -166,24 +158,24 @@ class HfFiles:
         return {name: file for name, file in weight_map.items() if isinstance(file, str) and file not in outside}
 
     @cached_property
-    def index_faults(self) -> tuple[Fault, ...]:
-        """What is wrong with the index itself: unreadable, no weight_map, entries outside the directory, or not there at all."""
-        content, faults = self._index
-        if faults:
-            return faults
+    def index_issues(self) -> tuple[Issue, ...]:
+        """What is wrong with the index: unreadable, absent, no weight_map, or entries outside the directory."""
+        content, issues = self._index
+        if issues:
+            return issues
         if not (self.root / INDEX).exists():
             shards = [path.name for path in self.present]
             lone = shards == [SINGLE] or SINGLE in shards
             return (
                 ()
                 if lone
-                else (Fault(f"{INDEX}, or a single {SINGLE}", f"neither; {len(shards)} other .safetensors file(s)"),)
+                else (Issue(f"{INDEX}, or a single {SINGLE}", f"neither; {len(shards)} other .safetensors file(s)"),)
             )
         weight_map = content.get("weight_map")
         if not isinstance(weight_map, dict):
-            return (Fault("a weight_map of names to files", f"weight_map is {type(weight_map).__name__}"),)
+            return (Issue("a weight_map of names to files", f"weight_map is {type(weight_map).__name__}"),)
         return tuple(
-            Fault("a file of this directory", f"{weight_map[name]!r}", name)
+            Issue("a file of this directory", f"{weight_map[name]!r}", names=(name,))
             for name in weight_map
             if name not in (self.index or {})
         )

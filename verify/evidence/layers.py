@@ -27,7 +27,10 @@ class Moved:
 # What most often puts layers into each other's place.
 _EXCHANGED = "their names were exchanged where they were written: save or convert again from the source"
 _ROTATED = "the layers were numbered from another start: save or convert again, numbered from 0"
-_REORDERED = "the layers were written in another order, for example sorted as text (0, 1, 10, 11, 2): save or convert again in order of number"
+_REORDERED = (
+    "the layers were written in another order, for example sorted as text (0, 1, 10, 11, 2): save or convert again "
+    "in order of number"
+)
 _STAGE = "the layers of a pipeline stage were numbered from another one: save or convert again with global layer IDs"
 _COPIED = "save or convert again from the source"
 
@@ -78,7 +81,7 @@ _Text = tuple[Iterable[int], str, str]
 
 
 def _exchanges(pairs: Mapping[int, int]) -> Iterator[_Text]:
-    """Two layers in each other's place, all pairs equally far apart together. Two runs of layers are two pipeline stages."""
+    """Pairs of layers in each other's place, those equally far apart together. Two runs are two pipeline stages."""
     by_distance: dict[int, list[int]] = defaultdict(list)
     for layer, other in sorted(pairs.items()):
         if layer < other:
@@ -138,7 +141,7 @@ def _same_tensor_in(name: str, other: str | None) -> int | None:
 
 
 def repeated_layers(equal: Iterable[Sequence[str]]) -> Iterator[tuple[str, list[str]]]:
-    """Tensors with the same bytes that differ only in their layer: what to say of all layers equally far apart, and the tensors.
+    """Tensors with the same bytes that differ only in their layer: what to say of those equally far apart, with them.
 
     `equal` are groups of tensors of one kind with the same bytes; groups with two tensors of one layer are left out.
     """

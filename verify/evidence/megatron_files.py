@@ -13,14 +13,15 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import TRACKER, tracked
 from ckptkit.formats.torch_dist.reader import StoredMetadata, TorchDistCheckpoint, read_metadata
 from ckptkit.formats.torch_save.blob import Blob
+from ckptkit.storage.directory import Directory
 
 
 class LenientTorchDist(TorchDistCheckpoint):
-    """The global tensors that `.metadata` names, opened even where chunks do not tile: for looking at names and shapes."""
+    """Names and shapes of the global tensors in `.metadata`, opened even where chunks do not tile."""
 
     def __init__(self, path: Path, metadata: StoredMetadata, hf: Path | None) -> None:
         self.path = path
-        self.hf_path = hf if hf else path.parent / "hf"
+        self.hf = Directory(hf if hf else path.parent / "hf")
         self.metadata = metadata
         self._logical = dict(self._name_all())
 

@@ -1,4 +1,4 @@
-"""The pass over all the bytes as tasks on a Ray cluster: each opens both sides where it runs, and looks at some groups of tensors."""
+"""The pass over all the bytes as tasks on a Ray cluster: each opens both sides, and looks at some groups of tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
@@ -15,17 +14,14 @@ from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.transfer.ray.cluster import connected
 from ckptkit.transfer.ray.tasks import cpus, outcomes, pieces_of
 from verify.evidence.subject import Subject
-from verify.evidence.values import Values, common_groups, look, sides
-
-if TYPE_CHECKING:
-    from verify.evidence.values import Groups
+from verify.evidence.values import Groups, Values, common_groups, look, sides
 
 
 @dataclass(frozen=True)
-class Told:
-    """What every task of a pass is told: paths as `Subject` has them, whether names are those on disk, and what its node must find there.
+class TaskInput:
+    """What every task of a pass is given: paths as `Subject` has them, and whether names are those on disk.
 
-    `files`: the fingerprint of both sides.
+    `files` is the fingerprint of both sides, which its node must find there too.
     """
 
     path: Path
@@ -38,23 +34,23 @@ class Told:
 def parts_on_ray(
     subject: Subject, stored: bool, checkpoint: Checkpoint, groups: Groups
 ) -> Generator[Values, None, None]:
-    """What each task found, in the order of `groups`. Raises CkptkitError as `outcomes` does, and where a node sees other files."""
-    told = Told(subject.path, subject.source_path, subject.hf_path, stored, _files(subject))
+    """What each task found, in the order of `groups`. Raises CkptkitError as `outcomes`, and where nodes differ."""
+    task = TaskInput(subject.path, subject.source_path, subject.hf_path, stored, _files(subject))
     sizes = {names: sum(checkpoint.specs[name].nbytes for name in names) for names in groups}
     with connected(subject.ray or "auto") as ray:
         pieces = [[name for names in piece for name in names] for piece in pieces_of(sizes, cpus(ray))]
         early: dict[int, Values] = {}
         following = 0
-        for index, part in outcomes(ray, look_at, told, pieces):
+        for index, part in outcomes(ray, look_at, task, pieces):
             early[index] = part
             while following in early:
                 yield early.pop(following)
                 following += 1
 
 
-def look_at(told: Told, names: Sequence[str]) -> Values:
-    """Looks at whole groups, on the node that this runs on. Raises CkptkitError when it does not see what the coordinator sees."""
-    checkpoint, source, groups = _opened(told)
+def look_at(task: TaskInput, names: Sequence[str]) -> Values:
+    """Looks at whole groups, on this node. Raises CkptkitError when it does not see the coordinator's files."""
+    checkpoint, source, groups = _opened(task)
     wanted, found = set(names), Values()
     for group in groups:
         if group[0] in wanted:
@@ -63,17 +59,18 @@ def look_at(told: Told, names: Sequence[str]) -> Values:
 
 
 @lru_cache(maxsize=1)
-def _opened(told: Told) -> tuple[Checkpoint, Checkpoint | None, Groups]:
+def _opened(task: TaskInput) -> tuple[Checkpoint, Checkpoint | None, Groups]:
     """Both sides, opened once a process."""
-    if _files(told) != told.files:
+    if _files(task) != task.files:
+        also = f" or {task.source_path}" if task.source_path else ""
         raise CkptkitError(
-            f"node {socket.gethostname()} sees other files at {told.path}{f' or {told.source_path}' if told.source_path else ''} than the coordinator"
+            f"node {socket.gethostname()} sees other files at {task.path}{also} than the coordinator"
             " (names, sizes or times differ)",
             "name paths on a file system that all nodes share, or copy with times (rsync -a)",
         )
-    checkpoint, source = sides(Subject(told.path, told.source_path, told.hf_path), told.stored)
+    checkpoint, source = sides(Subject(task.path, task.source_path, task.hf_path), task.stored)
     return checkpoint, source, list(common_groups(checkpoint, source))
 
 
-def _files(sides: Subject | Told) -> str:
+def _files(sides: Subject | TaskInput) -> str:
     return fingerprint(filter(None, (sides.path, sides.source_path, sides.hf_path)))

@@ -1,20 +1,4 @@
-"""The packed INT4 weights of an HF checkpoint, and dequantizing one of them with compressed-tensors' own unpacking.
-
-The bound on the error of a rounded weight, in steps (one step is the scale of its group):
-- Inside the grid rounding is to the nearest code, so the error is at most 1/2.
-- At the clamped end. qmax7 has scale absmax/7, so nothing is clamped. minmax has scale absmax/7.5 and codes -8..7: the
-  largest positive weight stands at 7.5 and becomes 7, again 1/2; the largest negative one stands at -7.5 and becomes -8 or -7.
-- Rounding on the way, with u the unit roundoff of the dtype that the quantizer computes and stores scales in (2^-8 for
-  bfloat16). A rounded scale puts the end of the grid up to 7.5 u further out. A quotient weight/scale below 8 is rounded
-  by up to half its spacing, 4 u. Together below 12 u.
-- Clipping. A search (`observer_kwargs.search`) shrinks a range to no less than 0.81 of itself, so that a weight may stand up to
-  7.5 / 0.81 - 7.5 steps beyond the symmetric grid, or 15 / 0.81 - 15 beyond the asymmetric one.
-- Asymmetric grids. Range and scale are each rounded: 30 u at the end of 15 steps. The quotient, below 16, takes 8 u, its
-  sum with the zero point 4 u, the quotient that the zero point is rounded from at most 6 u more. Together 48 u.
-
-A step that is too large hides behind this bound, so where config.json names the grid the scale itself is compared too: absmax/7
-(qmax7, at least 1e-5) or absmax/7.5 (minmax), each rounded a few times on the way.
-"""
+"""The packed INT4 weights of an HF checkpoint: their format, their parts, and what their scales hold."""
 
 from __future__ import annotations
 
@@ -22,26 +6,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ckptkit.core.specs import TensorSpec
-from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
+from quant.formats.part_names import (
+    SCALE,
+    SHAPE,
+    WEIGHT_G_IDX,
+    WEIGHT_PACKED,
+    WEIGHT_SCALE,
+    WEIGHT_SHAPE,
+    WEIGHT_ZERO_POINT,
+    packed_in,
+)
 from quant.formats.scheme import EXPERTS_ZERO_POINTS
 from verify.evidence.expected import weights_of
-
-# The code, as a number, that the largest weight of a group stands at before it is rounded.
-_LARGEST = {"qmax7": 7.0, "minmax": 7.5}
-_FLOOR = 1e-4
-# The smallest part of a group's range that a search keeps (`quant.formats.search`).
-_NARROWEST = 0.81
+from verify.evidence.subject import Subject
 
 
 @dataclass(frozen=True)
 class Format:
     """What `quantization_config` says of the packed weights. `group` is in weights; None means one scale a row.
 
-    `sglang_experts`: whether zero points of routed experts are stored as SGLang reads them, and not as compressed-tensors does.
+    `sglang_experts`: zero points of routed experts are stored as SGLang reads them, not as compressed-tensors does.
     """
 
     bits: int
@@ -70,90 +54,61 @@ def format_of(config: Mapping[str, Any]) -> Format | None:
     return Format(bits, group, weights.get("symmetric", True) is not False, sglang_experts)
 
 
-def packed_names(specs: Mapping[str, TensorSpec]) -> Iterator[str]:
-    """Names of the modules whose weight is stored packed."""
-    return packed_in(specs)
+@dataclass(frozen=True)
+class Scale:
+    """The scale of one module: how many values, how many not finite, zero or negative, and the median of the others.
 
-
-def dequantized(
-    parts: Mapping[str, Tensor], module: str, form: Format, shape: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    """float32 weights [rows, groups, group] and scales [rows, groups] of one module; a last group that is short ends in zeros."""
-    # Imported here because it brings transformers with it, which takes seconds that checks of plain checkpoints do not need.
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
-    codes = grouped(unpack_from_int32(parts[module + PACKED], form.bits, torch.Size(shape)).float(), form)
-    scale = parts[module + SCALE].float()
-    if not form.symmetric:
-        rows, groups, stored = shape[0], form.groups(shape[1]), parts[module + ZERO_POINT]
-        if form.sglang_experts and ".experts." in module:
-            zero = _in_rows(unpack_from_int32(stored, form.bits, torch.Size((groups, rows))))
-        else:
-            zero = unpack_from_int32(stored, form.bits, torch.Size((rows, groups)), packed_dim=0)
-        codes = codes - zero.unsqueeze(-1)
-    return codes * scale.unsqueeze(-1), scale
-
-
-def _in_rows(zero_point: Tensor) -> Tensor:
-    """Zero points [groups, rows] with the rows of each word in AWQ's order, as [rows, groups] in their own order.
-
-    Source: SGLang `moe_awq_to_marlin_zero_points`.
+    `shape` is what its weight_shape says; None where there is none. `nbytes` is what was read.
     """
-    words = zero_point.reshape(len(zero_point), -1, 8)
-    return words[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(zero_point.shape).T
+
+    module: str
+    values: int
+    not_finite: int
+    not_positive: int
+    median: float | None
+    shape: tuple[int, ...] | None
+    nbytes: int
 
 
-def grouped(weight: Tensor, form: Format) -> Tensor:
-    """[rows, columns] as [rows, groups, group], the last group filled up with zeros."""
-    rows, columns = weight.shape
-    group = form.group or columns
-    short = -columns % group
-    return (torch.nn.functional.pad(weight, (0, short)) if short else weight).reshape(rows, -1, group)
+def read_scales(subject: Subject) -> list[Scale]:
+    """Every scale of the checkpoint with the weight_shape beside it, in order. Raises CkptkitError."""
+    return list(_scales(subject))
 
 
-def bound_in_steps(dtype: torch.dtype, symmetric: bool, searched: bool = False) -> float:
-    """The largest error of a correctly rounded weight, in steps, where scales are stored in `dtype`; derived at the top."""
-    unit_roundoff = torch.finfo(dtype).eps / 2
-    clipped = (7.5 if symmetric else 15) * (1 / _NARROWEST - 1) if searched else 0.0
-    return 0.5 + clipped + (12 if symmetric else 48) * unit_roundoff
+def _scales(subject: Subject) -> Iterator[Scale]:
+    specs = subject.checkpoint.specs
+    for module in packed_in(specs):
+        parts = [module + SCALE, module + SHAPE]
+        found = subject.checkpoint.read([part for part in parts if part in specs])
+        scale, shape = found.get(parts[0]), found.get(parts[1])
+        nbytes = sum(tensor.nbytes for tensor in found.values())
+        said = None if shape is None else tuple(int(size) for size in shape.flatten().tolist())
+        if scale is None:
+            yield Scale(module, 0, 0, 0, None, said, nbytes)
+            continue
+        good = scale[scale.isfinite() & (scale > 0)]
+        wrong, low = int((~scale.isfinite()).sum()), int((scale <= 0).sum())
+        yield Scale(
+            module, scale.numel(), wrong, low, float(good.float().median()) if good.numel() else None, said, nbytes
+        )
 
 
-def is_searched(config: Mapping[str, Any]) -> bool:
-    """Whether config.json says that scales were searched for, and so clip the largest weights."""
-    said = weights_of(config).get("observer_kwargs")
-    return isinstance(said, Mapping) and said.get("search", "none") != "none"
+def part_shapes(
+    form: Format, shape: tuple[int, ...], module: str
+) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Shape and permitted dtypes of each part of a [rows, columns] weight.
 
+    Source: compressed-tensors `pack_quantized/base.py`.
 
-def grid_of(config: Mapping[str, Any]) -> str | None:
-    """The symmetric grid that ckptkit wrote into config.json; None where it names none, or scales were searched for."""
-    said = weights_of(config).get("observer_kwargs")
-    if not isinstance(said, Mapping) or is_searched(config) or weights_of(config).get("symmetric", True) is False:
-        return None
-    return said.get("grid") if said.get("grid") in _LARGEST else None
-
-
-def scale_off(scale: Tensor, original: Tensor, form: Format, grid: str) -> float:
-    """By how much, as a part of itself, the scale [rows, groups] that is furthest off differs from that of `grid` for `original`; 0 where none does.
-
-    A few roundings to the dtypes of weights and scales are allowed for. Left out are groups so small that the grid's floor decides,
-    and those whose scale is not a positive number, which CK304 names.
+    Zero points of routed experts may be stored as SGLang reads them (`quant.formats.zero_points`).
     """
-    wanted = grouped(original.float(), form).abs().amax(dim=-1) / _LARGEST[grid]
-    allowed = 4 * (torch.finfo(scale.dtype).eps + torch.finfo(original.dtype).eps)
-    off = ((scale.float() - wanted).abs() / wanted)[(wanted > _FLOOR) & scale.isfinite() & (scale > 0)]
-    worst = float(off.max()) if off.numel() else 0.0
-    return worst if worst > allowed else 0.0
-
-
-def worst_steps(parts: Mapping[str, Tensor], module: str, form: Format, original: Tensor) -> float:
-    """The largest distance of a dequantized weight from `original` [rows, columns], in steps of its own group.
-
-    Groups whose scale is not a positive number are left out; CK304 names them.
-    """
-    weights, scale = dequantized(parts, module, form, tuple(original.shape))
-    short = weights.shape[1] * weights.shape[2] - original.shape[1]
-    error = (grouped(original.float(), form) - weights).abs()
-    if short:
-        error[:, -1, -short:] = 0
-    steps = (error.amax(dim=-1) / scale)[scale.isfinite() & (scale > 0)]
-    return float(steps.max()) if steps.numel() else 0.0
+    rows, columns = shape
+    groups = form.groups(columns)
+    turned = form.sglang_experts and ".experts." in module
+    return {
+        WEIGHT_PACKED: ((rows, form.words(columns)), ("int32",)),
+        WEIGHT_SCALE: ((rows, groups), ("bfloat16", "float16", "float32")),
+        WEIGHT_SHAPE: ((2,), ("int64", "int32")),
+        WEIGHT_ZERO_POINT: ((groups, form.words(rows)) if turned else (form.words(rows), groups), ("int32",)),
+        WEIGHT_G_IDX: ((columns,), ("int32",)),
+    }

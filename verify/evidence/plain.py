@@ -7,13 +7,17 @@ from pathlib import Path
 from ckptkit.core.plan import View
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.side_files import is_quantized
+from ckptkit.storage.directory import Directory
 from converters.foreign import refuse_foreign
 from converters.planner import copies_of
 from converters.stored import as_stored
 
 
-def plain(path: Path) -> HfCheckpoint | View:
-    """The checkpoint, a quantized one as the weights that it dequantizes to. Raises CkptkitError as `refuse_foreign` and `quant.formats.dequantize.dequantized`."""
+def plain(path: Path | Directory) -> HfCheckpoint | View:
+    """The checkpoint, a quantized one as the weights that it dequantizes to.
+
+    Raises CkptkitError as `refuse_foreign` and `quant.formats.dequantize.dequantized`.
+    """
     source = HfCheckpoint(path)
     refuse_foreign(source.specs, path)
     if not is_quantized(source.config):

@@ -24,7 +24,7 @@ _TEMPLATE, _TEMPLATE_JSON, _MORE_TEMPLATES = "chat_template.jinja", "chat_templa
 
 @dataclass(frozen=True)
 class SideFiles:
-    """The files of one HF directory. Reading raises CkptkitError for one that is there and is no JSON object; absent ones are empty."""
+    """The files of one HF directory. Absent ones are empty; one that is no JSON object raises CkptkitError."""
 
     root: Path
 
@@ -137,7 +137,7 @@ class SideFiles:
 
     @cached_property
     def templates(self) -> Mapping[str, str]:
-        """Chat templates by name, `default` for the only one: in files of their own, in chat_template.json, or in tokenizer_config.json."""
+        """Chat templates by name, `default` for the only one, from whichever file holds them."""
         return {name: text for name, (_, text) in self._templates.items()}
 
     def file_of_template(self, name: str) -> str:

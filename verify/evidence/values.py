@@ -1,45 +1,39 @@
-"""One pass over all the bytes of a checkpoint, and of its source: digests, extremes and differences, a few tensors in memory."""
+"""What a group of tensors holds, and how it differs from the source: digests, extremes and differences."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.join import Joined
 from ckptkit.core.plan import View
-from ckptkit.core.progress import progress
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import locate
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.experts import is_fused, unfuse
-from converters.foreign import refuse_foreign
 from converters.megatron.legacy import LegacyCheckpoint
-from converters.passthrough import carried_beside
+from converters.passthrough import passthrough_beside
 from converters.planner import to_hf
-from verify.evidence.extremes import Extremes, digest_of, extremes, same_bytes
+from verify.evidence.extremes import Extremes, as_integers, digest_of, extremes, same_bytes
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Groups = Sequence[tuple[str, ...]]
 
 _PIECE = 1 << 24  # elements of a tensor that are compared at a time
-_MEMORY = 8 << 30  # bytes of tensors in memory over all threads; a single group may need more
 _COUNTED = 1 << 16  # elements up to which distinct values are counted: router biases, not matrices
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How a tensor differs from its source: dtypes, the count of unequal elements after casting, the largest gap, distinct values."""
+    """How a tensor differs from its source: dtypes, elements unequal after casting, largest gap, distinct values."""
 
     source: TensorSpec
     actual: TensorSpec
@@ -51,7 +45,7 @@ class Difference:
 
 @dataclass
 class Values:
-    """The outcome of the pass. Names are HF names with one tensor an expert where there was a source, else those on disk."""
+    """The outcome of the pass. With a source, names are HF names with one tensor an expert, else those on disk."""
 
     stats: dict[str, Extremes] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
@@ -71,32 +65,21 @@ class Values:
 
 
 def in_hf_space(checkpoint: Checkpoint, where: Path, release: Collection[str] = ()) -> Checkpoint:
-    """The checkpoint with HF names, one tensor an expert, with what is only carried. Raises CkptkitError where its config does not fit it.
+    """The checkpoint with HF names, one tensor an expert, and what is only carried.
+
+    Raises CkptkitError where its config does not fit it.
 
     `release` are the names to compare with: tensors that it repeats are repeated.
     """
     if isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         view = to_hf(checkpoint, str(where), release=release)
-        untouched = carried_beside(checkpoint, locate(where).root, plain)
+        untouched = passthrough_beside(checkpoint, checkpoint.hf_path, locate(where).root, plain)
         return Joined(view, untouched) if untouched else view
     return (
         View(checkpoint, unfuse(checkpoint.specs, checkpoint.config, str(where)))
         if is_fused(checkpoint.specs)
         else checkpoint
     )
-
-
-def read_values(subject: Subject) -> Values:
-    """Reads everything once, group by group. With a source, both sides are seen as HF and compared as they come by."""
-    return _pass(subject, stored=False)
-
-
-def stored_values(subject: Subject) -> Values:
-    """The same of every tensor under its name on disk: from the one pass where that is how it names them."""
-    fused = subject.kind == "hf" and is_fused(subject.checkpoint.specs)
-    if not fused and (subject.kind == "hf" or subject.source_path is None):
-        return subject.values
-    return _pass(subject, stored=True)
 
 
 def sides(subject: Subject, stored: bool) -> tuple[Checkpoint, Checkpoint | None]:
@@ -129,59 +112,6 @@ def common_groups(left: Checkpoint, right: Checkpoint | None) -> Iterator[tuple[
         merged[home] += names
         joined.update(dict.fromkeys(touched, home))
     yield from (tuple(names) for names in merged if names)
-
-
-def _pass(subject: Subject, stored: bool) -> Values:
-    if subject.kind == "hf":
-        refuse_foreign(subject.checkpoint.specs, subject.path)
-    checkpoint, source = sides(subject, stored)
-    specs, values = checkpoint.specs, Values()
-    groups = list(common_groups(checkpoint, source))
-    if source is not None:
-        values.only_source = [name for name in source.specs if name not in specs]
-        values.only_here = [name for name in specs if name not in source.specs]
-    with (
-        progress("reading values", sum(spec.nbytes for spec in specs.values())) as advance,
-        _parts(subject, stored, checkpoint, source, groups) as parts,
-    ):
-        for part in parts:
-            values.add(part)
-            advance(sum(stats.nbytes for stats in part.stats.values()))
-    return values
-
-
-@contextmanager
-def _parts(
-    subject: Subject, stored: bool, checkpoint: Checkpoint, source: Checkpoint | None, groups: Groups
-) -> Iterator[Iterator[Values]]:
-    """What is found of the groups, in their order: by threads, or by tasks on a Ray cluster."""
-    if subject.ray is not None:
-        # Imported here because few want it, and it needs this module.
-        from verify.evidence.on_ray import parts_on_ray
-
-        with closing(parts_on_ray(subject, stored, checkpoint, groups)) as parts:
-            yield parts
-        return
-    largest = max((sum(checkpoint.specs[name].nbytes for name in names) for names in groups), default=0)
-    with _threads(largest) as pool:
-        yield pool.map(partial(look, checkpoint, source), groups)
-
-
-@contextmanager
-def _threads(largest: int) -> Iterator[Executor]:
-    """A thread a core, memory permitting, each with torch to itself: threads of torch's own would only be in their way."""
-    before = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(_workers(largest), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(before)
-
-
-def _workers(largest: int) -> int:
-    """Threads to read and digest with (both let other threads run): as many as there are cores, memory permitting."""
-    # Both sides and what is computed from them are in memory at a time, for every thread.
-    return max(1, min(os.cpu_count() or 1, _MEMORY // (3 * largest or 1)))
 
 
 def look(checkpoint: Checkpoint, source: Checkpoint | None, names: Sequence[str]) -> Values:
@@ -218,8 +148,8 @@ def _compare(name: str, tensor: Tensor, origin: Tensor, values: Values) -> None:
 
 
 def difference(name: str, tensor: Tensor, origin: Tensor) -> Difference:
-    """How `tensor` differs from `origin`: the source is cast to the dtype found first, so that rounding alone is no difference."""
-    source, actual = (TensorSpec(name, tuple(one.shape), one.dtype) for one in (origin, tensor))
+    """How `tensor` differs from `origin`, which is cast to its dtype first: rounding alone is no difference."""
+    source, actual = (TensorSpec.of(name, one) for one in (origin, tensor))
     if source.shape != actual.shape:
         return Difference(source, actual, tensor.numel(), float("nan"), 0, 0)
     unequal, largest = 0, 0.0
@@ -235,9 +165,3 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     """Flat pieces, small enough that float64 copies of them do not matter."""
     flat = tensor.contiguous().reshape(-1)
     return [flat[start : start + _PIECE] for start in range(0, flat.numel(), _PIECE)]
-
-
-def as_integers(tensor: Tensor) -> Tensor:
-    """The bits of every element as an integer, in the tensor's shape."""
-    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(widths[tensor.dtype.itemsize])

@@ -1,4 +1,4 @@
-"""Options and variables of a launch script: parallel sizes, how layers are distributed over the pipeline, and INT4 training."""
+"""Reads a launch script's options and variables: parallel sizes, layers of pipeline stages, and INT4 training."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from itertools import zip_longest
 from ckptkit.core.errors import CkptkitError
 from converters.megatron.pipeline import Pipeline
 
+_LAYOUT, _CHUNK = "--pipeline-model-parallel-layout", "--num-layers-per-virtual-pipeline-stage"
 _NUMBERS = {
     "--tensor-model-parallel-size": "tp",
     "--pipeline-model-parallel-size": "pp",
@@ -18,7 +19,7 @@ _NUMBERS = {
     "--decoder-first-pipeline-num-layers": "first",
     "--decoder-last-pipeline-num-layers": "last",
     "--num-virtual-stages-per-pipeline-rank": "vpp",
-    "--num-layers-per-virtual-pipeline-stage": "chunk",
+    _CHUNK: "chunk",
     "--mtp-num-layers": "mtp",
     "--rollout-num-gpus-per-engine": "engine",
     "--sglang-pp-size": "engine_pp",
@@ -33,7 +34,6 @@ _SWITCHES = {
     "--account-for-loss-in-pipeline-split": "loss",
     "--sglang-enable-dp-attention": "dp_attention",
 }
-_LAYOUT = "--pipeline-model-parallel-layout"
 # Every option that is read.
 READ = frozenset({*_NUMBERS, *_SWITCHES, _LAYOUT})
 # Variables of slime's and miles' trainers, which a launch gives as NAME=value or inside the JSON of --runtime-env-json.
@@ -43,10 +43,11 @@ _VARIABLE = re.compile(rf"({QAT_FLAG}|{QAT_GROUP})\\*[\"']?\s*[:=]\s*\\*[\"']?(\
 
 @dataclass(frozen=True)
 class LaunchArguments:
-    """What these options say; None where one is not given. `chunk`: layers of a virtual pipeline stage; the others as in `Pipeline`.
+    """What these options say; None where one is not given.
 
-    `engine`: GPUs of a rollout engine, in `engine_pp` pipeline stages; over `engine_ep` ranks its experts are spread.
-    `dp_attention`: attention is cut over fewer ranks than the rest. `qat`: whether training rounds weights to INT4, `qat_group` in groups of how many.
+    `chunk`: layers of a virtual pipeline stage; the others of a pipeline as in `Pipeline`. `engine`: GPUs of a rollout
+    engine, in `engine_pp` pipeline stages, its experts over `engine_ep` ranks. `dp_attention`: its attention is cut
+    over fewer ranks than the rest. `qat`: whether training rounds weights to INT4, in groups of `qat_group`.
     """
 
     tp: int | None = None
@@ -70,32 +71,19 @@ class LaunchArguments:
 
     @staticmethod
     def read(words: Sequence[str], environment: Mapping[str, str] | None = None) -> LaunchArguments:
-        """From the words of a command line, as argparse reads them: `--name value` or `--name=value`, and the last one counts.
+        """Reads a command line as argparse does: `--name value` or `--name=value`, and the last one counts.
 
-        Variables count wherever a word has them, and else those of `environment`. Everything else is passed over. Raises
+        Variables count wherever a word has them, else those of `environment`. Other words are passed over. Raises
         CkptkitError for a value that is missing or no number.
         """
         found: dict[str, int | bool | str] = dict(_qat(words, environment or {}))
         for name, value in pairs(words):
             if name in _SWITCHES:
                 found[_SWITCHES[name]] = True
-            elif name == _LAYOUT or name in _NUMBERS:
-                if value is None:
-                    raise CkptkitError(
-                        f"{name} among the launch arguments has no value",
-                        "copy the arguments as the launch script has them",
-                    )
-                if name in _NUMBERS and not (value.isdecimal() and len(value) < 10):
-                    raise CkptkitError(
-                        f"{name} {value} among the launch arguments is no number",
-                        "copy the arguments with their variables filled in",
-                    )
-                if _NUMBERS.get(name) in _RANKS and not int(value):
-                    raise CkptkitError(
-                        f"{name} {value} among the launch arguments is no number of ranks",
-                        "give 1 or more, or leave it out",
-                    )
-                found[_NUMBERS.get(name, "layout")] = value if name == _LAYOUT else int(value)
+            elif name in _NUMBERS:
+                found[_NUMBERS[name]] = _number(name, value)
+            elif name == _LAYOUT:
+                found["layout"] = _given(name, value)
         return LaunchArguments(**found)  # type: ignore[arg-type]
 
     @property
@@ -119,21 +107,36 @@ class LaunchArguments:
         Raises CkptkitError where that refuses the options.
         """
         if sum(value is not None for value in (self.vpp, self.chunk, self.layout)) > 1:
-            names = "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank and --pipeline-model-parallel-layout"
+            names = f"{_CHUNK}, --num-virtual-stages-per-pipeline-rank and {_LAYOUT}"
             raise CkptkitError(f"more than one of {names}", "Megatron accepts one of them")
         vpp = self.vpp or 1
         if self.chunk is not None:
             if self.first is not None or self.last is not None:
-                raise CkptkitError(
-                    "--num-layers-per-virtual-pipeline-stage with a first or last stage of its own size",
-                    "give --num-virtual-stages-per-pipeline-rank",
-                )
+                hint = "give --num-virtual-stages-per-pipeline-rank"
+                raise CkptkitError(f"{_CHUNK} with a first or last stage of its own size", hint)
             a_stage, rest = divmod(layers + self.embedding + self.loss, pp)
             if rest or not self.chunk or a_stage % self.chunk:
-                said = f"{layers} layers over {pp} stages do not divide into chunks of --num-layers-per-virtual-pipeline-stage {self.chunk}"
+                said = f"{layers} layers over {pp} stages do not divide into chunks of {_CHUNK} {self.chunk}"
                 raise CkptkitError(said, "choose another number of layers a chunk")
             vpp = a_stage // self.chunk
         return Pipeline(layers, pp, vpp, self.first, self.last, self.embedding, self.loss, self.layout, self.mtp or 0)
+
+
+def _given(name: str, value: str | None) -> str:
+    if value is None:
+        hint = "copy the arguments as the launch script has them"
+        raise CkptkitError(f"{name} among the launch arguments has no value", hint)
+    return value
+
+
+def _number(name: str, value: str | None) -> int:
+    given = _given(name, value)
+    said = f"{name} {given} among the launch arguments is no number"
+    if not (given.isdecimal() and len(given) < 10):
+        raise CkptkitError(said, "copy the arguments with their variables filled in")
+    if _NUMBERS[name] in _RANKS and not int(given):
+        raise CkptkitError(f"{said} of ranks", "give 1 or more, or leave it out")
+    return int(given)
 
 
 def _qat(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple[str, int | bool]]:
@@ -143,10 +146,8 @@ def _qat(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple
         yield "qat", said[QAT_FLAG].lower() not in ("", "0", "false")
     if QAT_GROUP in said:
         if not said[QAT_GROUP].isdecimal():
-            raise CkptkitError(
-                f"{QAT_GROUP} is {said[QAT_GROUP]!r}, which is no number",
-                "copy the variables with their values filled in",
-            )
+            hint = "copy the variables with their values filled in"
+            raise CkptkitError(f"{QAT_GROUP} is {said[QAT_GROUP]!r}, which is no number", hint)
         yield "qat_group", int(said[QAT_GROUP])
 
 

@@ -14,108 +14,16 @@ from pathlib import Path
 from ckptkit.core.collector import uncollected
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import refuse_url
-from verify.check import NOTES, Check, Skip, Tally, Unable, all_checks, check, run_checks
+from verify.check import NOTES, Check, all_checks, run_checks
 from verify.checks.config.config import STAGES
 from verify.checks.launch.int4_training import updates
+from verify.checks.launch.paths import NOT_READ
 from verify.evidence.subject import Subject
 from verify.launch.arguments import LaunchArguments
-from verify.launch.launch import Launch, Side, Trouble, sides_of
-from verify.report import CheckResult, Finding, Report
-from verify.run import LAUNCH, choose
-
-# The fact that lists the words of a launch that matter and are not read.
-NOT_READ = "not read"
-_HEADERS_ONLY = ("CK1", "CK301", "CK302", "CK303", "CK307", "CK70")
-
-
-def _no_launch(subject: Subject) -> str | None:
-    return None if subject.launch else "only preflight looks at a launch"
-
-
-def _troubles(subject: Subject, tally: Tally, code: str, options: Sequence[str]) -> Iterator[Finding]:
-    if subject.launch is None:
-        raise Skip("only preflight looks at a launch")
-    said: dict[Trouble, None] = {}
-    for side in sides_of(subject.launch):
-        tally.compared(0)
-        said |= dict.fromkeys(trouble for trouble in side.troubles if trouble.option in options)
-    for trouble in said:
-        expected, actual = f"{trouble.option}: {trouble.expected}", trouble.actual
-        yield Finding(code, expected, actual, trouble.hint, file=str(trouble.path), severity=trouble.severity)
-
-
-@check(
-    "CK711",
-    "--load is what the actor loads",
-    rationale="Where --load has no tracker file, the actor takes --ref-load without a word: a resumed run starts again, or from the wrong weights.",
-    fix="Give the directory that holds latest_checkpointed_iteration.txt, not one of its iterations.",
-    unless=_no_launch,
-)
-def load_found(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """`--load` has a tracker that resolves, or is a supported HF directory; a first start, with an empty one, is a warning."""
-    yield from _troubles(subject, tally, "CK711", ["--load"])
-
-
-@check(
-    "CK712",
-    "--ref-load is what the reference loads",
-    rationale="Of an iteration directory, which has no tracker, Megatron makes random weights with a warning: the KL term pulls towards noise. Others stop.",
-    fix="Give the directory that `ckptkit convert` wrote, the one with latest_checkpointed_iteration.txt.",
-    unless=_no_launch,
-)
-def reference_found(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """`--ref-load` has a tracker that resolves, or is a supported HF directory."""
-    yield from _troubles(subject, tally, "CK712", ["--ref-load"])
-
-
-@check(
-    "CK713",
-    "--ckpt-step is an iteration that is there",
-    rationale="--ckpt-step replaces what the tracker says; an iteration that was deleted since is found missing only after the job started.",
-    fix="Choose an iteration that is there, or leave --ckpt-step out.",
-    unless=_no_launch,
-)
-def step_found(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """The directory `iter_N` of `--ckpt-step N`."""
-    yield from _troubles(subject, tally, "CK713", ["--ckpt-step"])
-
-
-@check(
-    "CK714",
-    "--hf-checkpoint is an HF directory",
-    rationale="The rollout engine and the tokenizer come from it; engine and trainer must hold the same model.",
-    fix="Give the HF directory of the model that --load or --ref-load was converted from.",
-    unless=_no_launch,
-)
-def rollout_found(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """`--hf-checkpoint` has a config.json."""
-    yield from _troubles(subject, tally, "CK714", ["--hf-checkpoint"])
-
-
-def _no_words(subject: Subject) -> str | None:
-    return _no_launch(subject) or (
-        None if subject.launch and subject.launch.words else "no launch arguments were given"
-    )
-
-
-@check(
-    "CK717",
-    "every path and size among the launch arguments is read",
-    rationale="A size that only a configuration file or an override says is not the one that was looked at: the job may stop after the GPUs were booked.",
-    fix="Give paths and sizes as options of preflight, or as the options of Megatron-LM, slime and SGLang; the reasons say which words were not read.",
-    unless=_no_words,
-)
-def arguments_read(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """The words of a launch: options that name a checkpoint, a parallel size or a file of settings, and overrides as Hydra has them."""
-    launch = subject.launch
-    if launch is None:
-        raise Skip("only preflight looks at a launch")
-    tally.compared(0, len(launch.words))
-    if lines := launch.unread:
-        tally.facts[NOT_READ] = lines
-        more = f", and {len(lines) - 1} more" if lines[1:] else ""
-        raise Unable(f"not read among the launch arguments: {lines[0]}{more}")
-    yield from ()
+from verify.launch.launch import Launch, sides_of
+from verify.launch.sides import Side
+from verify.report import CheckResult, Report
+from verify.run import choose
 
 
 @uncollected()
@@ -129,11 +37,12 @@ def preflight(
     ep: int = 1,
     arguments: Sequence[str] = (),
 ) -> Report:
-    """What a launch with these arguments would load, and every trouble that headers and JSON files can tell; reads no weight.
+    """Reports what a launch would load, and what headers and JSON files show to be wrong; reads no weight.
 
-    `arguments` are those of the launch script, of which the ones about parallel sizes and INT4 training are read; variables of
-    INT4 training count in the environment too. Where others name a size or a path, the report is inconclusive. Raises
-    CkptkitError when no path is given or one is a URL, and when a size is given twice, differently.
+    `arguments` are those of the launch script, of which the ones about parallel sizes and INT4 training are read;
+    variables of INT4 training count in the environment too. Where others name a size or a path, the report is
+    inconclusive. Raises CkptkitError when no path is given or one is a URL, and when a size is given twice,
+    differently.
     """
     if hf_checkpoint is None and load is None and ref_load is None:
         raise CkptkitError("nothing to look at", "give at least one of --hf-checkpoint, --load and --ref-load")
@@ -151,10 +60,10 @@ def preflight(
     checks = all_checks()
     sides = sides_of(launch)
     launched = Subject(hf or actor or reference or Path(), launch=launch, arguments=options)
-    outcome = run_checks(launched, choose(launched, [one for one in checks if one.code.startswith(LAUNCH)])[0])
+    outcome = run_checks(launched, choose(launched, [one for one in checks if one.stage == "launch"])[0])
     for subject in _subjects(sides, hf, tp, pp, ep):
-        subject.arguments, subject.etp, subject.updated = options, etp, updates(launch, options)
-        wanted = [one for one in checks if one.code.startswith(_HEADERS_ONLY) and not one.code.startswith(LAUNCH)]
+        subject = replace(subject, arguments=options, etp=etp, updated=updates(launch, options))
+        wanted = [one for one in checks if one.stage == "headers" or one.preflight]
         outcome.add(run_checks(subject, choose(subject, wanted)[0]))
     return Report(
         version=version("ckptkit"),

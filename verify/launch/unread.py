@@ -1,4 +1,4 @@
-"""What a launch says that preflight does not read although it matters: other paths, other sizes, files and overrides of a config."""
+"""Finds what a launch says that matters and is not read: other paths and sizes, files and overrides of settings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 from verify.launch.arguments import READ, pairs
 
-# `actor.megatron.tensor_model_parallel_size=4`, `+a.b=c`, `~a.b`: Hydra's overrides of a configuration, which verl launches with.
+# Hydra's overrides of a configuration, which verl launches with: `actor.rollout.tp_size=4`, `+a.b=c`, `~a.b`.
 _OVERRIDE = re.compile(r"(?:[+~]{1,2}\w[\w@/:-]*(?:\.[\w@/:-]+)*(?:=|$)|[A-Za-z_][\w@/:-]*(?:\.[\w@/:-]+)+=)")
 # What an override or an option sets that the checks of a launch look at.
 _MATTERS = re.compile(
-    r"parallel_size|(?:^|[._+])(?:tp|pp|ep|etp|vpp)(?:_size)?$|load|checkpoint|ckpt|model\.path|model_path|layout|virtual_pipeline|num_layers"
+    r"parallel_size|(?:^|[._+])(?:tp|pp|ep|etp|vpp)(?:_size)?$|load|checkpoint|ckpt|model\.path|model_path|layout|"
+    r"virtual_pipeline|num_layers"
 )
 _SIZE = re.compile(r"--(?:.*-)?(?:parallel-size|(?:tp|pp|ep|etp|vpp)(?:-size)?)")
 # Sizes that cut no weight.
@@ -20,23 +21,14 @@ _HARMLESS = frozenset({"--context-parallel-size", "--sglang-data-parallel-size",
 _PATHS = frozenset({"--hf-checkpoint", "--load", "--ref-load", "--ckpt-step"})
 _OTHER_PATHS = frozenset(
     {
-        "--ref-ckpt-step",
-        "--critic-load",
-        "--opd-teacher-load",
-        "--opd-teacher-ckpt-step",
-        "--pretrained-checkpoint",
-        "--lora-adapter-path",
+        *("--ref-ckpt-step", "--critic-load", "--opd-teacher-load", "--opd-teacher-ckpt-step"),
+        *("--pretrained-checkpoint", "--lora-adapter-path"),
     }
 )
 _FILES = frozenset(
     {
-        "--config",
-        "--config-path",
-        "--config-name",
-        "--custom-config-path",
-        "--megatron-config-path",
-        "--sglang-config",
-        "--yaml-cfg",
+        *("--config", "--config-path", "--config-name", "--custom-config-path", "--megatron-config-path"),
+        *("--sglang-config", "--yaml-cfg"),
     }
 )
 
@@ -49,7 +41,7 @@ def overrides(words: Sequence[str]) -> list[str]:
 def unread(words: Sequence[str], given: frozenset[str], loaded: frozenset[str] = frozenset()) -> list[str]:
     """A line for everything among the words of a launch that matters and is not read.
 
-    `given`: options for paths that preflight has itself; `loaded`: what it was given as --load and --ref-load. Of verl's
+    `given`: options for paths that preflight was given itself; `loaded`: its --load and --ref-load. Of verl's
     overrides, those by which a trainer loads one of these directories are read.
     """
     lines: dict[str, None] = {}
@@ -64,18 +56,20 @@ def unread(words: Sequence[str], given: frozenset[str], loaded: frozenset[str] =
             lines[f"{said}: the settings of this file are not read"] = None
         elif name not in READ and _SIZE.fullmatch(usual) and usual not in _HARMLESS:
             lines[f"{said}: no parallel size that is read"] = None
-    found = [word for word in overrides(words) if word not in _direct(words, loaded)]
-    named = [word for word in found if _MATTERS.search(word.partition("=")[0])]
-    lines |= {f"{word}: an override of a configuration file": None for word in named}
-    if rest := len(found) - len(named):
-        lines[
-            f"{rest} {'other ' if named else ''}override{'s' * (rest > 1)} of a configuration file, such as {next(one for one in found if one not in named)}"
-        ] = None
+    left = [word for word in overrides(words) if word not in _direct(words, loaded)]
+    matter = [word for word in left if _MATTERS.search(word.partition("=")[0])]
+    lines |= {f"{word}: an override of a configuration file": None for word in matter}
+    if rest := [word for word in left if word not in matter]:
+        what = f"{len(left) - len(matter)} {'other ' if matter else ''}override{'s' * (len(rest) > 1)}"
+        lines[f"{what} of a configuration file, such as {rest[0]}"] = None
     return list(lines)
 
 
 def _direct(words: Sequence[str], loaded: frozenset[str]) -> frozenset[str]:
-    """The overrides with which verl loads a directory that is looked at: `NAME.use_dist_checkpointing=True NAME.dist_checkpointing_path=PATH`."""
+    """The overrides with which verl loads one of these directories.
+
+    They come in pairs: `NAME.use_dist_checkpointing=True NAME.dist_checkpointing_path=PATH`.
+    """
     found: set[str] = set()
     for word in words:
         name, _, value = word.partition("=")

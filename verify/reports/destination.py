@@ -21,7 +21,10 @@ _READ = 4096  # bytes at the beginning of a file
 
 
 def fault_of(path: Path) -> str | None:
-    """Why no report can be written to `path`, told before any work is done; None when one can. Raises OSError where it cannot be looked at."""
+    """Why no report can be written to `path`, asked before any work is done; None when one can.
+
+    Raises OSError where the path cannot be looked at.
+    """
     parent = path.absolute().parent
     if path.suffix not in _BEGINNINGS:
         return f"{path}: must end in one of {', '.join(FORMATS)}"
@@ -37,7 +40,7 @@ def fault_of(path: Path) -> str | None:
 
 
 def _is_report(path: Path) -> bool:
-    """Whether a file is one of our reports in the format of its ending, or empty. Links are followed: what they lead to is what would be lost."""
+    """Whether a file is a report of ckptkit in the format of its ending, or empty. Follows links."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The heat map of a report: for each layer and kind of tensor, how many were looked at, how far they are off, and which findings name them."""
+"""The heat map of a report: tensors compared, largest error and findings, for each layer and kind of tensor."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 from verify.report import Finding, anchors
 
 if TYPE_CHECKING:
+    from verify.evidence.rounding import Rounding
     from verify.evidence.values import Values
 
-# A layer number, or the braces that a folded name has in its place; then what is numbered on from 0 again, for multi-token prediction.
+# A layer number, or the braces of a folded name. Layers for multi-token prediction are numbered from 0 again.
 # At most four digits: names come from files that nobody vouches for, and one may claim a billion layers.
 _RANGE = r"[0-9]{1,4}(?:\.\.[0-9]{1,4})?"
 _LAYER = re.compile(
-    rf"(?P<mtp>mtp\.|model\.mtp_)?(?:model\.|language_model\.|decoder\.)*layers\.(?P<layers>[0-9]{{1,4}}|\{{{_RANGE}(?:,{_RANGE})*\}})\.(?P<tail>.+)"
+    r"(?P<mtp>mtp\.|model\.mtp_)?(?:model\.|language_model\.|decoder\.)*"
+    rf"layers\.(?P<layers>[0-9]{{1,4}}|\{{{_RANGE}(?:,{_RANGE})*\}})\.(?P<tail>.+)"
 )
 _NUMBERS = re.compile(r"\.(?:\d+|\{[^}]*\})(?=\.|$)")
 _LEAF = re.compile(r"\.(?:weight\w*|\w*bias)$")
@@ -28,13 +30,13 @@ _LINKS = 10  # findings that a cell names
 
 OUTSIDE = "outside layers"
 
-Place = tuple[str, str]  # layer and kind
+CellKey = tuple[str, str]  # layer and kind
 Heat = dict[str, dict[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One tensor that was looked at: its largest difference from the source (None: nothing to compare with), and whether that is wrong."""
+    """One tensor that was read: its largest error, absolute or in quantization steps, and whether it is wrong."""
 
     error: float | None = None
     steps: float | None = None
@@ -74,7 +76,7 @@ class _Cell:
 
 
 def of_values(values: Values) -> Iterator[tuple[str, Measured]]:
-    """What the pass over all bytes (CK2xx) tells of each tensor: unreadable, not finite, or this far from the source."""
+    """What the pass over all bytes (CK2xx) found of each tensor: unreadable, not finite, or its difference."""
     for name in values.unreadable:
         yield name, Measured(failed=True)
     for name, stats in values.stats.items():
@@ -83,24 +85,24 @@ def of_values(values: Values) -> Iterator[tuple[str, Measured]]:
         yield name, Measured(error, failed=not stats.finite or (difference is not None and difference.unequal > 0))
 
 
-def of_rounding(rounding: Mapping[str, tuple[float, float]]) -> Iterator[tuple[str, Measured]]:
-    """What CK305 tells of each packed weight: how many quantization steps it is off, where `(steps, permitted steps)` is given."""
-    for name, (steps, permitted) in rounding.items():
-        yield name, Measured(steps=steps, failed=not steps <= permitted)
+def of_rounding(rounding: Mapping[str, Rounding]) -> Iterator[tuple[str, Measured]]:
+    """What CK305 found of each packed weight: how many quantization steps it is off, and whether that is too many."""
+    for name, one in rounding.items():
+        yield name, Measured(steps=one.steps, failed=one.failed)
 
 
 def heat_map(measured: Iterable[tuple[str, Measured]], findings: Sequence[Finding]) -> Heat:
-    """Layer -> kind -> `{tensors, max_error, max_steps, failed, findings}`, as the report format has it; layers in order.
+    """Layer -> kind -> `{tensors, max_error, max_steps, failed, findings}`, as in the report; layers in order.
 
-    `findings` are named by their anchors (`CK202-1`), at most 10 a cell. A packed weight counts once, with its scale and shape.
+    `findings` are anchors (`CK202-1`), at most 10 a cell. A packed weight counts once, with its scale and shape.
     `failed` counts tensors known to be wrong, and is at least 1 where a finding of severity error names the cell.
     """
-    cells: dict[Place, _Cell] = {}
+    cells: dict[CellKey, _Cell] = {}
     for name, one in measured:
-        cells.setdefault(_place(name), _Cell()).add(_PACKED_PART.sub(".weight", name), one)
-    shortened: list[tuple[str, Finding, frozenset[Place]]] = []
+        cells.setdefault(_cell_of(name), _Cell()).add(_PACKED_PART.sub(".weight", name), one)
+    shortened: list[tuple[str, Finding, frozenset[CellKey]]] = []
     for anchor, finding in zip(anchors(findings), findings, strict=True):
-        named = frozenset(places(finding.tensor or ""))
+        named = frozenset(cells_of(finding.tensor or ""))
         for place in sorted(named):
             cells.setdefault(place, _Cell()).link(anchor, finding)
         if named and _MORE.search(finding.tensor or ""):
@@ -112,8 +114,10 @@ def heat_map(measured: Iterable[tuple[str, Measured]], findings: Sequence[Findin
     return heat
 
 
-def _link_shortened(cells: Mapping[Place, _Cell], shortened: Sequence[tuple[str, Finding, frozenset[Place]]]) -> None:
-    """Wrong tensors that no finding names belong to one that ends in `and 3 more`: the one that names their layer, or their kind."""
+def _link_shortened(
+    cells: Mapping[CellKey, _Cell], shortened: Sequence[tuple[str, Finding, frozenset[CellKey]]]
+) -> None:
+    """Links wrong tensors without a finding to one that ends in `and 3 more`, if possible of their layer or kind."""
     for (layer, kind), cell in cells.items():
         if cell.wrong and not cell.findings and shortened:
             anchor, finding, _ = max(
@@ -123,19 +127,19 @@ def _link_shortened(cells: Mapping[Place, _Cell], shortened: Sequence[tuple[str,
             cell.link(anchor, finding)
 
 
-def places(text: str) -> Iterator[Place]:
-    """The cells that a folded name (`model.layers.{0..3}.mlp.gate.weight`), or several joined with commas, stands for; each once."""
-    seen: set[Place] = set()
+def cells_of(text: str) -> Iterator[CellKey]:
+    """The cells of a folded name (`layers.{0..3}.mlp.gate.weight`), or of several joined with commas; each once."""
+    seen: set[CellKey] = set()
     for name in _MORE.sub("", text).split(", ") if text else ():
         match = _LAYER.match(name)
         numbers = _expand(match["layers"]) if match else [0]
-        _, kind = _place(name)
+        _, kind = _cell_of(name)
         found = {(_row(match, number), kind) for number in numbers} - seen
         seen |= found
         yield from sorted(found)
 
 
-def _place(name: str) -> Place:
+def _cell_of(name: str) -> CellKey:
     match = _LAYER.match(name)
     return _row(match, _expand(match["layers"])[0] if match else 0), _kind(match["tail"] if match else name)
 
@@ -145,7 +149,7 @@ def _row(match: re.Match[str] | None, number: int) -> str:
 
 
 def _kind(tail: str) -> str:
-    """`self_attn.q_proj.weight` -> `q_proj`, `mlp.experts.3.up_proj.weight_packed` -> `experts.up_proj`; every kind of norm -> `norms`."""
+    """`self_attn.q_proj.weight` -> `q_proj`, `mlp.experts.3.up_proj.weight` -> `experts.up_proj`; norms -> `norms`."""
     kind = _NUMBERS.sub("", tail)
     if "norm" in kind.removesuffix(".weight").rpartition(".")[2]:
         return "norms"

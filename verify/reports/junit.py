@@ -5,23 +5,16 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from ckptkit.core.printable import printable
+from verify.check import all_checks
 from verify.report import CheckResult, Report
 from verify.reports.text import Group, groups, rest, subject_of
 
 _SHOWN = 100  # findings of one code
-_GROUPS = {
-    "CK1": "files",
-    "CK2": "values",
-    "CK3": "quantization",
-    "CK4": "megatron",
-    "CK5": "sglang",
-    "CK6": "behaviour",
-    "CK7": "configuration",
-}
+_CLASSES = {"headers": "files", "launch": "configuration"}  # of the stages that are named otherwise here
 
 
 def junit(report: Report) -> str:
-    """One testsuite; a check with findings of severity error is a failure, one with warnings alone passes and prints them."""
+    """One testsuite. A check with findings of severity error fails; one with warnings alone passes and prints them."""
     root = ElementTree.Element("testsuites")
     counts = report.to_json()["counts"]
     suite = ElementTree.SubElement(
@@ -53,7 +46,8 @@ def junit(report: Report) -> str:
 
 
 def _case(suite: ElementTree.Element, check: CheckResult, found: list[Group]) -> None:
-    classname = f"ckptkit.{_GROUPS.get(check.code[:3], 'checks')}"
+    stage: str = next((one.stage for one in all_checks() if one.code == check.code), "checks")
+    classname = f"ckptkit.{_CLASSES.get(stage, stage)}"
     case = ElementTree.SubElement(
         suite, "testcase", classname=classname, name=_xml(f"{check.code} {check.title}"), time=f"{check.seconds:.3f}"
     )

@@ -62,7 +62,7 @@ def _finding(anchor: str, finding: Finding) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Text in which nothing is markup: on one line, with the characters that Markdown or HTML give a meaning escaped."""
+    """The text on one line, with the characters that mean something in Markdown or HTML escaped."""
     return re.sub(r"([\\`*_\[\]<>|#&~$!])", r"\\\1", printable(text))
 
 

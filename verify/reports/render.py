@@ -23,7 +23,7 @@ _SHOWN = 20  # findings of one code
 
 
 def render(report: Report, console: Console | None = None) -> None:
-    """Prints status, checks, findings and facts; to standard output unless a console is given. Of many findings of one code, the first."""
+    """Prints status, checks, the first findings of each code, and facts; to stdout unless a console is given."""
     console = console or Console(highlight=False)
     source = f" against {report.source}" if report.source else ""
     console.print(

@@ -15,7 +15,7 @@ _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sa
 
 
 def sarif(report: Report) -> str:
-    """One run: the rules are the checks that were run, a result is a finding, and a skipped check is a notification of the tool."""
+    """One run: a rule for each check that ran, a result for each finding, a notification for each skipped check."""
     known = {check.code: check for check in all_checks()}
     rules = [_rule(check, known.get(check.code)) for check in report.checks]
     places = {check.code: index for index, check in enumerate(report.checks)}

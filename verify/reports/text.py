@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
-from ckptkit.core.printable import printable
 from verify.report import Finding, Report, anchors
 
 
@@ -23,7 +21,7 @@ class Group:
 
 
 def groups(report: Report, limit: int) -> list[Group]:
-    """All findings with their anchors, errors first, by code in the order of the report; at most `limit` shown of each group."""
+    """All findings with their anchors by code, errors first; at most `limit` shown of each."""
     found: dict[tuple[str, str], list[tuple[str, Finding]]] = defaultdict(list)
     for anchor, finding in zip(anchors(report.findings), report.findings, strict=True):
         found[finding.severity, finding.code].append((anchor, finding))
@@ -45,11 +43,6 @@ def subject_of(finding: Finding) -> str:
     if finding.tensor:
         return finding.tensor + (f" ({finding.count} tensors)" if finding.count > 1 else "")
     return finding.file or ""
-
-
-def escaped(text: str) -> str:
-    """Printable text in which nothing is markup, for an element or a quoted attribute of HTML."""
-    return escape(printable(text))
 
 
 def size(nbytes: int) -> str:

@@ -1,8 +1,8 @@
-"""How a witness ended that gave no report, and whether that is what SGLang or Megatron says of the checkpoint.
+"""Why a witness gave no report, and whether that is a verdict of SGLang or Megatron on the checkpoint.
 
-A witness writes down which phase it is in. An exception speaks of the checkpoint only where the code under test raised it while
-it built the model from the config or loaded the weights. One raised by our own code, during an import, by the machine (memory,
-CUDA, a missing library), or while the environment was set up says nothing about the checkpoint.
+A witness notes which phase it is in. An exception is a verdict only where the code under test raised it while it built
+the model from the config or loaded the weights. One from ckptkit, from an import, from the machine (memory, CUDA, a
+missing library) or from setting up the environment says nothing about the checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 _OURS = frozenset({"__main__", "ckptkit", "converters", "quant", "verify"})
-# Ours, around calls that torch makes for others: what is raised farther in is not ours.
+# Functions of ckptkit that torch calls around other code: what is raised further in comes from that code.
 _AROUND_CALLS = frozenset({"__torch_dispatch__", "__torch_function__"})
 # By name, since this module is for processes without torch too.
 _OF_THE_MACHINE = frozenset(
@@ -27,30 +27,18 @@ _OF_THE_MACHINE = frozenset(
 _MACHINE_SAYS = re.compile(
     r"can't allocate memory|out of memory|CUDA error|no kernel image|shared object file|_OpNamespace", re.IGNORECASE
 )
-# Where compilers are started, devices asked and process groups made, and where SGLang asks for what was to be set up before.
+# Modules that start compilers, ask devices or make process groups, and where SGLang reads what was set up before.
 _MACHINERY = (
-    *(
-        "ctypes",
-        "subprocess",
-        "triton",
-        "tvm_ffi",
-        "torch.cuda",
-        "torch.utils.cpp_extension",
-        "torch.distributed.distributed_c10d",
-    ),
-    *("torch.distributed.rendezvous", "sglang.srt.distributed", "sglang.srt.environ", "sglang.srt.layers.dp_attention"),
-    *(
-        "sglang.srt.layers.moe.utils",
-        "sglang.srt.models.registry",
-        "sglang.srt.runtime_context",
-        "sglang.srt.server_args",
-    ),
+    *("ctypes", "subprocess", "triton", "tvm_ffi", "torch.cuda", "torch.utils.cpp_extension"),
+    *("torch.distributed.distributed_c10d", "torch.distributed.rendezvous", "sglang.srt.distributed"),
+    *("sglang.srt.environ", "sglang.srt.layers.dp_attention", "sglang.srt.layers.moe.utils"),
+    *("sglang.srt.models.registry", "sglang.srt.runtime_context", "sglang.srt.server_args"),
 )
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What a witness is doing. `speakers`: the modules of the code under test whose exceptions are verdicts then, if any."""
+    """What a witness is doing. `speakers`: modules under test whose exceptions are verdicts in this phase."""
 
     name: str
     speakers: tuple[str, ...] = ()
@@ -58,7 +46,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Ending:
-    """The phase that a witness ended in; what it raised, if anything; and whether that is a verdict on the checkpoint."""
+    """The phase that a witness ended in, what it raised, if anything, and whether that is a verdict."""
 
     phase: str
     said: str = ""
@@ -72,12 +60,12 @@ class Ending:
 
     @staticmethod
     def load(path: Path) -> Ending:
-        """What `save` wrote; a process that wrote nothing ended while it imported what it needs."""
+        """Reads what `save` wrote. A process that wrote nothing ended during its imports."""
         return Ending(**json.loads(path.read_text())) if path.exists() else Ending("importing what it needs")
 
 
-class Journal:
-    """Keeps `Ending` up to date at `path`: the phase as it is entered, and, used as a context, the exception that leaves it."""
+class PhaseLog:
+    """Writes an `Ending` to `path` whenever a phase begins and, as a context manager, when an exception leaves it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -88,7 +76,7 @@ class Journal:
         self._phase = phase
         Ending(phase.name).save(self._path)
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> PhaseLog:
         return self
 
     def __exit__(
@@ -98,13 +86,13 @@ class Journal:
             Ending(self._phase.name, described(error), is_verdict(error, self._phase)).save(self._path)
 
 
-def journal_of(report: Path) -> Path:
-    """Where the witness that is to write `report` keeps its journal."""
+def ending_path(report: Path) -> Path:
+    """The file beside `report` in which its witness notes how it ended."""
     return report.with_suffix(".ending")
 
 
 def how_it_ended(code: int) -> str | None:
-    """The exit code of a process in words; None when it ended well. A kernel short of memory kills with SIGKILL."""
+    """Describes an exit code; None for 0. A kernel short of memory kills with SIGKILL."""
     if code == 0:
         return None
     if code > 0:
@@ -115,7 +103,7 @@ def how_it_ended(code: int) -> str | None:
 
 
 def described(error: BaseException) -> str:
-    """An exception in a few lines, with the place that it came from."""
+    """Describes an exception in a few lines, with the place that raised it."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     lines = lines if len(lines) <= 8 else [*lines[:4], *lines[-4:]]
     at = traceback.extract_tb(error.__traceback__)[-1:]
@@ -123,7 +111,7 @@ def described(error: BaseException) -> str:
 
 
 def is_verdict(error: BaseException, phase: Phase) -> bool:
-    """Whether the code under test raised this, of the checkpoint that it was given."""
+    """Whether the code under test raised this because of the checkpoint."""
     if any(_is_of_the_machine(one) for one in _chain(error)):
         return False
     theirs = _beyond_ours(error)
@@ -134,7 +122,7 @@ def is_verdict(error: BaseException, phase: Phase) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and what it was raised from or instead of; of torch's CheckpointException also what ranks raised."""
+    """An exception with its causes; of torch's CheckpointException also what the ranks raised."""
     while error is not None:
         yield error
         for inner, _ in dict(getattr(error, "failures", {})).values():
@@ -150,7 +138,7 @@ def _is_of_the_machine(error: BaseException) -> bool:
 
 
 def _beyond_ours(error: BaseException) -> Sequence[FrameType]:
-    """The frames of the code that ours called last, outermost first; none where ours raised it."""
+    """The frames below the last one of ckptkit, outermost first; none where ckptkit raised it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     kept = [
         frame

@@ -14,22 +14,25 @@ from functools import cached_property
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from ckptkit.core.collector import uncollected
+from ckptkit.core.dtypes import DTYPE_OF_CODE, ITEMSIZE
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.extents import Extent, Place
-from ckptkit.core.specs import DTYPE_OF_CODE, TensorSpec, summarize
+from ckptkit.core.extents import ByteRange, Extent, Reader
+from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import other_weights
 from ckptkit.storage.buffers import bytes_of, elements
-from ckptkit.storage.read import FileExtent, held, read_into
-from ckptkit.storage.remote_file import RemoteFile, remote_file
+from ckptkit.storage.directory import Directory, RemoteFile, directory
+from ckptkit.storage.read import FileExtent, read_new
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
+_GAPS = (b'" ', b'"\t', b'"\n', b'"\r')  # what JSON allows between a key and its colon
 
 
 @dataclass(frozen=True)
@@ -42,70 +45,92 @@ class Shard:
     metadata: Mapping[str, str]
     remote: RemoteFile | None = None
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, which may lie in what is `prefetched`.
+    def read(self, name: str, reader: Reader | None = None) -> Tensor:
+        """One tensor; what `reader` has loaded of it is not read again.
 
         It is read with plain reads, not mapped: a file that is cut meanwhile, or a bad sector, is an error and no signal.
         """
-        spec, offset = self.specs[name], self.offsets[name]
-        if (found := held(self.path, offset, spec.nbytes)) is not None:
-            return elements(found, spec.dtype).view(spec.shape)
-        tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        buffer = bytes_of(tensor)
-        count = self.remote.read_into(buffer, offset) if self.remote else read_into(self.path, buffer, offset)
-        if count != spec.nbytes:
+        spec, flat = self.specs[name], self._bytes(name, reader)
+        if len(flat) != spec.nbytes:
             hint = "the file is truncated; copy or download it again"
             raise CkptkitError(f"{self.remote or self.path}: {name} ends before its {spec.nbytes} bytes", hint)
-        return tensor
+        return elements(flat, spec.torch_dtype).view(spec.shape)
+
+    def _bytes(self, name: str, reader: Reader | None) -> Tensor:
+        """The bytes of a tensor, uint8 [bytes]: fewer where the file ends."""
+        if self.remote is None:
+            wanted = self.byte_range(name)
+            found = reader.loaded(wanted) if reader else None
+            return read_new(wanted) if found is None else found
+        import torch
+
+        flat = torch.empty(self.specs[name].nbytes, dtype=torch.uint8)
+        return flat[: self.remote.read_into(bytes_of(flat), self.offsets[name])]
+
+    def byte_range(self, name: str) -> ByteRange:
+        """Where the bytes of a tensor stand."""
+        return ByteRange(self.path, self.offsets[name], self.offsets[name] + self.specs[name].nbytes)
 
 
-def read_shard(path: Path) -> Shard:
-    """The header of a safetensors file. Raises CkptkitError for anything that safetensors itself would refuse:
+def read_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
+    """The header of a safetensors file, or of a `remote` one whose first bytes are at `path`.
 
-    truncation, trailing bytes, holes or overlaps between tensors, unknown dtypes, sizes that do not fit shapes.
+    Raises CkptkitError for anything that safetensors itself would refuse: truncation, trailing bytes, holes or overlaps
+    between tensors, unknown dtypes, sizes that do not fit shapes.
     """
+    shown = remote or path
     try:
-        remote = remote_file(path)
         size = remote.size if remote else path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
-                raise _broken(path, f"{size} bytes cannot hold a header of {length}")
-            header = json.loads(file.read(length), object_pairs_hook=_unique)
+                raise _broken(shown, f"{size} bytes cannot hold a header of {length}")
+            header = parse_header(file.read(length))
     except OSError as error:
-        raise CkptkitError(f"{path}: {error.strerror}", "the index names it; is a shard missing?") from error
+        raise CkptkitError(f"{shown}: {error.strerror}", "the index names it; is a shard missing?") from error
     except (ValueError, RecursionError) as error:
-        raise _broken(path, f"its header is not JSON ({error})") from error
+        raise _broken(shown, f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
-        raise _broken(path, "its header is not a JSON object")
+        raise _broken(shown, "its header is not a JSON object")
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _broken(path, "its __metadata__ holds something else than strings")
+        raise _broken(shown, "its __metadata__ holds something else than strings")
     start = 8 + length
     try:
         spans = sound_spans(header) or [parse_entry(name, entry) for name, entry in header.items()]
     except ValueError as error:
-        raise _broken(path, str(error)) from error
+        raise _broken(shown, str(error)) from error
     spans.sort(key=BEGIN)
     end = 0
     for begin, stop, nbytes, spec in spans:
         if begin != end:
             raise _broken(
-                path, f"{spec.name} starts at byte {begin} of the data, but the tensor before it ends at {end}"
+                shown, f"{spec.name} starts at byte {begin} of the data, but the tensor before it ends at {end}"
             )
         if stop - begin != nbytes:
-            raise _broken(path, f"{spec} takes {nbytes} bytes, but its entry spans {stop - begin}")
+            raise _broken(shown, f"{spec} takes {nbytes} bytes, but its entry spans {stop - begin}")
         end = stop
     if start + end != size:
-        raise _broken(path, f"the header promises {start + end} bytes, the file has {size}")
+        raise _broken(shown, f"the header promises {start + end} bytes, the file has {size}")
     offsets = {spec.name: start + begin for begin, _, _, spec in spans}
     return Shard(path, {spec.name: spec for _, _, _, spec in spans}, offsets, metadata, remote)
+
+
+def parse_header(text: bytes) -> Any:
+    """The JSON of a header. Raises ValueError where it is none, and where an object has a key twice."""
+    header = json.loads(text)
+    if isinstance(header, dict) and not any(gap in text for gap in _GAPS):
+        # Each key is followed by a colon at once: where there are no more of these than keys, none is there twice.
+        keys = len(header) + sum(len(entry) for entry in header.values() if isinstance(entry, dict))
+        if text.count(b'":') == keys:
+            return header
+    return json.loads(text, object_pairs_hook=_unique)
 
 
 # First byte and end in the data, the bytes that the tensor takes, and the tensor.
 Span = tuple[int, int, int, TensorSpec]
 BEGIN = itemgetter(0)
-_SIZE_OF_CODE = {code: dtype.itemsize for code, dtype in DTYPE_OF_CODE.items()}
+_SIZE_OF_CODE = {code: ITEMSIZE[dtype] for code, dtype in DTYPE_OF_CODE.items()}
 
 
 def sound_spans(header: Mapping[str, Any]) -> list[Span] | None:
@@ -155,35 +180,44 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _broken(path: Path, what: str) -> CkptkitError:
+def _broken(path: Path | RemoteFile, what: str) -> CkptkitError:
     return CkptkitError(f"{path} is not a whole safetensors file: {what}", "copy or download it again")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises CkptkitError when the file is missing or is not one."""
+def read_json(path: Path, shown: str | None = None) -> dict[str, Any]:
+    """A JSON object. Raises CkptkitError, with `shown` for its path, when the file is missing or is not one."""
     try:
-        content = json.loads(path.read_text())
+        content = path.read_bytes()
     except OSError as error:
-        raise CkptkitError(f"{path}: {error.strerror}", "an HF checkpoint directory needs it") from error
+        raise CkptkitError(f"{shown or path}: {error.strerror}", "an HF checkpoint directory needs it") from error
+    return parse_json(content, shown or str(path))
+
+
+def parse_json(text: bytes, shown: str) -> dict[str, Any]:
+    """A JSON object. Raises CkptkitError when it is none."""
+    try:
+        content = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
-        raise CkptkitError(f"{path} is not valid JSON: {error}", "restore it from the release") from error
+        raise CkptkitError(f"{shown} is not valid JSON: {error}", "restore it from the release") from error
     if not isinstance(content, dict):
-        raise CkptkitError(f"{path} does not hold a JSON object", "restore it from the release")
+        raise CkptkitError(f"{shown} does not hold a JSON object", "restore it from the release")
     return content
 
 
-def shard_names(root: Path) -> dict[str, str] | None:
+def shard_names(root: Path | Directory) -> dict[str, str] | None:
     """The index's {tensor: file}; None for a single-file checkpoint. Raises CkptkitError when a file lies outside `root`."""
-    if not (root / INDEX).exists():
+    source = directory(root)
+    index, shown = source.path / INDEX, source.at(INDEX)
+    if not index.exists():
         return None
-    weight_map = read_json(root / INDEX).get("weight_map")
+    weight_map = read_json(index, shown).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CkptkitError(f"{root / INDEX} has no weight_map of names to files", "restore it from the release")
+        raise CkptkitError(f"{shown} has no weight_map of names to files", "restore it from the release")
     for file in set(weight_map.values()):
         if Path(file).name != file or file in {"", ".", ".."}:
             name = next(name for name, home in weight_map.items() if home == file)
             raise CkptkitError(
-                f"{root / INDEX} puts {name} into {file!r}, which is not a file of this directory",
+                f"{shown} puts {name} into {file!r}, which is not a file of this directory",
                 "restore the index from the release",
             )
     return weight_map
@@ -204,37 +238,45 @@ def has_weights(root: Path) -> bool:
 class HfCheckpoint:
     """An HF directory. Opening reads headers only, and raises CkptkitError unless index and shards agree exactly."""
 
-    def __init__(self, root: str | Path) -> None:
-        self.root = Path(root)
-        self.config = read_json(self.root / "config.json")
-        weight_map = shard_names(self.root)
+    @uncollected()
+    def __init__(self, root: str | Path | Directory) -> None:
+        self.directory = directory(root)
+        self.root = self.directory.path
+        self.config = read_json(self.root / "config.json", self.directory.at("config.json"))
+        weight_map = shard_names(self.directory)
         files = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
         if weight_map is None and not (self.root / SINGLE).exists():
             raise CkptkitError(
-                f"{self.root} has neither {INDEX} nor {SINGLE}",
+                f"{self.directory} has neither {INDEX} nor {SINGLE}",
                 other_weights(self.root) or "download its weights, as safetensors",
             )
-        self.shards = {file: read_shard(self.root / file) for file in files}
+        self.shards = {file: read_shard(self.root / file, self.directory.remote_file(file)) for file in files}
         self._shard_of = {name: shard for shard in self.shards.values() for name in shard.specs}
         if weight_map is not None:
             self._compare_with_index(weight_map)
 
     def _compare_with_index(self, weight_map: Mapping[str, str]) -> None:
+        index = self.directory.at(INDEX)
         actual = {name: file for file, shard in self.shards.items() for name in shard.specs}
+        stored = sum(len(shard.specs) for shard in self.shards.values())
+        if actual == weight_map and stored == len(actual):
+            return
         if ghosts := weight_map.keys() - actual.keys():
             raise CkptkitError(
-                f"{self.root / INDEX} lists {len(ghosts)} tensor(s) that no shard holds: {summarize(sorted(ghosts))}",
+                f"{index} lists {len(ghosts)} tensor(s) that no shard holds: {summarize(sorted(ghosts))}",
                 "a shard is wrong",
             )
         if extra := actual.keys() - weight_map.keys():
             raise CkptkitError(
-                f"{len(extra)} tensor(s) in the shards are not in {self.root / INDEX}: {summarize(sorted(extra))}",
+                f"{len(extra)} tensor(s) in the shards are not in {index}: {summarize(sorted(extra))}",
                 "the index is wrong",
             )
-        if sum(len(shard.specs) for shard in self.shards.values()) != len(actual):
-            raise CkptkitError(f"{self.root}: a tensor stands in two shards", "remove leftovers of an earlier save")
+        if stored != len(actual):
+            raise CkptkitError(
+                f"{self.directory}: a tensor stands in two shards", "remove leftovers of an earlier save"
+            )
         if moved := [name for name, file in weight_map.items() if actual[name] != file]:
-            raise CkptkitError(f"{self.root / INDEX} names the wrong file for {summarize(moved)}", "the index is wrong")
+            raise CkptkitError(f"{index} names the wrong file for {summarize(moved)}", "the index is wrong")
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -249,21 +291,23 @@ class HfCheckpoint:
         """Which tensors stand in which file, in file order: what a writer needs to cut shards the same way."""
         return {file: list(shard.specs) for file, shard in self.shards.items()}
 
-    def places(self, names: Iterable[str]) -> Iterator[Place]:
-        """Where the bytes of these tensors stand on a local disk."""
+    def byte_ranges(self, names: Iterable[str]) -> Iterator[ByteRange]:
+        """What is read of a local disk to make these tensors."""
         for name in names:
             shard = self._shard_of[name]
             if shard.remote is None:
-                yield shard.path, shard.offsets[name], shard.offsets[name] + shard.specs[name].nbytes
+                yield shard.byte_range(name)
 
-    def in_order(self, name: str) -> bool:
+    def is_streamable(self, name: str) -> bool:
         """Whether its bytes are on a local disk: there they are in order."""
         return self._shard_of[name].remote is None
 
     def extents(self, name: str) -> Sequence[Extent] | None:
         """Where its bytes stand, on a local disk."""
         shard = self._shard_of[name]
-        return [FileExtent(shard.path, shard.offsets[name], shard.specs[name].nbytes)] if self.in_order(name) else None
+        if shard.remote is not None:
+            return None
+        return [FileExtent(shard.path, shard.offsets[name], shard.specs[name].nbytes)]
 
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: self._shard_of[name].read(name) for name in names}
+    def read(self, names: Sequence[str], reader: Reader | None = None) -> dict[str, Tensor]:
+        return {name: self._shard_of[name].read(name, reader) for name in names}

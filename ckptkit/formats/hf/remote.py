@@ -12,9 +12,9 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import ITERATION, LEGACY_RANK, TRACKER
-from ckptkit.formats.hf.reader import INDEX, MAX_HEADER, read_json
+from ckptkit.formats.hf.reader import INDEX, MAX_HEADER, parse_json, read_json
 from ckptkit.formats.hf.side_files import is_hidden, is_weight
-from ckptkit.storage.remote_file import Listing, listing_of, mark
+from ckptkit.storage.directory import Directory, Listing
 from ckptkit.storage.url import Store, is_url
 
 CONFIG = "config.json"
@@ -22,19 +22,20 @@ _AT_ONCE = 16  # files at one time: most of the time goes by waiting for the fir
 
 
 @contextmanager
-def opened(path: str | Path) -> Iterator[Path]:
-    """A path of this machine as it is; for a URL, a temporary directory that stands for the HF directory there while the block runs.
+def opened(path: str | Path) -> Iterator[Directory]:
+    """The directory at a path of this machine; for a URL, the HF directory there while the block runs.
 
-    In it are config, tokenizer, templates and code, and every shard up to the end of its header: what `HfCheckpoint` needs, which reads
-    the tensors from the URL. Errors that name a file of it are raised with the URL. Raises CkptkitError where there is no HF directory.
+    Config, tokenizer, templates and code of it are copied here, and every shard up to the end of its header:
+    `HfCheckpoint` reads the tensors from the URL. Raises CkptkitError where there is no HF directory.
     """
     if not is_url(path):
-        yield Path(path)
+        yield Directory(Path(path))
         return
     store = Store(path)
-    with _stand_in(store) as root:
-        _fetch(store, root)
-        yield root
+    with tempfile.TemporaryDirectory(prefix="ckptkit-") as folder:
+        root = Path(folder) / store.name
+        root.mkdir()
+        yield Directory(root, _fetch(store, root))
 
 
 def config_at(path: str | Path) -> dict[str, Any] | None:
@@ -42,26 +43,7 @@ def config_at(path: str | Path) -> dict[str, Any] | None:
     if not is_url(path):
         return read_json(Path(path) / CONFIG) if (Path(path) / CONFIG).exists() else None
     store = Store(path)
-    if CONFIG not in store.top():
-        return None
-    with _stand_in(store) as root:
-        store.download(CONFIG, root / CONFIG)
-        return read_json(root / CONFIG)
-
-
-@contextmanager
-def _stand_in(store: Store) -> Iterator[Path]:
-    """An empty temporary directory of the store's name. Errors that name a file of it are raised with the URL."""
-    with tempfile.TemporaryDirectory(prefix="ckptkit-") as folder:
-        root = Path(folder) / store.name
-        root.mkdir()
-        try:
-            yield root
-        except CkptkitError as error:
-            here, there = str(root), store.url.rstrip("/")
-            error.message = error.message.replace(here, there)
-            error.hint = error.hint.replace(here, there) if error.hint else None
-            raise
+    return parse_json(store.read(CONFIG), store.at(CONFIG)) if CONFIG in store.top() else None
 
 
 class ChangedError(CkptkitError):
@@ -70,9 +52,9 @@ class ChangedError(CkptkitError):
     resumable = False
 
 
-def check_unchanged(root: Path) -> None:
-    """Raises ChangedError when a file of the URL that `root` stands for was written since it was opened. A directory of this machine passes."""
-    before = listing_of(root)
+def check_unchanged(source: Directory) -> None:
+    """Raises ChangedError when a file of a URL was written since it was opened. A directory of this machine passes."""
+    before = source.remote
     if before is None:
         return
     after = Listing.of(Store(before.url)).versions
@@ -82,8 +64,8 @@ def check_unchanged(root: Path) -> None:
         )
 
 
-def _fetch(store: Store, root: Path) -> None:
-    """Brings into `root` what is read whole, and the headers."""
+def _fetch(store: Store, root: Path) -> Listing:
+    """Brings into `root` what is read whole, and the headers. Returns what there is."""
     _check_kind(store)
     listing = Listing.of(store)
     seen = [name for name in listing.sizes if not is_hidden(name)]
@@ -99,7 +81,7 @@ def _fetch(store: Store, root: Path) -> None:
                 task.result()
         finally:
             pool.shutdown(cancel_futures=True)
-    mark(root, listing)
+    return listing
 
 
 def _check_kind(store: Store) -> None:

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import MANIFEST as MANIFEST
@@ -98,11 +97,11 @@ def write_config(target: Path, config: Mapping[str, Any], specs: Mapping[str, Te
 
 def main_dtype(specs: Mapping[str, TensorSpec]) -> str | None:
     """The floating dtype that most bytes are in, spelled as a config does; None when there is none."""
-    sizes: dict[torch.dtype, int] = {}
+    sizes: dict[str, int] = {}
     for spec in specs.values():
-        if spec.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if spec.dtype in COMPUTED:
             sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.nbytes
-    return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.") if sizes else None
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
 
 
 def stored_layout(manifest: Path) -> dict[str, list[str]] | None:

@@ -9,16 +9,18 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
+from ckptkit.core.dtypes import SAFETENSORS_CODE
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.specs import CODE_OF_DTYPE, TensorSpec, summarize
+from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.files import FILE_BYTES, Piece
 from ckptkit.formats.hf.reader import INDEX, SINGLE, read_shard
 from ckptkit.storage.buffers import cuts
 from ckptkit.storage.write import WrittenFile
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SafetensorsFiles:
@@ -51,7 +53,7 @@ class SafetensorsFiles:
         for spec in specs:
             begins[spec.name], end = end, end + spec.nbytes
             header[spec.name] = {
-                "dtype": CODE_OF_DTYPE[spec.dtype],
+                "dtype": SAFETENSORS_CODE[spec.dtype],
                 "shape": list(spec.shape),
                 "data_offsets": [begins[spec.name], end],
             }

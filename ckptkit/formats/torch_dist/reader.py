@@ -15,19 +15,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from ckptkit.core.dtypes import torch_dtype
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.extents import Extent, Place
+from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.megatron_config import config_in, hf_home
 from ckptkit.formats.torch_dist.names import engine_name, whole_of
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob
+from ckptkit.storage.directory import Directory
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 _FIRST = attrgetter("offsets")
@@ -55,7 +58,7 @@ class StoredTensor:
 
     key: str
     shape: Shape
-    dtype: torch.dtype
+    dtype: str
     chunks: tuple[Chunk, ...]
 
 
@@ -134,12 +137,12 @@ def _stored(storage: _Storage, key: str, entry: Any) -> StoredTensor:
     return StoredTensor(key, _shape(entry.size) or (), _dtype(entry.properties), chunks)
 
 
-def _dtype(properties: Any) -> torch.dtype:
+def _dtype(properties: Any) -> str:
     # TensorProperties pickles itself as the tuple (dtype, layout, requires_grad, memory format, pin_memory).
     dtype = properties.state[0]
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, unpickle.Dtype):
         raise TypeError(f"{dtype} is no dtype")
-    return dtype
+    return dtype.name
 
 
 def tiling_problem(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> str | None:
@@ -183,17 +186,19 @@ class _Part:
         """Whether every chunk is whole rows of it and of nothing else."""
         return not self.index and all(chunk.sizes[1:] == self.stored.shape[1:] for chunk in self.chunks)
 
-    def read(self) -> Tensor:
+    def read(self, reader: Reader | None) -> Tensor:
         dtype, depth = self.stored.dtype, len(self.index)
         if len(self.chunks) == 1:
-            return self.chunks[0].blob.tensor(dtype, self.chunks[0].sizes)[self._within(self.chunks[0])]
-        result = torch.empty(self.shape, dtype=dtype)
+            return self.chunks[0].blob.tensor(dtype, self.chunks[0].sizes, reader)[self._within(self.chunks[0])]
+        import torch
+
+        result = torch.empty(self.shape, dtype=torch_dtype(dtype))
         for chunk in self.chunks:
             place = tuple(
                 slice(start, start + size)
                 for start, size in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True)
             )
-            result[place] = chunk.blob.borrowed(dtype, chunk.sizes)[self._within(chunk)]
+            result[place] = chunk.blob.tensor(dtype, chunk.sizes, reader)[self._within(chunk)]
         return result
 
     def _within(self, chunk: Chunk) -> Shape:
@@ -207,9 +212,9 @@ class TorchDistCheckpoint:
     The HF config comes from `hf`, or from what `ckptkit convert` stored in `hf/` beside the iteration.
     """
 
-    def __init__(self, path: str | Path, hf: str | Path | None = None) -> None:
+    def __init__(self, path: str | Path, hf: str | Path | Directory | None = None) -> None:
         self.path = Path(path).absolute()
-        self.hf_path = hf_home(self.path, hf)
+        self.hf = hf_home(self.path, hf)
         self.metadata = read_metadata(self.path)
         self._logical = self._name_once()
         for stored in {id(part.stored): part.stored for parts in self._logical.values() for part in parts}.values():
@@ -262,9 +267,14 @@ class TorchDistCheckpoint:
                 "delete the one that is not meant; Megatron's specs would load different models",
             )
 
+    @property
+    def hf_path(self) -> Path:
+        """The HF directory on this machine that gives the config; it need not exist."""
+        return self.hf.path
+
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        return config_in(self.hf_path, self.path)
+        return config_in(self.hf, self.path)
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -311,20 +321,20 @@ class TorchDistCheckpoint:
             )
         return dict(vars(stored)) if stored is not None else {}
 
-    def places(self, names: Iterable[str]) -> Iterator[Place]:
+    def byte_ranges(self, names: Iterable[str]) -> Iterator[ByteRange]:
         """Where the chunks of these tensors stand."""
         for blob in {
             id(chunk): chunk.blob for name in names for part in self._logical[name] for chunk in part.chunks
         }.values():
-            yield blob.path, blob.offset, blob.offset + blob.length
+            yield blob.byte_range
 
-    def in_order(self, name: str) -> bool:
+    def is_streamable(self, name: str) -> bool:
         """Whether its chunks are whole rows, one after the other."""
         return all(part.in_rows for part in self._logical[name])
 
     def extents(self, name: str) -> Sequence[Extent] | None:
         """Where its bytes stand, if its chunks are whole rows. Raises CkptkitError as `Blob.tensor`."""
-        if not self.in_order(name):
+        if not self.is_streamable(name):
             return None
         found = [
             chunk.blob.extent(part.stored.dtype, chunk.sizes)
@@ -333,11 +343,15 @@ class TorchDistCheckpoint:
         ]
         return None if None in found else [extent for extent in found if extent is not None]
 
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: self._read(self._logical[name]) for name in names}
+    def read(self, names: Sequence[str], reader: Reader | None = None) -> dict[str, Tensor]:
+        return {name: self._read(self._logical[name], reader) for name in names}
 
-    def _read(self, parts: Sequence[_Part]) -> Tensor:
-        return parts[0].read() if len(parts) == 1 else torch.cat([part.read() for part in parts])
+    def _read(self, parts: Sequence[_Part], reader: Reader | None) -> Tensor:
+        if len(parts) == 1:
+            return parts[0].read(reader)
+        import torch
+
+        return torch.cat([part.read(reader) for part in parts])
 
 
 def _mapping(blob: Blob) -> Mapping[str, Any]:

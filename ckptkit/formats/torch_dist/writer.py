@@ -18,21 +18,23 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS, torch_dtype
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import TRACKER
 from ckptkit.formats.files import FILE_BYTES, Piece
 from ckptkit.formats.torch_dist.names import disk_key, extra_states, norm_alias, rows_apart
-from ckptkit.formats.torch_save.blob import STORAGE_OF_DTYPE, Blob
+from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.saved_tensor import SavedLayout, SavedTensor
-from ckptkit.storage.buffers import piece_buffer, row_cuts
+from ckptkit.storage.buffers import BUFFER, new_buffer, row_cuts
 from ckptkit.storage.write import WrittenFile
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FOLDER = "release"
 
@@ -88,20 +90,20 @@ class TorchDistFiles:
         self.names: dict[str, list[str]] = {}
         self._args, self._cuts = args, cuts or {}
         self._experts: dict[str, int] = defaultdict(int)
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._dtypes: dict[str, str] = {}
         self._end: dict[str, int] = {}
         # Thousands of experts have one shape.
         self._saved = functools.cache(SavedLayout.of)
         self._parts = {name: self._place(spec, file_bytes) for name, spec in specs.items()}
         self._nothing = self._end[self._last]
-        self._end[self._last] += len(_NOTHING)
+        self._end[self._last] += len(_no_state())
 
     @property
     def _last(self) -> str:
         return next(reversed(self._end))
 
     def _place(self, spec: TensorSpec, file_bytes: int) -> list[_Part]:
-        if spec.dtype not in STORAGE_OF_DTYPE:
+        if spec.dtype not in STORAGE_CLASS:
             raise CkptkitError(
                 f"{spec} has a dtype that no Megatron checkpoint holds",
                 "give --dtype, or start from a release in bfloat16",
@@ -145,7 +147,7 @@ class TorchDistFiles:
 
     def around(self, file: str) -> tuple[int, bytes]:
         """At the end of the last file, the object that stands for every `_extra_state`."""
-        return self._nothing, _NOTHING if file == self._last else b""
+        return self._nothing, _no_state() if file == self._last else b""
 
     def put(self, name: str, file: WrittenFile, piece: Piece) -> None:
         """Writes a tensor, one chunk after the other, or where they are columns all of them row by row."""
@@ -153,20 +155,24 @@ class TorchDistFiles:
         if self._cuts.get(name, _UNCUT).axis:
             _put_columns(spec, parts, file, piece)
             return
-        row = math.prod(spec.shape[1:]) * spec.dtype.itemsize
+        row = math.prod(spec.shape[1:]) * ITEMSIZE[spec.dtype]
         for part in parts:
             start = part.box[0].start * row if part.box else 0
             part.saved.write(file, part.begin, functools.partial(_shifted, piece, start))
 
     def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of a file. Raises CkptkitError as `Blob.tensor` does."""
+        import torch
+
         for name in self.names[file]:
             spec = self.specs[name]
             chunks = [
                 Blob(root / file, part.begin, part.saved.size).tensor(spec.dtype, part.sizes)
                 for part in self._parts[name]
             ]
-            tensor = chunks[0].reshape(spec.shape) if len(chunks) == 1 else torch.empty(spec.shape, dtype=spec.dtype)
+            tensor = (
+                chunks[0].reshape(spec.shape) if len(chunks) == 1 else torch.empty(spec.shape, dtype=spec.torch_dtype)
+            )
             if len(chunks) > 1:
                 for part, chunk in zip(self._parts[name], chunks, strict=True):
                     tensor[part.box] = chunk
@@ -194,6 +200,7 @@ class TorchDistFiles:
     def _metadata(self) -> Any:
         """What torch.distributed.checkpoint calls `Metadata`."""
         # Imported here because a plan does without (`prepare`).
+        import torch
         from torch.distributed.checkpoint.filesystem import _StorageInfo
         from torch.distributed.checkpoint.metadata import (
             BytesStorageMetadata,
@@ -218,12 +225,12 @@ class TorchDistFiles:
         for key, boxes in chunks.items():
             ends = [tuple(map(sum, zip(box.offsets, box.sizes, strict=True))) for box in boxes]
             size = torch.Size(map(max, zip(*ends, strict=True)))
-            entries[key] = TensorStorageMetadata(TensorProperties(dtype=self._dtypes[key]), size, boxes)
+            entries[key] = TensorStorageMetadata(TensorProperties(dtype=torch_dtype(self._dtypes[key])), size, boxes)
         aliases = {alias: key for key in entries if (alias := norm_alias(key, entries.keys()))}
         for alias, key in aliases.items():
             entries[alias] = entries[key]
             storage[MetadataIndex(alias, torch.Size([0]), 0)] = storage[MetadataIndex(key, torch.Size([0]), 0)]
-        nothing = _StorageInfo(Path(self._last).name, self._nothing, len(_NOTHING))
+        nothing = _StorageInfo(Path(self._last).name, self._nothing, len(_no_state()))
         for key in extra_states([*self.specs, *aliases], max(self._experts.values(), default=1)):
             entries[key] = BytesStorageMetadata()
             storage[MetadataIndex(key)] = nothing
@@ -247,12 +254,13 @@ def _put_columns(spec: TensorSpec, parts: Sequence[_Part], file: WrittenFile, pi
     rows, columns = spec.shape[:2]
     row = spec.nbytes // rows
     tensors = [SavedTensor(part.saved, file, part.begin) for part in parts]
+    buffer = new_buffer(max(BUFFER, row)).data
     for first, end in row_cuts(rows, row):
         found = np.frombuffer(piece(first * row, end * row), np.uint8).reshape(end - first, columns, -1)
         for part, tensor in zip(parts, tensors, strict=True):
             begin, stop = (min(max(edge, first), end) - first for edge in (part.box[0].start, part.box[0].stop))
             chosen = found[begin:stop, part.box[1]]
-            content = piece_buffer(chosen.nbytes, "columns")
+            content = buffer[: chosen.nbytes]
             np.copyto(np.frombuffer(content, np.uint8).reshape(chosen.shape), chosen)
             tensor.append(content)
     for tensor in tensors:
@@ -263,10 +271,15 @@ def _shifted(piece: Piece, start: int, begin: int, end: int) -> memoryview:
     return piece(start + begin, start + end)
 
 
+@functools.cache
+def _no_state() -> bytes:
+    """The object that stands for every `_extra_state`."""
+    return _saved([None])
+
+
 def _saved(value: Any) -> bytes:
+    import torch
+
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-_NOTHING = _saved([None])

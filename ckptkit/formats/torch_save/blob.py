@@ -7,38 +7,26 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
 from zlib_ng import zlib_ng
 
+from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS, torch_dtype
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.extents import Extent
+from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.storage.buffers import bytes_of, elements, tensor_of
-from ckptkit.storage.read import ARENA, BLOCK, FileExtent, held, read_into, view
+from ckptkit.storage.read import ARENA, BLOCK, FileExtent, read_into, read_new
 
-STORAGE_OF_DTYPE = {
-    torch.float64: "DoubleStorage",
-    torch.float32: "FloatStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-    torch.int64: "LongStorage",
-    torch.int32: "IntStorage",
-    torch.int16: "ShortStorage",
-    torch.int8: "CharStorage",
-    torch.uint8: "ByteStorage",
-    torch.bool: "BoolStorage",
-}
-
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AT_ONCE = ARENA - 2 * BLOCK  # bytes up to which a chunk is read as a whole
 
@@ -67,17 +55,34 @@ class Blob:
         """The saved object, with Records for everything that is not plain data (tensors too)."""
         return self._pickled(self.entries())
 
-    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """The saved tensor, which may lie in what is `prefetched`. Raises CkptkitError when it is not the dense one that the metadata promises."""
-        found = held(self.path, self.offset, self.length)
-        return self._tensor(self._read(self._in_new_memory) if found is None else bytes_of(found), dtype, shape)
+    @property
+    def byte_range(self) -> ByteRange:
+        """Where it stands in its file."""
+        return ByteRange(self.path, self.offset, self.offset + self.length)
 
-    def borrowed(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """As `tensor`, until anything else is read by this thread: of many chunks, each is copied and gone."""
-        return self._tensor(self._read(partial(view, self.path, self.offset)), dtype, shape)
+    def tensor(self, dtype: str, shape: tuple[int, ...], reader: Reader | None = None) -> Tensor:
+        """The saved tensor; what `reader` has loaded is not read again.
 
-    def _tensor(self, memory: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        # All of it at once: what describes the tensor stands at both ends, and on a disk that has other work each small read waits its turn.
+        Raises CkptkitError when it is not the dense tensor that the metadata promises.
+        """
+        found = reader.loaded(self.byte_range) if reader else None
+        return self.tensor_in(bytes_of(self._read() if found is None else found), dtype, shape)
+
+    def _read(self) -> Tensor:
+        """Its bytes, fewer where the file ends."""
+        try:
+            # The length is what the metadata says: no more memory than the file has bytes.
+            nbytes = max(0, min(self.length, self.path.stat().st_size - self.offset))
+            return read_new(ByteRange(self.path, self.offset, self.offset + nbytes))
+        except OSError as error:
+            raise self.unreadable(error) from error
+
+    def unreadable(self, error: Exception) -> CkptkitError:
+        """What to raise where the file cannot be read."""
+        return CkptkitError(f"{self}: {error}", "the file is missing or damaged; copy it again")
+
+    def tensor_in(self, memory: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        """As `tensor`, from the bytes of the blob: read at once, since what describes the tensor stands at both ends."""
         whole = replace(self, content=memory)
         info, arguments = whole._described(whole.entries(), dtype, shape)
         begin = whole._begin(info)
@@ -86,19 +91,8 @@ class Blob:
             raise self._too_short()
         self.check(info, zlib_ng.crc32(content))
         # torch.save puts storages on multiples of 64 bytes, others may not.
-        flat = elements(tensor_of(memory)[begin : begin + info.file_size], dtype)
-        return torch.as_strided(flat, shape, arguments.stride, flat.storage_offset() + arguments.offset).contiguous()
-
-    def _read(self, memory_of: Callable[[int], memoryview]) -> memoryview:
-        """Its bytes, fewer where the file ends."""
-        try:
-            return memory_of(max(0, min(self.length, self.path.stat().st_size - self.offset)))
-        except OSError as error:
-            raise CkptkitError(f"{self}: {error}", "the file is missing or damaged; copy it again") from error
-
-    def _in_new_memory(self, nbytes: int) -> memoryview:
-        memory = bytes_of(torch.empty(nbytes, dtype=torch.uint8))
-        return memory[: read_into(self.path, memory, self.offset)]
+        flat = elements(tensor_of(memory)[begin : begin + info.file_size], torch_dtype(dtype))
+        return flat.as_strided(shape, arguments.stride, flat.storage_offset() + arguments.offset).contiguous()
 
     def read(self, buffer: memoryview, start: int) -> int:
         """Fills `buffer` from `start`. Returns how many bytes there were."""
@@ -108,7 +102,7 @@ class Blob:
         buffer[: len(found)] = found
         return len(found)
 
-    def extent(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Extent | None:
+    def extent(self, dtype: str, shape: tuple[int, ...]) -> Extent | None:
         """Where the bytes of the saved tensor stand, row by row; None where they stand otherwise. Raises CkptkitError as `tensor`.
 
         A small one is opened when it is read: what describes it stands at both ends, and with it the bytes between are read at once.
@@ -116,27 +110,27 @@ class Blob:
         if self.length <= AT_ONCE:
             return _WholeExtent(self, dtype, shape)
         info, arguments = self._described(self.entries(), dtype, shape)
-        dense = torch.empty(shape, dtype=dtype, device="meta")
-        if arguments.offset or arguments.stride != dense.stride() or info.file_size != dense.nbytes:
+        nbytes = math.prod(shape) * ITEMSIZE[dtype]
+        if arguments.offset or arguments.stride != dense_stride(shape) or info.file_size != nbytes:
             return None
         # torch can be told to leave the checksum out, which it then writes as zero.
         return FileExtent(self.path, self.offset + self._begin(info), info.file_size, info.CRC or None)
 
     def _described(
-        self, entries: Mapping[str, zipfile.ZipInfo], dtype: torch.dtype, shape: tuple[int, ...]
+        self, entries: Mapping[str, zipfile.ZipInfo], dtype: str, shape: tuple[int, ...]
     ) -> tuple[zipfile.ZipInfo, _Strided]:
         """The entry that holds a tensor's storage, and how the tensor lies in it."""
         storage, offset, size, stride = self._tensor_arguments(entries)
         kind = getattr(storage[1], "kind", "").rpartition(".")[2]
-        if kind != STORAGE_OF_DTYPE.get(dtype) or tuple(size) != shape:
+        if kind != STORAGE_CLASS.get(dtype) or tuple(size) != shape:
             raise CkptkitError(
                 f"{self}: holds {list(size)} {kind}, the metadata says {list(shape)} {dtype}",
                 "the checkpoint is damaged",
             )
         info = self.entry(entries, f"data/{storage[2]}")
-        if info.file_size != storage[4] * dtype.itemsize:
+        if info.file_size != storage[4] * ITEMSIZE[dtype]:
             raise CkptkitError(
-                f"{self}: storage of {info.file_size} bytes instead of {storage[4] * dtype.itemsize}",
+                f"{self}: storage of {info.file_size} bytes instead of {storage[4] * ITEMSIZE[dtype]}",
                 "the file is damaged; copy it again",
             )
         return info, _Strided(tuple(stride), offset)
@@ -147,7 +141,7 @@ class Blob:
             with zipfile.ZipFile(_Stream(self)) as archive:
                 found = [info for info in archive.infolist() if info.compress_type == zipfile.ZIP_STORED]
         except (OSError, zipfile.BadZipFile) as error:
-            raise CkptkitError(f"{self}: {error}", "the file is missing or damaged; copy it again") from error
+            raise self.unreadable(error) from error
         return {info.filename.partition("/")[2]: info for info in found}
 
     def entry(self, entries: Mapping[str, zipfile.ZipInfo], name: str) -> zipfile.ZipInfo:
@@ -202,20 +196,29 @@ class Blob:
         return bytes(content)
 
 
+def dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements from one index to the next on each axis of a contiguous tensor, as torch counts them."""
+    return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
+
+
 class _WholeExtent:
     """The bytes of a saved tensor, which is read and checked as a whole, as its first bytes are asked for."""
 
     crc = None
 
-    def __init__(self, blob: Blob, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.path, self.nbytes = blob.path, torch.Size(shape).numel() * dtype.itemsize
-        self._read = partial(blob.borrowed, dtype, shape)
+    def __init__(self, blob: Blob, dtype: str, shape: tuple[int, ...]) -> None:
+        self.path, self.nbytes = blob.path, math.prod(shape) * ITEMSIZE[dtype]
+        self._blob, self._dtype, self._shape = blob, dtype, shape
         self._content = memoryview(b"")
 
-    def view(self, start: int, nbytes: int) -> memoryview:
-        """So many bytes from `start`, until anything else is read by this thread. Raises CkptkitError as `Blob.tensor`."""
+    def read(self, reader: Reader, start: int, nbytes: int) -> memoryview:
+        """Raises CkptkitError as `Blob.tensor`."""
         if not start:
-            self._content = bytes_of(self._read())
+            try:
+                memory = reader.read(self._blob.byte_range)
+            except OSError as error:
+                raise self._blob.unreadable(error) from error
+            self._content = bytes_of(self._blob.tensor_in(memory, self._dtype, self._shape))
         return self._content[start : start + nbytes]
 
 

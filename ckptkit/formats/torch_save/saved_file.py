@@ -10,17 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
 from zlib_ng import zlib_ng
 
+from ckptkit.core.dtypes import DTYPE_OF_STORAGE, ITEMSIZE, torch_dtype
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.torch_save.blob import STORAGE_OF_DTYPE, Blob
+from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.unpickle import Record
 
-_DTYPE_OF_STORAGE = {name: dtype for dtype, name in STORAGE_OF_DTYPE.items()}
+if TYPE_CHECKING:
+    from torch import Tensor
+
 # How torch began a file before its zip format (torch 1.6): a pickle of a magic number (`torch/serialization.py`).
 _OLD_FORMAT = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _PIECE = 1 << 24
@@ -31,7 +32,7 @@ class SavedTensor:
     """Where a tensor lies: its storage's key and, in elements, where it begins in it and its strides."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     storage: str
     offset: int
     stride: tuple[int, ...]
@@ -84,7 +85,7 @@ class SavedFile:
             )
         storage, offset, shape, stride = value.args[:4]
         dtype = (
-            _DTYPE_OF_STORAGE.get(_kind(storage[1]).rpartition(".")[2])
+            DTYPE_OF_STORAGE.get(_kind(storage[1]).rpartition(".")[2])
             if isinstance(storage, tuple) and len(storage) >= 5
             else None
         )
@@ -102,7 +103,7 @@ class SavedFile:
         entry = self._entries.get(f"data/{found.storage}")
         if (
             entry is None
-            or (found.offset + found.reach) * dtype.itemsize > entry.file_size
+            or (found.offset + found.reach) * ITEMSIZE[dtype] > entry.file_size
             or math.prod(shape) > entry.file_size
         ):
             raise CkptkitError(f"{self.path}: the bytes of {name} are not in it", "the file is damaged; copy it again")
@@ -117,14 +118,16 @@ class SavedFile:
 
         Storages may be large and hold many tensors (a buffer of all of a rank's parameters): only this tensor's part is kept.
         """
+        import torch
+
         info = self._entries[f"data/{tensor.storage}"]
-        size = tensor.dtype.itemsize
+        size = ITEMSIZE[tensor.dtype]
         flat = torch.empty(tensor.reach * size, dtype=torch.uint8)
         if flat.numel() != info.file_size and tensor.storage not in self._sound:
             self._check(info)
         self._blob.read_into(info, memoryview(flat.numpy()), tensor.offset * size)  # type: ignore[arg-type]
         self._sound.add(tensor.storage)
-        return torch.as_strided(flat.view(tensor.dtype), tensor.shape, tensor.stride).contiguous()
+        return flat.view(torch_dtype(tensor.dtype)).as_strided(tensor.shape, tensor.stride).contiguous()
 
     def _check(self, info: Any) -> None:
         """One pass over a storage that is read in parts, for its checksum."""

@@ -9,6 +9,7 @@ always in the 64 bit fields, as torch writes them.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import struct
 from collections import OrderedDict
@@ -17,11 +18,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-from torch._utils import _rebuild_tensor_v2
 from zlib_ng import zlib_ng
 
-from ckptkit.formats.torch_save.blob import STORAGE_OF_DTYPE
+from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS
+from ckptkit.formats.torch_save.blob import dense_stride
 from ckptkit.storage.buffers import cuts
 from ckptkit.storage.write import WrittenFile
 
@@ -83,7 +83,7 @@ class SavedLayout:
     data: _Entry
 
     @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype) -> SavedLayout:
+    def of(cls, shape: Sequence[int], dtype: str) -> SavedLayout:
         """The layout. Raises KeyError for a dtype that torch.save has no storage class for."""
         small: list[tuple[_Entry, bytes]] = []
         for name, content in (
@@ -92,7 +92,7 @@ class SavedLayout:
             ("version", b"3\n"),
         ):
             small.append((_Entry(b"archive/" + name.encode(), small[-1][0].end if small else 0, len(content)), content))
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        nbytes = math.prod(shape) * ITEMSIZE[dtype]
         bare = _Entry(b"archive/data/0", small[-1][0].end, nbytes)
         return cls(tuple(small), _Entry(bare.name, bare.offset, nbytes, -bare.begin % _ALIGNMENT))
 
@@ -148,7 +148,7 @@ class SavedTensor:
 class _Storage:
     """Stands for the storage in the pickle, which refers to it by name."""
 
-    dtype: torch.dtype
+    dtype: str
     elements: int
 
 
@@ -157,22 +157,25 @@ class _Described:
     """Pickles as torch pickles a tensor."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        size = torch.Size(self.shape)
-        stride = torch.empty(size, dtype=self.dtype, device="meta").stride()
-        return _rebuild_tensor_v2, (_Storage(self.dtype, size.numel()), 0, tuple(size), stride, False, OrderedDict())
+        from torch._utils import _rebuild_tensor_v2
+
+        storage = _Storage(self.dtype, math.prod(self.shape))
+        return _rebuild_tensor_v2, (storage, 0, self.shape, dense_stride(self.shape), False, OrderedDict())
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
+        import torch
+
         if isinstance(value, _Storage):
-            return "storage", getattr(torch, STORAGE_OF_DTYPE[value.dtype]), "0", "cpu", value.elements
+            return "storage", getattr(torch, STORAGE_CLASS[value.dtype]), "0", "cpu", value.elements
         return None
 
 
-def _described(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
+def _described(shape: tuple[int, ...], dtype: str) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(_Described(shape, dtype))
     return buffer.getvalue()

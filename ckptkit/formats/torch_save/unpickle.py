@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import io
 import pickle
+from dataclasses import dataclass
 from typing import IO, Any
 
-import torch
+from ckptkit.core.dtypes import ITEMSIZE
 
 
 class Record:
@@ -46,6 +47,16 @@ class Record:
         return f"<{self.kind}>"
 
 
+@dataclass(frozen=True)
+class Dtype:
+    """Stands for a torch.dtype, and prints as it does."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"torch.{self.name}"
+
+
 class Items(dict[Any, Any]):
     """An OrderedDict as a plain dict, on which pickles may still set attributes, as a module's state dict has some."""
 
@@ -56,8 +67,8 @@ class Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):
             return tuple
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        if module == "torch" and name in ITEMSIZE:
+            return Dtype(name)
         if (module, name) == ("collections", "OrderedDict"):
             return Items
         return type(name, (Record,), {"kind": f"{module}.{name}"})

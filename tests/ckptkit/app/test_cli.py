@@ -1,4 +1,4 @@
-"""Bad input, as a new user would try it, through the real command: one clear message, the right exit code, nothing left behind."""
+"""Bad input through the real command: one clear message, the right exit code, nothing left behind."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def only_bin(path: Path) -> str:
 
 
 @pytest.mark.parametrize("damage", [truncated, outside, unknown_type, missing_shard, only_bin])
-def test_damaged_source(
+def test_damaged_source_is_refused_and_nothing_is_left(
     releases: PathOf, copy_of: Callable[[Path], Path], tmp_path: Path, damage: Callable[[Path], str]
 ) -> None:
     source = copy_of(releases("glm4_moe"))
@@ -82,7 +82,7 @@ def test_damaged_source(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["glm4_moe"]
 
 
-def test_paths_that_hold_nothing(tmp_path: Path) -> None:
+def test_path_that_holds_nothing_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     for path, message in (("absent", "does not exist"), ("empty", "the directory is empty"), ("file", "is a file")):
@@ -114,7 +114,9 @@ def test_existing_destination_is_kept(releases: PathOf, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
-def test_disk_that_fills_up(releases: PathOf, converted: PathOf, tmp_path: Path, direction: str) -> None:
+def test_full_disk_ends_the_run_and_leaves_nothing(
+    releases: PathOf, converted: PathOf, tmp_path: Path, direction: str
+) -> None:
     source = releases("glm4_moe") if direction == "to Megatron" else converted("glm4_moe")
     done = ckptkit("convert", source, tmp_path / "out", file_limit=300_000)
     assert done.returncode == 2, done.stderr
@@ -135,7 +137,9 @@ def assert_kept_or_gone(folder: Path, stderr: str) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 @pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
-def test_really_full_disk(releases: PathOf, converted: PathOf, tmp_path: Path, direction: str) -> None:
+def test_full_file_system_keeps_finished_files(
+    releases: PathOf, converted: PathOf, tmp_path: Path, direction: str
+) -> None:
     if subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", tmp_path], check=False, capture_output=True
     ).returncode:
@@ -152,11 +156,14 @@ def test_really_full_disk(releases: PathOf, converted: PathOf, tmp_path: Path, d
 
 
 @pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
-def test_ctrl_c_in_the_middle(releases: PathOf, converted: PathOf, tmp_path: Path, direction: str) -> None:
+def test_ctrl_c_keeps_finished_files(releases: PathOf, converted: PathOf, tmp_path: Path, direction: str) -> None:
     source = releases("glm4_moe") if direction == "to Megatron" else converted("glm4_moe")
     # Tensors are written slowly, so that the signal arrives in the middle.
-    slow = "import time, ckptkit.core.plan as p; f = p.checked; p.checked = lambda *a: (time.sleep(0.2), f(*a))[1]; from ckptkit.app.cli import main; main()"
-    # Where the tests themselves run in the background of a shell, the signal is ignored, and what they start inherits that.
+    slow = (
+        "import time, ckptkit.core.plan as p; f = p.checked; p.checked = lambda *a: (time.sleep(0.2), f(*a))[1];"
+        "from ckptkit.app.cli import main; main()"
+    )
+    # Where the tests run in the background of a shell, the signal is ignored, and what they start inherits that.
     heard = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "-c", slow, "convert", source, tmp_path / "out"],
@@ -187,7 +194,7 @@ def test_ctrl_c_in_the_middle(releases: PathOf, converted: PathOf, tmp_path: Pat
         ["preflight"],
     ],
 )
-def test_bad_usage(arguments: list[str]) -> None:
+def test_bad_usage_exits_2(arguments: list[str]) -> None:
     done = ckptkit(*arguments)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
@@ -200,7 +207,7 @@ def test_dry_run_writes_nothing_and_names_everything(releases: PathOf, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_inspect(releases: PathOf, converted: PathOf) -> None:
+def test_inspect_says_format_tensors_and_arguments(releases: PathOf, converted: PathOf) -> None:
     hf = json.loads(ckptkit("inspect", releases("glm4_moe"), "--json").stdout)
     assert (hf["format"], hf["tensors"], hf["dtypes"]) == ("HF safetensors", 551, {"bfloat16": 541, "float32": 10})
     megatron = json.loads(ckptkit("inspect", converted("glm4_moe"), "--json").stdout)

@@ -1,4 +1,4 @@
-"""What `--dry-run` says that a job will take: bytes and tasks of a plan counted by hand, and words."""
+"""What `--dry-run` says that a run will take: bytes, memory and seconds of a plan, counted by hand."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from click.testing import CliRunner
 
 import ckptkit
 from ckptkit.app.cli import cli
-from ckptkit.app.estimate import Throughput
-from ckptkit.app.execute import How
-from ckptkit.app.forecast import Forecast, Row, forecast, lines, volume_of
-from ckptkit.app.jobs import Job, Output, Work
+from ckptkit.app.forecast import START, Forecast, disk_rates, forecast, forecast_bytes, lines
+from ckptkit.app.plan import ConversionPlan, Output
+from ckptkit.app.run_options import RunOptions
 from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec
-from ckptkit.transfer.copy import IN_FLIGHT, STREAM
+from ckptkit.transfer.copy import STREAM
+from quant.formats.scheme import QuantScheme
 
 MIB = 1 << 20
-RATES = Throughput(2.0, 0.5, 1.0)
+READ, WRITE = 200 * MIB, 100 * MIB  # bytes a second
+STEP = 225 * MIB  # of the plan below: 100 and 50 read, 75 made
+SIZE = "reads 0.241 GB, writes 0.163 GB in 2 files, needs"
 
 
 class Source:
@@ -30,14 +32,14 @@ class Source:
 
     config: ClassVar[dict[str, Any]] = {}
     specs: ClassVar = {
-        name: TensorSpec(name, (size * MIB,), torch.uint8) for name, size in (("a", 100), ("b", 50), ("c", 80))
+        name: TensorSpec(name, (size * MIB,), "uint8") for name, size in (("a", 100), ("b", 50), ("c", 80))
     }
     groups: ClassVar = [("a",), ("b",), ("c",)]
 
-    def places(self, names: object) -> None:
+    def byte_ranges(self, names: object) -> None:
         raise AssertionError("a dry run reads no weights")
 
-    def in_order(self, name: str) -> bool:
+    def is_streamable(self, name: str) -> bool:
         return True
 
     def extents(self, name: str) -> None:
@@ -56,100 +58,116 @@ class TwoFiles:
         return {"1": 75 * MIB + 10, "2": 80 * MIB + 10}[file]
 
 
-def planned() -> Work:
-    halved = Step(("a", "b"), (TensorSpec("ab", (75 * MIB,), torch.uint8),), list, "halve")
-    view = View(Source(), Plan((halved, identity(Source.specs["c"])), Source.specs))
-    return SimpleNamespace(
-        outputs=(Output(view, TwoFiles()),),
-        files=lambda: dict.fromkeys("12", Output(view, TwoFiles())),
-        dequantized=None,
-    )  # type: ignore[arg-type,return-value]
+def plan_of(*steps: Step) -> ConversionPlan:
+    """A plan of these steps into two files."""
+    view = View(Source(), Plan(steps, [name for step in steps for name in step.inputs]))
+    output = Output(view, TwoFiles())
+    files = dict.fromkeys("12", output)
+    return SimpleNamespace(outputs=(output,), files=lambda: files)  # type: ignore[return-value]
 
 
-def test_bytes_of_a_plan() -> None:
-    volume = volume_of(planned(), IN_FLIGHT)
-    assert (volume.read, list(volume.files), volume.plain) == (230 * MIB, [75 * MIB + 10, 80 * MIB + 10], 230 * MIB)
-    assert volume.step == 225 * MIB  # 100 and 50 read, 75 made
-    assert volume.process > 50 * MIB
+HALVED = Step(("a", "b"), (TensorSpec("ab", (75 * MIB,), "uint8"),), list, "halve")
+PLAN = plan_of(HALVED, identity(Source.specs["c"]))
 
 
-@pytest.mark.parametrize(("in_order", "held"), [(True, STREAM), (False, 80 * MIB)])
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk of known speed, and a process that holds nothing after planning."""
+    monkeypatch.setattr("ckptkit.app.forecast.disk_rates", lambda directory: (READ, WRITE))
+    monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=0))
+
+
+def test_bytes_of_a_plan_are_its_inputs_and_its_files() -> None:
+    found = forecast_bytes(RunOptions("convert", "src", "dst"), PLAN)
+    assert (found.read, found.written, found.files) == (230 * MIB, 155 * MIB + 20, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "memory"),
+    [
+        ({"workers": 1}, STREAM + 2 * STEP),  # a thread's buffers; one step that is computed, one that waits
+        ({"workers": 3}, 3 * STREAM + 512 * MIB),  # the limit of what is in flight
+        ({"workers": 1, "memory": 1}, STREAM + STEP),  # a single step that is larger than the limit
+        ({"workers": 3, "ray": "auto"}, STREAM + 2 * STEP),  # of one worker
+    ],
+)
+def test_memory_is_buffers_and_steps_in_flight(options: dict[str, Any], memory: int) -> None:
+    assert forecast_bytes(RunOptions("convert", "src", "dst", **options), PLAN).memory == memory
+
+
+def test_threads_nobody_asked_for_have_buffers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.app.forecast.threads", lambda memory: 5)
+    assert forecast_bytes(RunOptions("convert", "src", "dst"), PLAN).memory == 5 * STREAM + 512 * MIB
+
+
+@pytest.mark.parametrize(("streamable", "held"), [(True, STREAM), (False, 80 * MIB)])
 def test_a_tensor_is_held_unless_its_bytes_stand_in_files_in_order(
-    monkeypatch: pytest.MonkeyPatch, in_order: bool, held: int
+    monkeypatch: pytest.MonkeyPatch, streamable: bool, held: int
 ) -> None:
     monkeypatch.setattr(Source, "groups", [("c",)])
-    monkeypatch.setattr(Source, "in_order", lambda self, name: in_order)
-    view = View(Source(), Plan((identity(Source.specs["c"]),), ["c"]))
-    work = SimpleNamespace(outputs=(Output(view, TwoFiles()),), files=lambda: {"2": Output(view, TwoFiles())})  # type: ignore[arg-type]
-    assert volume_of(work, IN_FLIGHT).step == held  # type: ignore[arg-type]
+    monkeypatch.setattr(Source, "is_streamable", lambda self, name: streamable)
+    found = forecast_bytes(RunOptions("convert", "src", "dst", workers=1), plan_of(identity(Source.specs["c"])))
+    assert found.memory == STREAM + 2 * held
 
 
-def test_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("ckptkit.app.forecast.measure_throughput", lambda directory, steps: RATES)
-    found = forecast(Job("convert", "src"), planned(), How(tmp_path / "made" / "later" / "dst", workers=3))
-    assert (found.read, found.written, found.files, found.directory, found.reason) == (
-        230 * MIB,
-        155 * MIB + 20,
-        2,
-        str(tmp_path),
-        None,
-    )
-    assert [(row.ray, row.nodes, row.workers, row.tasks) for row in found.rows] == [
-        (False, 1, 1, 2),
-        (False, 1, 2, 2),
-        (False, 1, 3, 2),
-        (True, 4, 3, 2),
-        (True, 16, 3, 2),
-    ]
-    # A thread more than one takes a step more, up to the limit of what is in flight.
-    assert found.rows[1].memory - found.rows[0].memory == STREAM + IN_FLIGHT - 2 * 225 * MIB
+def test_seconds_are_those_of_the_disk(tmp_path: Path) -> None:
+    found = forecast(RunOptions("convert", "src", tmp_path / "made" / "later" / "dst"), PLAN)
+    assert found.seconds == pytest.approx(START + 230 / 200 + 155 / 100, abs=0.01)
+    assert found.reason is None
 
 
-def test_threads_beside_those_that_compute_have_buffers_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("ckptkit.app.forecast.measure_throughput", lambda directory, steps: RATES)
+def test_seconds_of_a_search_are_those_of_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("ckptkit.app.forecast.search_rate", lambda scheme: MIB)
     monkeypatch.setattr("ckptkit.app.forecast.cores", lambda: 2)
-    monkeypatch.setattr("ckptkit.app.forecast.threads", lambda memory: 5)
-    unasked, asked = (
-        forecast(Job("convert", "src"), planned(), How(tmp_path / "dst", workers=workers)).rows for workers in (None, 2)
+    scheme = QuantScheme(32, "minmax", search="mse")
+    seconds = [
+        forecast(RunOptions("quantize", "src", tmp_path / "dst", scheme=scheme, workers=workers), PLAN).seconds
+        for workers in (None, 1, 8)
+    ]
+    assert seconds == [pytest.approx(START + 230 / cores) for cores in (2, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (RunOptions("convert", "src", "s3://bucket/dst"), "the network is not measured"),
+        (RunOptions("convert", "hf://model", Path("/tmp/dst")), "the network is not measured"),
+        (RunOptions("convert", "src", Path("/tmp/dst"), ray="auto"), "the cluster is not measured"),
+    ],
+)
+def test_no_time_where_this_machine_does_not_decide(options: RunOptions, reason: str) -> None:
+    size, time = lines(forecast(options, PLAN))
+    assert size.startswith(SIZE)
+    assert time == f"no estimate of time: {reason}"
+
+
+def test_no_time_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.app.forecast.disk_rates", disk_rates)
+    assert lines(forecast(RunOptions("convert", "src", Path("/proc/dst")), PLAN))[1].startswith(
+        "no estimate of time: /proc: "
     )
-    assert [(one.workers, one.memory - other.memory) for one, other in zip(unasked, asked, strict=True)][:2] == [
-        (1, 0),
-        (2, 3 * STREAM),
+
+
+def test_measuring_the_disk_leaves_nothing_there(tmp_path: Path) -> None:
+    assert all(1e6 < rate < 1e12 for rate in disk_rates(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(599.4, "599 s"), (660.0, "11 min")])
+def test_long_times_are_in_minutes(seconds: float, words: str) -> None:
+    assert lines(Forecast(10**9, 2 * 10**9, 1, 1_240_000_000, seconds)) == [
+        "reads 1.000 GB, writes 2.000 GB in 1 file, needs 1.2 GB of memory",
+        f"takes about {words}",
     ]
 
 
-@pytest.mark.parametrize(("src", "dst"), [("src", "s3://bucket/dst"), ("hf://model", Path("/tmp/dst"))])
-def test_no_estimate_over_the_network(src: str, dst: str | Path) -> None:
-    found = forecast(Job("convert", src), planned(), How(dst))
-    assert lines(found) == [
-        "reads 0.241 GB, writes 0.163 GB in 2 files",
-        "no estimate of time and memory: the network is not measured",
-    ]
-
-
-def test_no_estimate_where_nothing_can_be_written() -> None:
-    assert lines(forecast(Job("convert", "src"), planned(), How(Path("/proc/dst"))))[1].startswith(
-        "no estimate of time and memory: /proc: "
-    )
-
-
-def test_words() -> None:
-    rows = (Row(False, 1, 1, 1, 1_240_000_000, 599.4, "storage"), Row(True, 4, 2, 9, 900_000_000, 660.0, "processor"))
-    assert lines(Forecast(10**9, 2 * 10**9, 1, "/data", RATES, rows)) == [
-        "reads 1.000 GB, writes 2.000 GB in 1 file",
-        "estimate from a quick measurement in /data (read 2.00, write 1.00, a core 0.50 GB/s):",
-        "  1 worker here: 599 s, bound by storage, 1.2 GB of memory",
-        "  Ray, 4 such nodes of 2 workers, 9 tasks: 11 min, bound by processor, 0.9 GB of memory a worker",
-    ]
-
-
-def test_only_a_dry_run_has_one(small_release: Path, tmp_path: Path) -> None:
+def test_only_a_dry_run_has_a_forecast(small_release: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["convert", str(small_release), str(tmp_path / "out"), "--dry-run", "--json"])
     found = json.loads(done.stdout)["forecast"]
     stored = json.loads((small_release / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
     assert found["read"] == stored
     assert found["reason"] is None
-    assert found["rows"][-1]["nodes"] == 16
+    assert found["seconds"] > START
     assert list(tmp_path.iterdir()) == []
     assert ckptkit.convert(small_release, tmp_path / "out").forecast is None
     assert found["written"] == sum(file.stat().st_size for file in (tmp_path / "out" / "release").glob("*.distcp"))

@@ -61,7 +61,8 @@ def test_other_weights_are_named(tmp_path: Path, files: list[str], hint: str, co
     [
         (
             "consolidated.safetensors",
-            "consolidated.safetensors is Mistral's own format: take the model-*.safetensors of the release and their index",
+            "consolidated.safetensors is Mistral's own format: "
+            "take the model-*.safetensors of the release and their index",
         ),
         (
             "model-00001-of-00002.safetensors",

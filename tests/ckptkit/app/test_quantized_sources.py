@@ -122,7 +122,7 @@ def test_a_config_with_a_model_inside(tmp_path: Path) -> None:
     """The dtype is corrected where it is stated, and `quantization_config` goes wherever it stands."""
     text = {"hidden_size": 4, "torch_dtype": "float8_e4m3fn", "quantization_config": FP8}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": text}))
-    write_config(tmp_path, {"model_type": "x"}, {"a": TensorSpec("a", (2,), torch.bfloat16)})
+    write_config(tmp_path, {"model_type": "x"}, {"a": TensorSpec("a", (2,), "bfloat16")})
     assert json.loads((tmp_path / "config.json").read_text()) == {
         "model_type": "x",
         "text_config": {"hidden_size": 4, "torch_dtype": "bfloat16"},

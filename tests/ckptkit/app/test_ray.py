@@ -1,4 +1,4 @@
-"""On a Ray cluster of several nodes the same bytes are written, whatever the number of workers and whatever is lost on the way."""
+"""On a Ray cluster the same bytes are written, whatever the number of workers and whatever is lost on the way."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from processes import environment
 from ckptkit.app import on_ray
 from ckptkit.app.api import convert, int4_scheme, quantize
 from ckptkit.app.cli import main
-from ckptkit.app.jobs import Job, planned
-from ckptkit.app.on_ray import Run, batches_of, digest_of, write_batch
+from ckptkit.app.on_ray import TaskInput, batches_of, digest_of, write_batch
+from ckptkit.app.plan import make_plan
+from ckptkit.app.run_options import RunOptions
 from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer.files import FilesWriter
 from ckptkit.transfer.journal import JOURNAL, Journal
 from ckptkit.transfer.ray import tasks as ray_tasks
-from verify.evidence.on_ray import Told, look_at
+from verify.evidence import on_ray as values_on_ray
 from verify.run import verify
 
 ray = pytest.importorskip("ray")
@@ -44,7 +45,7 @@ Write = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Three nodes with four CPUs; this process is connected to the first, so that the workers are the same for all tests."""
+    """Three nodes with four CPUs. This process is connected to the first, so all tests have the same workers."""
     from ray.cluster_utils import Cluster
 
     store = {"object_store_memory": 80_000_000}
@@ -72,7 +73,9 @@ def to_megatron(releases: PathOf, converted: PathOf) -> Write:
 
 def ways(releases: PathOf, converted: PathOf) -> dict[str, Write]:
     return {
-        "to Megatron": lambda out, **how: convert(releases("qwen3_moe"), out, file_bytes=FILE_BYTES, **how) and None,
+        "to Megatron": lambda out, **how: (
+            convert(releases("qwen3_moe"), out, max_shard_size=FILE_BYTES, **how) and None
+        ),
         "to HF": lambda out, **how: convert(converted("qwen3_moe"), out, **how) and None,
         "to INT4": lambda out, **how: quantize(releases("qwen3_moe"), out, int4_scheme(group_size=32), **how) and None,
     }
@@ -125,7 +128,7 @@ def test_a_coordinator_that_is_killed_is_resumed(
             "convert",
             releases("qwen3_moe"),
             out,
-            "--file-bytes",
+            "--max-shard-size",
             FILE_BYTES,
             "--ray",
             cluster.address,
@@ -161,7 +164,6 @@ def test_an_error_in_a_task_ends_the_run_as_it_does_without_ray(
     file.write_bytes(damaged)
 
     # What the command does to a process of its own.
-    monkeypatch.setattr("ckptkit.app.cli._NOT_NEEDED", ())
     monkeypatch.setattr("gc.set_threshold", lambda *numbers: None)
 
     def failing(*options: str) -> str:
@@ -268,93 +270,96 @@ def test_without_a_cpu_in_the_cluster_there_is_no_waiting_for_one() -> None:
 
 
 @pytest.fixture
-def run(releases: PathOf, tmp_path: Path) -> Run:
-    """What tasks are told."""
-    job = Job("convert", str(releases("qwen3_moe")), file_bytes=FILE_BYTES)
+def task(releases: PathOf, tmp_path: Path) -> TaskInput:
+    """What every task of a run gets."""
+    options = RunOptions(
+        "convert", str(releases("qwen3_moe")), tmp_path / "out", max_shard_size=FILE_BYTES, memory=1 << 20
+    )
     (tmp_path / "out.partial" / JOURNAL).mkdir(parents=True)
     (tmp_path / "out.partial" / JOURNAL / "run-1").touch()
-    return Run(job, tmp_path / "out.partial", "run-1", job.asked()["source"], digest_of(planned(job)), 1 << 20)
+    source = options.identity(options.local_sources())["source"]
+    return TaskInput(options, tmp_path / "out.partial", "run-1", source, digest_of(make_plan(options)))
 
 
-def test_a_task_writes_and_records_its_files_and_no_others(run: Run) -> None:
-    write_batch(run, ["release/__0_1.distcp", "release/__0_3.distcp"])
-    written = sorted(path.name for path in (run.partial / "release").iterdir())
+def test_a_task_writes_and_records_its_files_and_no_others(task: TaskInput) -> None:
+    write_batch(task, ["release/__0_1.distcp", "release/__0_3.distcp"])
+    written = sorted(path.name for path in (task.partial / "release").iterdir())
     assert written == ["__0_1.distcp", "__0_3.distcp"]
-    assert sorted(path.name for path in recorded(run.partial.with_name("out"))) == written
+    assert sorted(path.name for path in recorded(task.partial.with_name("out"))) == written
 
 
-def test_a_node_that_does_not_see_the_destination_is_named(run: Run) -> None:
-    elsewhere = run.partial.with_name("elsewhere.partial")
+def test_a_node_that_does_not_see_the_destination_is_named(task: TaskInput) -> None:
+    elsewhere = task.partial.with_name("elsewhere.partial")
     with pytest.raises(
         CkptkitError,
         match=r"node \S+ does not see \S+elsewhere.partial of the coordinator\n.*a file system that all nodes share",
     ):
-        write_batch(replace(run, partial=elsewhere), ["release/__0_1.distcp"])
+        write_batch(replace(task, partial=elsewhere), ["release/__0_1.distcp"])
     assert not elsewhere.exists()
 
 
 def test_a_worker_that_was_thought_dead_does_not_bring_the_destination_back(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    task: TaskInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = Journal.record
 
     def last(self: Journal, *arguments: Any) -> None:
         record(self, *arguments)
-        run.partial.rename(run.partial.with_name("out"))
+        task.partial.rename(task.partial.with_name("out"))
 
     monkeypatch.setattr(Journal, "record", last)
     with pytest.raises(FileNotFoundError):
-        write_batch(run, ["release/__0_1.distcp", "release/__0_2.distcp"])
-    assert not run.partial.exists()
+        write_batch(task, ["release/__0_1.distcp", "release/__0_2.distcp"])
+    assert not task.partial.exists()
 
 
 def test_a_task_of_a_run_that_was_killed_writes_nothing_into_the_output_of_the_next(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    task: TaskInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Ray's workers may outlive a coordinator that is killed, and its lock does not: by then another run has begun at the destination.
+    # Ray's workers may outlive a coordinator that is killed, and its lock does not: another run may have begun.
     opened = FilesWriter._opened
 
     def while_the_next_run_begins(self: FilesWriter, file: str) -> Any:
         found = opened(self, file)
-        Journal(run.partial).end_dead_runs()
+        Journal(task.partial).end_dead_runs()
         return found
 
     monkeypatch.setattr(FilesWriter, "_opened", while_the_next_run_begins)
     with pytest.raises(CkptkitError, match="the run that this task was part of has ended"):
-        write_batch(run, ["release/__0_1.distcp"])
-    assert list((run.partial / "release").iterdir()) == []
-    assert recorded(run.partial.with_name("out")) == []
+        write_batch(task, ["release/__0_1.distcp"])
+    assert list((task.partial / "release").iterdir()) == []
+    assert recorded(task.partial.with_name("out")) == []
 
 
 def test_a_task_that_has_begun_when_its_run_fails_is_kept_for_the_next(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    task: TaskInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = FilesWriter._opened
 
     def while_the_run_fails(self: FilesWriter, file: str) -> Any:
-        Journal(run.partial).stop_run(run.token)
+        Journal(task.partial).stop_run(task.token)
         return opened(self, file)
 
     monkeypatch.setattr(FilesWriter, "_opened", while_the_run_fails)
-    write_batch(run, ["release/__0_1.distcp"])
-    assert [path.name for path in recorded(run.partial.with_name("out"))] == ["__0_1.distcp"]
+    write_batch(task, ["release/__0_1.distcp"])
+    assert [path.name for path in recorded(task.partial.with_name("out"))] == ["__0_1.distcp"]
     with pytest.raises(CkptkitError, match="does not see"):
-        write_batch(run, ["release/__0_2.distcp"])
+        write_batch(task, ["release/__0_2.distcp"])
 
 
 @pytest.mark.parametrize("different", ["source", "plan"])
-def test_a_node_that_sees_another_source_is_named(run: Run, different: str) -> None:
+def test_a_node_that_sees_another_source_is_named(task: TaskInput, different: str) -> None:
     with pytest.raises(CkptkitError, match=r"node \S+ sees other files at \S+qwen3_moe than the coordinator"):
-        write_batch(replace(run, **{different: "0" * 64}), ["release/__0_1.distcp"])
-    assert not (run.partial / "release").exists()
+        write_batch(replace(task, **{different: "0" * 64}), ["release/__0_1.distcp"])
+    assert not (task.partial / "release").exists()
 
 
 def test_a_node_that_sees_another_checkpoint_is_named(releases: PathOf) -> None:
-    told = Told(releases("qwen3_moe"), releases("qwen2-tied"), None, stored=False, files="0" * 64)
+    task = values_on_ray.TaskInput(releases("qwen3_moe"), releases("qwen2-tied"), None, stored=False, files="0" * 64)
     with pytest.raises(
         CkptkitError, match=r"node \S+ sees other files at \S+qwen3_moe or \S+qwen2-tied than the coordinator"
     ):
-        look_at(told, ["model.norm.weight"])
+        values_on_ray.look_at(task, ["model.norm.weight"])
 
 
 def test_files_that_did_not_arrive_are_missed(
@@ -371,24 +376,24 @@ def test_files_that_did_not_arrive_are_missed(
         to_megatron(tmp_path / "out", ray=cluster.address)
 
 
-def test_a_file_that_arrived_in_part_is_missed(run: Run) -> None:
-    work = planned(run.job)
-    write_batch(run, list(work.files()))
-    on_ray._check_written(work, run.partial, Journal(run.partial))
-    file = run.partial / "release/__0_2.distcp"
+def test_a_file_that_arrived_in_part_is_missed(task: TaskInput) -> None:
+    plan = make_plan(task.options)
+    write_batch(task, list(plan.files()))
+    on_ray._check_written(plan, task.partial, Journal(task.partial))
+    file = task.partial / "release/__0_2.distcp"
     size = file.stat().st_size
     os.truncate(file, size - 1)
     with pytest.raises(CkptkitError, match=rf"__0_2.distcp has {size - 1} bytes instead of {size}"):
-        on_ray._check_written(work, run.partial, Journal(run.partial))
+        on_ray._check_written(plan, task.partial, Journal(task.partial))
 
 
-def test_small_files_are_cut_into_several_tasks_a_worker(run: Run) -> None:
-    work = planned(run.job)
+def test_small_files_are_cut_into_several_tasks_a_worker(task: TaskInput) -> None:
+    plan = make_plan(task.options)
     for workers in (1, 2, 4):
-        batches = batches_of(work, workers)
-        assert min(len(work.files()), 16 * workers) <= len(batches) <= 32 * workers
-        assert [file for batch in batches for file in batch.files] == list(work.files())
-        assert sum(batch.nbytes for batch in batches) == sum(work.outputs[0].files.size(file) for file in work.files())
+        batches = batches_of(plan, workers)
+        assert min(len(plan.files()), 16 * workers) <= len(batches) <= 32 * workers
+        assert [file for batch in batches for file in batch.files] == list(plan.files())
+        assert sum(batch.nbytes for batch in batches) == sum(plan.outputs[0].files.size(file) for file in plan.files())
 
 
 @pytest.mark.parametrize(
@@ -421,7 +426,7 @@ def midway(
 ) -> Iterator[tuple[Path, Future[None], list[int]]]:
     """Catches a run when some of its files are finished and some are not, and stops all workers while the block runs.
 
-    Yields the destination, the run, and the processes of those workers that are at a task, on the nodes of the raylets `below`.
+    Yields the destination, the run, and the workers that are at a task, on the nodes of the raylets `below`.
     A run that ended before it was caught is followed by another.
     """
     with ThreadPoolExecutor(1) as pool:

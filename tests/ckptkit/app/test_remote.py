@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from ckptkit.formats.hf.reader import HfCheckpoint, read_shard
 from ckptkit.formats.hf.remote import check_unchanged, opened
 from ckptkit.formats.hf.side_files import side_files
 from ckptkit.storage import url as store
-from ckptkit.storage.remote_file import size_of
+from ckptkit.storage.directory import Directory
 
 BIG = torch.arange(30_000, dtype=torch.int32).reshape(100, 300)
 SMALL = torch.tensor([1.5, -2.0]).to(torch.bfloat16)
@@ -45,21 +44,22 @@ def test_tensors_config_and_side_files_are_those_of_the_release(releases: PathOf
     source = releases("qwen2-tied")
     bucket.put_directory(source, "models/qwen")
     with opened(bucket.url("models/qwen")) as here:
-        assert here.name == "qwen"
+        assert here.path.name == "qwen"
+        assert str(here) == bucket.url("models/qwen")
         assert locate(here).kind == "hf"
         checkpoint = HfCheckpoint(here)
         assert checkpoint.config == json.loads((source / "config.json").read_text())
         expected = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
         assert set(checkpoint.specs) == set(expected)
         assert all(torch.equal(checkpoint.read([name])[name], tensor) for name, tensor in expected.items())
-        assert list(side_files(here)) == list(side_files(source))
-        assert all((here / path).read_bytes() == (source / path).read_bytes() for path in side_files(source))
-    assert not here.exists()
+        assert list(side_files(here.path)) == list(side_files(source))
+        assert all((here.path / path).read_bytes() == (source / path).read_bytes() for path in side_files(source))
+    assert not here.path.exists()
 
 
 def test_a_path_of_this_machine_is_left_as_it_is(two: Path) -> None:
     with opened(two) as here:
-        assert here == two
+        assert here == Directory(two)
         check_unchanged(here)
     assert two.exists()
 
@@ -134,14 +134,14 @@ def test_what_was_written_meanwhile_is_noticed(two: Path, bucket: Bucket, key: s
             check_unchanged(here)
 
 
-def test_a_stand_in_is_never_taken_for_weights(two: Path, bucket: Bucket, tmp_path: Path) -> None:
+def test_headers_brought_here_are_never_taken_for_weights(two: Path, bucket: Bucket) -> None:
     bucket.put_directory(two, "two")
     with opened(bucket.url("two")) as here:
-        assert size_of(here / "1.safetensors") == (two / "1.safetensors").stat().st_size
-        shutil.copytree(here, tmp_path / "copied", ignore=shutil.ignore_patterns(".ckptkit-remote"))
-    assert size_of(two / "1.safetensors") == (two / "1.safetensors").stat().st_size
-    with pytest.raises(CkptkitError, match="the header promises"):
-        read_shard(tmp_path / "copied/1.safetensors")
+        size = (two / "1.safetensors").stat().st_size
+        assert here.size("1.safetensors") == Directory(two).size("1.safetensors") == size
+        assert (here.path / "1.safetensors").stat().st_size < size
+        with pytest.raises(CkptkitError, match="the header promises"):
+            read_shard(here.path / "1.safetensors")
 
 
 def test_hidden_files_and_weights_in_other_formats_stay_there(two: Path, bucket: Bucket) -> None:
@@ -157,9 +157,7 @@ def test_hidden_files_and_weights_in_other_formats_stay_there(two: Path, bucket:
         bucket.put(f"two/{key}", b"{}")
     with opened(bucket.url("two")) as here:
         found = {
-            str(path.relative_to(here)): path.stat().st_size
-            for path in here.rglob("*")
-            if path.is_file() and path.name != ".ckptkit-remote"
+            str(path.relative_to(here.path)): path.stat().st_size for path in here.path.rglob("*") if path.is_file()
         }
     assert sorted(found) == [
         "1.safetensors",
@@ -180,7 +178,7 @@ def test_errors_name_the_url(two: Path, bucket: Bucket) -> None:
     with pytest.raises(CkptkitError) as error, opened(bucket.url("two")) as here:
         HfCheckpoint(here)
     assert error.value.message.startswith(f"{bucket.url('two')}/config.json is not valid JSON")
-    assert not here.exists()
+    assert not here.path.exists()
 
 
 @pytest.mark.parametrize(
@@ -221,7 +219,7 @@ def test_other_stores_of_fsspec_do_too(two: Path) -> None:
     for url in (f"file://{two}", "memory://stored/two"):
         with opened(url) as here:
             checkpoint = HfCheckpoint(here)
-            assert here != two
+            assert here.path != two
             assert torch.equal(checkpoint.read(["big"])["big"], BIG)
     memory.rm("/stored", recursive=True)
 

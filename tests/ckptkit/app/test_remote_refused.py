@@ -1,4 +1,4 @@
-"""What goes wrong with URLs in convert, quantize and the other verbs: one error each, with the next move, and nothing half written anywhere."""
+"""What goes wrong with URLs: one error each, with the next move, and nothing half written anywhere."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""convert, quantize and inspect with URLs, against a real S3 server and a hub: the same bytes as on a disk, and nothing half written anywhere."""
+"""convert, quantize and inspect with URLs, against a real S3 server and a hub: the same bytes as on a disk."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,10 +10,11 @@ from typing import Any
 import models
 import pytest
 from fake_hub import fake_hub
+from processes import ckptkit
 from remote_servers import Bucket
 
 from ckptkit.app.api import convert, inspect, int4_scheme, model_arguments, quantize
-from ckptkit.app.cli import cli
+from ckptkit.app.cli import conversion
 from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer import files
 from ckptkit.transfer.journal import Journal
@@ -31,12 +29,6 @@ def megatron(small_release: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     root = tmp_path_factory.mktemp("megatron") / "qwen-megatron"
     convert(small_release, root)
     return root
-
-
-def ckptkit(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command."""
-    words = [sys.executable, "-m", "ckptkit", *map(str, arguments)]
-    return subprocess.run(words, env=os.environ | variables, capture_output=True, text=True, check=False)
 
 
 def content(root: Path) -> dict[str, Any]:
@@ -184,9 +176,8 @@ def test_a_run_from_a_url_that_was_written_since_does_not_go_on(cut_off: Path, s
 
 
 def test_the_command_line_leaves_urls_as_they_are() -> None:
-    command = cli.commands["convert"].make_context(
-        "convert", ["s3://a//b/", "gs://c", "--hf", "hf://d/e", "--like", "file:///f"]
-    )
+    words = ["s3://a//b/", "gs://c", "--hf", "hf://d/e", "--like", "file:///f"]
+    command = conversion.convert.make_context("convert", words)
     assert [command.params[name] for name in ("src", "dst", "hf", "like")] == [
         "s3://a//b/",
         "gs://c",

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 from fixture_types import PathOf
 
-from ckptkit.app import api, options
+from ckptkit.app import api
 from ckptkit.app.api import convert
-from ckptkit.app.cli import cli
+from ckptkit.app.cli import cli, options
 from ckptkit.core.errors import CkptkitError
 from verify.run import verify
 
@@ -85,7 +85,7 @@ def test_convert_without_such_options_still_works(releases: PathOf, tmp_path: Pa
         "1",
         "--memory",
         "512MB",
-        "--file-bytes",
+        "--max-shard-size",
         "5GB",
     )
     assert (tmp_path / "out/release/.metadata").exists()
@@ -112,10 +112,10 @@ def test_hf_where_nothing_is_megatron_is_refused(verb: str, releases: PathOf, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dtype_and_file_bytes_have_an_effect_beside_quantize(converted: PathOf, tmp_path: Path) -> None:
+def test_dtype_and_shard_size_beside_quantize_have_an_effect(converted: PathOf, tmp_path: Path) -> None:
     words = ["--quantize", "w4a16", "--group-size", "32"]
     run("convert", converted("qwen2-tied"), tmp_path / "plain", *words)
-    run("convert", converted("qwen2-tied"), tmp_path / "other", *words, "--dtype", "float16", "--file-bytes", "1MB")
+    run("convert", converted("qwen2-tied"), tmp_path / "other", *words, "--dtype", "float16", "--max-shard-size", "1MB")
     dtypes = [set(api.inspect(tmp_path / name)["dtypes"]) for name in ("plain", "other")]
     assert dtypes == [{"bfloat16", "int32", "int64"}, {"float16", "int32", "int64"}]
     files = [len(list((tmp_path / name).glob("*.safetensors"))) for name in ("plain", "other")]

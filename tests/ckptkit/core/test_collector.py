@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import textwrap
 import weakref
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import environment
+from processes import python
 
 from ckptkit.app.api import quantize
 from ckptkit.core.collector import import_apart, uncollected
@@ -124,6 +123,5 @@ def test_nothing_is_left_of_a_plan(
     else:
         source = tmp_path / "int4"
         quantize(releases("qwen2-untied"), source, QuantScheme(32, "qmax7"))
-    words = [sys.executable, "-c", LEFT, str(source), str(tmp_path / "target"), "yes" if to_int4 else "no"]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    done = python("-c", LEFT, source, tmp_path / "target", "yes" if to_int4 else "no")
     assert (done.returncode, done.stdout, done.stderr) == (0, "True 0\n", "")

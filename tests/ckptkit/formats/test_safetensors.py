@@ -40,7 +40,7 @@ def test_reads_what_the_library_wrote(tmp_path: Path) -> None:
 
 
 def test_library_reads_what_it_writes(tmp_path: Path) -> None:
-    specs = {name: TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()}
+    specs = {name: TensorSpec.of(name, tensor) for name, tensor in TENSORS.items()}
     writer = FilesWriter(
         tmp_path,
         SafetensorsFiles(specs, {"one.safetensors": ["b", "a"], "two.safetensors": ["scalar", "empty", "fp8"]}),
@@ -63,7 +63,7 @@ def test_library_reads_what_it_writes(tmp_path: Path) -> None:
 
 def test_writer_refuses_an_unwritten_tensor_a_second_write_and_a_wrong_one(tmp_path: Path) -> None:
     writer = FilesWriter(
-        tmp_path, SafetensorsFiles({"a": TensorSpec("a", (3, 4), torch.float32)}, {"model.safetensors": ["a"]})
+        tmp_path, SafetensorsFiles({"a": TensorSpec("a", (3, 4), "float32")}, {"model.safetensors": ["a"]})
     )
     with pytest.raises(CkptkitError, match=r"1 tensor\(s\) were never written: a"):
         writer.finish()
@@ -76,7 +76,7 @@ def test_writer_refuses_an_unwritten_tensor_a_second_write_and_a_wrong_one(tmp_p
 
 
 def test_shards_are_cut_by_size_and_named_as_hf_does() -> None:
-    specs = {name: TensorSpec(name, (100,), torch.uint8) for name in "abcde"}
+    specs = {name: TensorSpec(name, (100,), "uint8") for name in "abcde"}
     assert cut_shards(specs, limit=250) == {
         "model-00001-of-00003.safetensors": ["a", "b"],
         "model-00002-of-00003.safetensors": ["c", "d"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,13 +98,17 @@ def test_an_hf_directory_that_also_holds_a_metadata_json(releases: PathOf, copy_
     assert (tmp_path / "megatron/release/.metadata").exists()
 
 
-def test_the_directory_of_the_weights_itself_finds_its_config(
-    converted: PathOf, copy_of: CopyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_convert_from_the_directory_of_the_weights_finds_the_config_beside_it(
+    releases: PathOf, converted: PathOf, copy_of: CopyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = copy_of(converted("qwen2-tied"))
     monkeypatch.chdir(source / "release")
     convert(".", tmp_path / "back")
-    shutil.rmtree(tmp_path / "back")
+    back, release = tmp_path / "back", releases("qwen2-tied")
+    assert (back / "config.json").read_bytes() == (release / "config.json").read_bytes()
+    found, true = models.tensors(back), models.tensors(release)
+    assert found.keys() == true.keys()
+    assert all(torch.equal(found[name], true[name]) for name in true)
 
 
 def test_a_destination_beside_an_iteration_is_fine_and_one_on_its_side_files_is_not(

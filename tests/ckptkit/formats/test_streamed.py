@@ -14,6 +14,7 @@ from fixture_types import PathOf
 
 from ckptkit.app.api import convert, int4_scheme, quantize
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.extents import Reader
 from ckptkit.core.plan import Plan, Step, View
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import Shard
@@ -46,18 +47,18 @@ def flip(path: Path, offset: int) -> None:
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Makes every tensor and chunk large enough, and pieces small. Returns for every piece that is read the file and where the tensor begins."""
     read: list[tuple[str, int]] = []
-    extent_view = raw.FileExtent.view
+    extent_read = raw.FileExtent.read
 
-    def watched(self: raw.FileExtent, start: int, nbytes: int) -> memoryview:
+    def watched(self: raw.FileExtent, reader: Reader, start: int, nbytes: int) -> memoryview:
         read.append((self.path.name, self.offset))
-        return extent_view(self, start, nbytes)
+        return extent_read(self, reader, start, nbytes)
 
     monkeypatch.setattr(copying, "BATCH", 0)
     for module in (buffers, raw):
         monkeypatch.setattr(module, "BUFFER", 8192)
     monkeypatch.setattr(raw, "ARENA", 3 * 4096)
     monkeypatch.setattr(blob, "AT_ONCE", 0)
-    monkeypatch.setattr(raw.FileExtent, "view", watched)
+    monkeypatch.setattr(raw.FileExtent, "read", watched)
     return read
 
 
@@ -85,7 +86,7 @@ def test_what_is_streamed_is_not_read_as_a_tensor(
 ) -> None:
     names: list[str] = []
     read = Shard.read
-    monkeypatch.setattr(Shard, "read", lambda self, name: (names.append(name), read(self, name))[1])
+    monkeypatch.setattr(Shard, "read", lambda self, name, *reader: (names.append(name), read(self, name, *reader))[1])
     convert(releases("qwen2-untied"), tmp_path / "out")
     assert names
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj"}
@@ -96,7 +97,11 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The tensors of a Megatron checkpoint that are read as such."""
     names: list[str] = []
     read = TorchDistCheckpoint.read
-    monkeypatch.setattr(TorchDistCheckpoint, "read", lambda self, wanted: (names.extend(wanted), read(self, wanted))[1])
+    monkeypatch.setattr(
+        TorchDistCheckpoint,
+        "read",
+        lambda self, wanted, *reader: (names.extend(wanted), read(self, wanted, *reader))[1],
+    )
     return names
 
 
@@ -218,12 +223,12 @@ def test_bytes_that_do_not_lie_end_to_end_are_not_streamed() -> None:
 
     places = {"a": place("a", 8, 4), "b": place("b", 16), "c": place("c", 8, 8)}
     specs = {
-        name: TensorSpec(name, (nbytes,), torch.uint8)
+        name: TensorSpec(name, (nbytes,), "uint8")
         for name, nbytes in {"a": 8, "b": 16, "c": 16, "ab": 24, "cb": 32, "1": 8, "2": 8}.items()
     }
     known = {
-        "places": staticmethod(list),
-        "in_order": staticmethod(lambda name: True),
+        "byte_ranges": staticmethod(list),
+        "is_streamable": staticmethod(lambda name: True),
         "extents": staticmethod(places.get),
     }
     source = type("Source", (SimpleNamespace,), known)(
@@ -231,7 +236,7 @@ def test_bytes_that_do_not_lie_end_to_end_are_not_streamed() -> None:
     )
 
     def extents(inputs: tuple[str, ...], outputs: tuple[str, ...], wanted: str) -> list[raw.FileExtent] | None:
-        step = Step(inputs, tuple(specs[name] for name in outputs), list, "", passes=True)
+        step = Step(inputs, tuple(specs[name] for name in outputs), list, "", is_byte_copy=True)
         found = View(source, Plan((step,), inputs)).extents(wanted)  # type: ignore[arg-type]
         return None if found is None else list(found)  # type: ignore[arg-type]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from fixture_types import PathOf
-from processes import environment
+from processes import ckptkit, environment
 
 from ckptkit.app.api import convert, int4_scheme, quantize
 from ckptkit.core.errors import CkptkitError
@@ -59,16 +59,6 @@ def writing(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
             process.send_signal(signal.SIGKILL)
 
 
-def ckptkit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ckptkit", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment(),
-    )
-
-
 def content(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
@@ -80,7 +70,7 @@ def words(request: pytest.FixtureRequest, releases: PathOf, converted: PathOf, t
     if request.param == "to INT4":
         return ["quantize", releases("qwen3_moe"), out, "--group-size", "32"]
     return (
-        ["convert", releases("qwen3_moe"), out, "--file-bytes", "1MB"]
+        ["convert", releases("qwen3_moe"), out, "--max-shard-size", "1MB"]
         if request.param == "to Megatron"
         else ["convert", converted("qwen3_moe"), out]
     )
@@ -120,7 +110,7 @@ def test_lock_of_a_live_run_refuses_every_other_verb_and_option(releases: PathOf
         lambda: quantize(source, out, int4_scheme(group_size=32), overwrite=True),
         lambda: convert(source, tmp_path / "out.partial", overwrite=True),
     ]
-    with writing("convert", source, out, "--file-bytes", "1MB") as process:
+    with writing("convert", source, out, "--max-shard-size", "1MB") as process:
         for call in refused:
             with pytest.raises(CkptkitError, match=f"another run is writing there: pid {process.pid} on "):
                 call()

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ckptkit.app.api import convert, int4_scheme, quantize
-from ckptkit.app.jobs import Job, planned
+from ckptkit.app.plan import make_plan
+from ckptkit.app.run_options import RunOptions
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.plan import Plan, Step, View, identity, moved
+from ckptkit.core.plan import Plan, Step, View, identity, read_and_held
 from ckptkit.core.specs import TensorSpec
 from ckptkit.transfer.copy import IN_FLIGHT, copy, threads
 
@@ -27,7 +28,7 @@ class Numbers:
 
     def __init__(self) -> None:
         self.config: Mapping[str, Any] = {}
-        self.specs = {name: TensorSpec(name, (1000,), torch.uint8) for name in NAMES}
+        self.specs = {name: TensorSpec(name, (1000,), "uint8") for name in NAMES}
         self.groups = [(name,) for name in NAMES]
         self.lock = threading.Lock()
         self.order: list[str] = []
@@ -105,13 +106,13 @@ def test_a_group_larger_than_the_bound_goes_alone() -> None:
 
 def test_memory_counts_what_is_read_through_every_view() -> None:
     source = Numbers()
-    half = Step(("w0", "w1"), (TensorSpec("half", (500,), torch.uint8),), lambda tensors: [tensors[0][:500]], "half")
+    half = Step(("w0", "w1"), (TensorSpec("half", (500,), "uint8"),), lambda tensors: [tensors[0][:500]], "half")
     first = View(source, Plan((half, *(identity(source.specs[name]) for name in NAMES[2:])), source.specs))
     second = View(first, Plan(tuple(identity(spec) for spec in first.specs.values()), first.specs))
-    assert moved(source, ["w0", "w1"]) == (2000, 2000)
-    assert moved(first, ["half"]) == (2000, 500 + 2000)
-    # What passes as it is lies where it was read.
-    assert moved(second, ["half", "w2"]) == (3000, 500 + 3000)
+    assert read_and_held(source, ["w0", "w1"]) == (2000, 2000)
+    assert read_and_held(first, ["half"]) == (2000, 500 + 2000)
+    # A copy lies where it was read.
+    assert read_and_held(second, ["half", "w2"]) == (3000, 500 + 3000)
 
 
 def test_two_that_become_one_are_held_twice() -> None:
@@ -119,21 +120,21 @@ def test_two_that_become_one_are_held_twice() -> None:
     source = Numbers()
     both = Step(
         ("w0", "w1"),
-        (TensorSpec("both", (2000,), torch.uint8),),
+        (TensorSpec("both", (2000,), "uint8"),),
         lambda tensors: [torch.cat(list(tensors))],
         "merge",
-        passes=True,
+        is_byte_copy=True,
     )
     parts = Step(
         ("both",),
         (source.specs["w0"], source.specs["w1"]),
         lambda tensors: list(tensors[0].chunk(2)),
         "split",
-        passes=True,
+        is_byte_copy=True,
     )
     merged = View(source, Plan((both,), ["w0", "w1"]))
-    assert moved(merged, ["both"]) == (2000, 4000)
-    assert moved(View(merged, Plan((parts,), ["both"])), ["w0", "w1"]) == (2000, 4000)
+    assert read_and_held(merged, ["both"]) == (2000, 4000)
+    assert read_and_held(View(merged, Plan((parts,), ["both"])), ["w0", "w1"]) == (2000, 4000)
 
 
 @pytest.mark.parametrize("megatron", [False, True])
@@ -141,9 +142,9 @@ def test_two_that_become_one_are_held_twice() -> None:
 def test_what_is_said_to_lie_in_the_memory_of_what_was_read_does(
     releases: Callable[[str], Path], converted: Callable[[str], Path], name: str, megatron: bool
 ) -> None:
-    view = planned(Job("convert", str((converted if megatron else releases)(name)))).outputs[0].view
+    view = make_plan(RunOptions("convert", str((converted if megatron else releases)(name)), "out")).outputs[0].view
     assert isinstance(view, View)
-    shared = [tensor for tensor in view.specs if view.shares(tensor)]
+    shared = [tensor for tensor in view.specs if view.shares_memory(tensor)]
     assert 10 < len(shared) < len(view.specs)
     for tensor in shared:
         step = view.step(tensor)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
-from processes import TESTS, environment
+from processes import python
 
 
 def test_what_was_killed_and_resumed_is_what_an_undisturbed_run_writes() -> None:
     # In a process of its own, because it forks.
-    words = [sys.executable, str(TESTS / "kills.py"), "--runs", "10"]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    done = python("-m", "kills", "--runs", "10")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["runs"] == 10

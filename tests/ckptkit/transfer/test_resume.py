@@ -27,7 +27,7 @@ def run(request: pytest.FixtureRequest, releases: Callable[[str], Path], convert
         if request.param == "to INT4":
             quantize(source, out, int4_scheme(group_size=32), **options)  # type: ignore[arg-type]
         else:
-            convert(source, out, file_bytes=FILE_BYTES if request.param == "to Megatron" else None, **options)  # type: ignore[arg-type]
+            convert(source, out, max_shard_size=FILE_BYTES if request.param == "to Megatron" else None, **options)  # type: ignore[arg-type]
 
     return go
 
@@ -113,12 +113,12 @@ def test_another_command_is_refused(
 ) -> None:
     source = releases("qwen3_moe")
     with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch):
-        convert(source, tmp_path / "out", file_bytes=FILE_BYTES, workers=1)
+        convert(source, tmp_path / "out", max_shard_size=FILE_BYTES, workers=1)
     before = content(tmp_path / "out.partial")
     with pytest.raises(
-        CkptkitError, match=r"cannot be resumed: its command was .*file-bytes 1000000.* and is .*--dtype float32"
+        CkptkitError, match=r"cannot be resumed: its command was .*max-shard-size 1000000.* and is .*--dtype float32"
     ):
-        convert(source, tmp_path / "out", file_bytes=FILE_BYTES, dtype="float32", resume=True)
+        convert(source, tmp_path / "out", max_shard_size=FILE_BYTES, dtype="float32", resume=True)
     assert content(tmp_path / "out.partial") == before
 
 
@@ -127,11 +127,11 @@ def test_another_source_is_refused(
 ) -> None:
     source = copy_of(releases("qwen3_moe"))
     with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch):
-        convert(source, tmp_path / "out", file_bytes=FILE_BYTES, workers=1)
+        convert(source, tmp_path / "out", max_shard_size=FILE_BYTES, workers=1)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"bos_token_id": 7}))
     with pytest.raises(CkptkitError, match="cannot be resumed: its source was"):
-        convert(source, tmp_path / "out", file_bytes=FILE_BYTES, resume=True)
+        convert(source, tmp_path / "out", max_shard_size=FILE_BYTES, resume=True)
 
 
 def test_resume_and_overwrite_exclude_each_other(releases: Callable[[str], Path], tmp_path: Path) -> None:

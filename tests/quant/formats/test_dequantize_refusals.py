@@ -55,10 +55,9 @@ def mxfp4() -> Tensors:
     }
 
 
-def read_all(quantization: Any, tensors: Tensors) -> None:
+def read_all(quantization: Any, tensors: Tensors) -> Tensors:
     view = dequantized(InMemory({"quantization_config": quantization}, tensors), "here")
-    for names in view.groups:
-        view.read(names)
+    return {name: tensor for names in view.groups for name, tensor in view.read(names).items()}
 
 
 @pytest.mark.parametrize(
@@ -339,10 +338,19 @@ def test_parts_that_do_not_fit(quantization: Any, make: Callable[[], Tensors], c
 
 
 @pytest.mark.parametrize(
-    ("quantization", "make"), [(BLOCK, fp8), (compressed({}), int4), ({"quant_method": "mxfp4"}, mxfp4)]
+    ("quantization", "make", "name", "shape", "value"),
+    [
+        (BLOCK, fp8, "x.weight", (3, 4), 1.0),
+        (compressed({}), int4, "x.weight", (16, 64), -8.0),
+        ({"quant_method": "mxfp4"}, mxfp4, "x", (2, 128, 3), 0.0),
+    ],
 )
-def test_as_they_are_they_fit(quantization: Any, make: Callable[[], Tensors]) -> None:
-    read_all(quantization, make())
+def test_unchanged_parts_are_dequantized(
+    quantization: Any, make: Callable[[], Tensors], name: str, shape: tuple[int, ...], value: float
+) -> None:
+    (found,) = read_all(quantization, make()).items()
+    assert found[0] == name
+    assert torch.equal(found[1], torch.full(shape, value, dtype=torch.bfloat16))
 
 
 def test_the_file_is_named(tmp_path: Path) -> None:

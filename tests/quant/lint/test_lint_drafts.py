@@ -13,9 +13,10 @@ import torch
 from families import CASES, case
 
 from ckptkit.formats.hf.reader import read_json, read_shard
+from converters.registry import FAMILIES
 from quant.lint.lint import lint
 from quant.lint.subject import open_subject
-from quant.selection.released import RELEASED, released
+from quant.selection.class_tree import class_tree
 
 # DeepSeek-R1 less its middle: layers 0 to 2 are dense, layer 61 is the draft.
 R1 = {
@@ -61,7 +62,8 @@ def with_unfused(tensor: str) -> Iterator[str]:
             yield from (f"{tensor.removesuffix(fused)}.experts.0.{part}_proj.weight" for part in parts)
 
 
-WITH_DRAFTS = [name for name, one in CASES.items() if one.edit(one.config().to_dict())["model_type"] in RELEASED]
+PACKABLE = {model_type for model_type, family in FAMILIES.items() if family.release}
+WITH_DRAFTS = [name for name, one in CASES.items() if one.edit(one.config().to_dict())["model_type"] in PACKABLE]
 
 
 @pytest.mark.parametrize("name", WITH_DRAFTS)
@@ -69,7 +71,7 @@ def test_every_draft_module_by_config_alone_is_in_the_release(tmp_path: Path, na
     """The test models are saved as releases are, with draft layers by the published names; of experts the first stands for all."""
     case.save(name, CASES[name], tmp_path / "release", torch.bfloat16)
     config = read_json(tmp_path / "release" / "config.json")
-    promised = released(config).draft_layers(config)
+    promised = class_tree(config).drafts
     stored = {
         name
         for file in (tmp_path / "release").glob("*.safetensors")

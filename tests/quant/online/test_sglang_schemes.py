@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import python
 from safetensors.torch import load_file, save_file
 
 from quant.formats.grids import quantize
@@ -56,9 +55,7 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Any]], d
     assert stored.shape == (3, 16)
     save_file({"stored": stored, "codes": (zero_point.T.int() + 8).contiguous()}, file)
     configs = json.dumps([quantization_config(scheme) for scheme in SCHEMES])
-    done = subprocess.run(
-        [sys.executable, "-c", WORKER, str(file)], input=configs, capture_output=True, text=True, check=False
-    )
+    done = python("-c", WORKER, file, given=configs)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), load_file(file)
 

@@ -69,7 +69,7 @@ def release_specs(config: Any) -> dict[str, TensorSpec]:
                     )
         elif not (name == "lm_head.weight" and config.tie_word_embeddings):
             shapes[name] = tuple(tensor.shape)
-    return {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in shapes.items()}
+    return {name: TensorSpec(name, shape, "bfloat16") for name, shape in shapes.items()}
 
 
 def scheme(*ignore: str, group_size: int = 32) -> QuantScheme:
@@ -295,7 +295,7 @@ def test_a_harmless_addition_is_accepted(specs: Mapping[str, dict[str, TensorSpe
 
 def test_a_tensor_outside_the_model_is_kept_only_when_named(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     config = config_of("qwen2-untied")
-    more = specs["qwen2-untied"] | {"extra.proj.weight": TensorSpec("extra.proj.weight", (64, 64), torch.bfloat16)}
+    more = specs["qwen2-untied"] | {"extra.proj.weight": TensorSpec("extra.proj.weight", (64, 64), "bfloat16")}
     with pytest.raises(CkptkitError, match=r"slime would pack extra\.proj\.weight because no entry covers it"):
         resolve(more, config, scheme(*default_ignore(config)))
     assert (
@@ -311,8 +311,7 @@ def test_draft_layers_stay_as_they_are() -> None:
     assert ignore[-1] == r"re:model\.(layers\.12|decoder)\..*"
     names = ["eh_proj", "self_attn.q_proj", "mlp.experts.0.gate_proj", "mlp.gate", "shared_head.head"]
     draft = {
-        name: TensorSpec(name, (64, 128), torch.bfloat16)
-        for name in (f"model.layers.12.{name}.weight" for name in names)
+        name: TensorSpec(name, (64, 128), "bfloat16") for name in (f"model.layers.12.{name}.weight" for name in names)
     }
     specs = release_specs(models.configs()["glm4_moe"]) | draft
     verdicts = resolve(specs, config, scheme(*ignore))
@@ -347,9 +346,9 @@ def test_groups_must_divide(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     assert not verdicts["model.layers.3.mlp.experts.5.gate_proj.weight"].quantize
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((64, 128), torch.float8_e4m3fn), ((2, 64, 128), torch.bfloat16)])
+@pytest.mark.parametrize(("shape", "dtype"), [((64, 128), "float8_e4m3fn"), ((2, 64, 128), "bfloat16")])
 def test_only_float_matrices_can_be_quantized(
-    specs: Mapping[str, dict[str, TensorSpec]], shape: tuple[int, ...], dtype: torch.dtype
+    specs: Mapping[str, dict[str, TensorSpec]], shape: tuple[int, ...], dtype: str
 ) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     config = config_of("qwen2-untied")
@@ -374,13 +373,6 @@ def test_a_model_that_is_not_understood_is_refused(
         check_ignore(specs["qwen2-untied"], config_of("qwen2-untied", **changes), ())
 
 
-def test_an_unknown_model_type_has_no_class_tree() -> None:
-    with pytest.raises(
-        CkptkitError, match="model_type 'no_such_model': which of its tensors are Linear layers is not known"
-    ):
-        class_tree({"model_type": "no_such_model"})
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_modules_that_must_be_packed(specs: Mapping[str, dict[str, TensorSpec]], family: str) -> None:
     config = config_of(family)
@@ -397,7 +389,7 @@ def test_an_ignore_list_without_the_head_promises_a_packed_head(specs: Mapping[s
 
 def test_a_finished_checkpoint_is_checked_by_its_packed_names() -> None:
     packed = "model.layers.0.self_attn.o_proj.weight_packed"
-    specs = {packed: TensorSpec(packed, (128, 40), torch.int32)}
+    specs = {packed: TensorSpec(packed, (128, 40), "int32")}
     check_ignore(specs, config_of("glm4_moe"), ["re:.*mlp.*"])
     with pytest.raises(CkptkitError, match=r"slime would leave unpacked model\.layers\.0\.self_attn\.o_proj\.weight"):
         check_ignore(specs, config_of("glm4_moe"), [r"re:.*o_proj\..*"])

@@ -47,7 +47,7 @@ def verdicts(config: dict[str, Any], ignore: list[str], module: str, *more: str)
 
 
 def specs(config: dict[str, Any], *more: str) -> dict[str, TensorSpec]:
-    return {name: TensorSpec(name, (128, 128), torch.bfloat16) for name in weights(config, *more)}
+    return {name: TensorSpec(name, (128, 128), "bfloat16") for name in weights(config, *more)}
 
 
 def refused(config: dict[str, Any], ignore: list[str], message: str, hint: str, *more: str) -> None:
@@ -216,7 +216,7 @@ def test_d9_three_axes() -> None:
     assert verdicts(config, ["lm_head"], module) == "KKKKKP"
     ignore = default_ignore(config)
     assert r"re:.*\.linear_attn\..*" in ignore
-    more = {"model.layers.0.linear_attn.A_log": TensorSpec("model.layers.0.linear_attn.A_log", (4,), torch.float32)}
+    more = {"model.layers.0.linear_attn.A_log": TensorSpec("model.layers.0.linear_attn.A_log", (4,), "float32")}
     found = resolve(specs(config) | more, config, QuantScheme(32, "qmax7", ignore))
     assert found[f"{module}.weight"].reason == "Conv1d is no Linear"
     assert not any(found[f"{module}.weight"].readers.values())

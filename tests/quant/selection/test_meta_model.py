@@ -24,11 +24,14 @@ from transformers.integrations import hub_kernels
 from transformers.models.auto import auto_factory, configuration_auto
 
 from ckptkit.core.errors import CkptkitError
+from converters.registry import FAMILIES
 from quant.lint.lint import lint
-from quant.selection.class_tree import class_tree
+from quant.selection.class_tree import release_of
 from quant.selection.meta_model import text_model, whole_model
-from quant.selection.released import RELEASED, released
+from quant.selection.meta_tree import meta_tree
+from quant.selection.tree import ClassTree
 
+RELEASES = {model_type: family.release for model_type, family in FAMILIES.items() if family.release}
 REPOSITORY = "kernels-community/flash-attn2@0123456789abcdef"
 ATTENTION = (
     REPOSITORY,
@@ -71,6 +74,11 @@ GEMMA = {
 }
 
 
+def tree_of(config: Mapping[str, Any]) -> ClassTree:
+    """What transformers' classes say, whether or not the family knows."""
+    return meta_tree(FAMILIES[config["model_type"]], release_of(config), config)
+
+
 def content(name: str) -> dict[str, Any]:
     """config.json of a test model, with every key that transformers writes, as its release has it."""
     one = CASES[name]
@@ -87,19 +95,19 @@ def parameters(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
     }
 
 
-NAMES = sorted(name for name, one in CASES.items() if one.config().model_type in RELEASED)
+NAMES = sorted(name for name, one in CASES.items() if one.config().model_type in RELEASES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_language_model_from_sizes_has_the_parameters_of_the_whole_config(name: str) -> None:
     """All but biases and norms of queries and keys, which are no Linear layers and take no part."""
     config = content(name)
-    names = released(config)
+    names = release_of(config)
     fields = {
-        key: value for key, value in names.config(config).items() if key not in ("model_type", "quantization_config")
+        key: value for key, value in names.text(config).items() if key not in ("model_type", "quantization_config")
     }
     with torch.device("meta"):
-        expected = AutoModel.from_config(AutoConfig.for_model(names.model_type, **fields))
+        expected = AutoModel.from_config(AutoConfig.for_model(names.model_type or config["model_type"], **fields))
     assert matrices(text_model(names, config)) == matrices(expected)
 
 
@@ -110,7 +118,7 @@ def matrices(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 @pytest.mark.parametrize("config", [VL, GEMMA], ids=["qwen3_vl_moe", "gemma3"])
 def test_whole_model_holds_the_vision_tower_beside_the_language_model(config: dict[str, Any]) -> None:
-    names = released(config)
+    names = release_of(config)
     whole = whole_model(names, config)
     assert whole is not None
     assert matrices(whole.get_submodule("language_model")) == matrices(text_model(names, config))
@@ -121,7 +129,7 @@ def test_whole_model_holds_the_vision_tower_beside_the_language_model(config: di
 
 def test_whole_model_of_a_config_without_vision_is_not_made_up() -> None:
     config = {key: value for key, value in VL.items() if key != "vision_config"}
-    assert whole_model(released(config), config) is None
+    assert whole_model(release_of(config), config) is None
 
 
 class Imports:
@@ -163,7 +171,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Any]], l
         monkeypatch.setattr(module, "resolve_trust_remote_code", note("trust", True))
 
     def build(config: Mapping[str, Any]) -> list[str]:
-        names = released(config)
+        names = release_of(config)
         text_model(names, config)
         whole_model(names, config)
         return seen
@@ -250,7 +258,7 @@ def test_no_key_that_picks_code_has_an_effect(attempts: Callable[..., list[str]]
                 continue
             config = with_key(VL, where, key, value)
             assert attempts(config) == []
-            assert class_tree(config) == class_tree(VL)
+            assert tree_of(config) == tree_of(VL)
         if key != "model_type":
             assert attempts({**published.QWEN, key: value}) == []
 
@@ -269,7 +277,7 @@ def every_name() -> set[str]:
         *(root / "models" / "auto").glob("*.py"),
         *(root / "generation").glob("config*.py"),
     ]
-    kinds = {names.model_type.removesuffix("_text") for names in RELEASED.values()} | {"siglip"}
+    kinds = {(names.model_type or kind).removesuffix("_text") for kind, names in RELEASES.items()} | {"siglip"}
     files += [file for kind in kinds for file in (root / "models" / kind).glob("*.py")]
     return {word for file in files for word in re.findall(r"[A-Za-z_]\w+", file.read_text())}
 
@@ -287,8 +295,8 @@ def test_only_sizes_reach_transformers_whatever_its_version_reads(
         return build(model_type, **fields)
 
     monkeypatch.setattr(AutoConfig, "for_model", noted)
-    class_tree({**config, "clean": True})
-    whole_model(released(config), config)
+    tree_of({**config, "clean": True})
+    whole_model(release_of(config), config)
     clean, known = list(passed), names_in(passed)
     passed.clear()
     poison = {word: REPOSITORY for word in every_name() if word not in known and word not in ALLOWED}
@@ -305,8 +313,8 @@ def test_only_sizes_reach_transformers_whatever_its_version_reads(
         "text_config": {**poison, **config["text_config"]},
         "vision_config": {**poison, **config["vision_config"]},
     }
-    class_tree(poisoned)
-    whole_model(released(poisoned), poisoned)
+    tree_of(poisoned)
+    whole_model(release_of(poisoned), poisoned)
     assert passed == clean
 
 
@@ -415,17 +423,17 @@ def test_a_value_that_is_no_size_is_refused_by_its_key(key: str) -> None:
         with pytest.raises(
             CkptkitError, match=rf"transformers cannot build model_type 'qwen3_moe' from config\.json: {key} "
         ) as caught:
-            class_tree({**published.QWEN, key: value})
+            tree_of({**published.QWEN, key: value})
         assert "repair config.json" in str(caught.value.hint)
         with pytest.raises(CkptkitError, match=rf"from config\.json: text_config\.{key} "):
-            class_tree(with_key(VL, "text_config", key, value))
+            tree_of(with_key(VL, "text_config", key, value))
 
 
 @pytest.mark.parametrize("key", [*VISION_SIZES, *VISION_WORDS])
 def test_a_value_of_the_vision_tower_that_is_no_size_is_refused_by_its_key(key: str) -> None:
     config = with_key(VL, "vision_config", key, REPOSITORY)
     with pytest.raises(CkptkitError, match=rf"from config\.json: vision_config\.{key} "):
-        whole_model(released(config), config)
+        whole_model(release_of(config), config)
 
 
 NO_MODEL = (
@@ -438,7 +446,7 @@ NO_MODEL = (
 @pytest.mark.parametrize("sizes", NO_MODEL)
 def test_sizes_that_make_no_model_are_refused(sizes: dict[str, Any]) -> None:
     with pytest.raises(CkptkitError, match="transformers cannot build model_type 'qwen2'"):
-        class_tree({**published.QWEN, "model_type": "qwen2", **sizes})
+        tree_of({**published.QWEN, "model_type": "qwen2", **sizes})
 
 
 def test_which_layers_have_an_indexer_is_read_from_a_pattern() -> None:
@@ -451,7 +459,7 @@ def test_which_layers_have_an_indexer_is_read_from_a_pattern() -> None:
     layers = base["num_hidden_layers"]
     for pattern in ("F" + "S" * (layers - 1), ["full"] + ["shared"] * (layers - 1)):
         found = {
-            name for name in class_tree({**base, "index_topk_pattern": pattern}).linears if name.endswith("indexer.wk")
+            name for name in tree_of({**base, "index_topk_pattern": pattern}).linears if name.endswith("indexer.wk")
         }
         assert found == {"model.layers.0.self_attn.indexer.wk"}
 
@@ -467,13 +475,13 @@ def test_the_hub_is_offline_while_a_class_is_built_and_as_before_after_it(monkey
     for before in (False, True):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", before)
         with pytest.raises(CkptkitError, match="no such thing"):
-            text_model(released(published.QWEN), published.QWEN)
+            text_model(release_of(published.QWEN), published.QWEN)
         assert constants.HF_HUB_OFFLINE is before
     assert seen == [True, True]
 
 
 def test_attention_and_experts_are_fixed() -> None:
-    model = whole_model(released(VL), VL)
+    model = whole_model(release_of(VL), VL)
     assert model is not None
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):

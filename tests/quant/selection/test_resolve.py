@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from families import CASES
 from families.table import config_of
 from published import GLM, KIMI, KIMI_LIST, QWEN, kimi_names
@@ -28,33 +27,25 @@ MLP = r"mlp\.(gate|up|down)_proj"
 EXPERTS = r"mlp\.experts\.\d+\.(gate|up|down)_proj"
 SHARED = r"mlp\.shared_experts?\.(gate|up|down)_proj"
 SPARSE = r"block_sparse_moe\.experts\.\d+\.w[123]"
-# What is INT4 inside a decoder layer, by model type, written from the releases.
+# What is INT4 inside a decoder layer, by model type, written from the releases. Any other type is plainly dense, unless
+# its test model says otherwise (`Case.packed`).
+DENSE = (ATTENTION, MLP)
 PACKED = {
     "deepseek_v3": (MLP, EXPERTS),
     "deepseek_v32": (MLP, EXPERTS),
-    "gemma3": (ATTENTION, MLP),
-    "gemma3_text": (ATTENTION, MLP),
     "glm4": (ATTENTION, r"mlp\.(gate_up|down)_proj"),
     "glm4_moe": (ATTENTION, MLP, EXPERTS, SHARED),
     "glm4_moe_lite": (MLP, EXPERTS),
     "glm_moe_dsa": (MLP, EXPERTS),
     "kimi_k2": (MLP, EXPERTS),
     "kimi_k25": (MLP, EXPERTS),
-    "llama": (ATTENTION, MLP),
-    "mimo": (ATTENTION, MLP),
     "minimax_m2": (ATTENTION, SPARSE),
-    "mistral": (ATTENTION, MLP),
     "mixtral": (ATTENTION, SPARSE),
-    "qwen2": (ATTENTION, MLP),
     "qwen2_moe": (ATTENTION, MLP, EXPERTS, SHARED),
-    "qwen3": (ATTENTION, MLP),
-    "qwen3_5": (ATTENTION, MLP),
     "qwen3_5_moe": (ATTENTION, EXPERTS, SHARED),
     "qwen3_5_moe_text": (ATTENTION, EXPERTS, SHARED),
-    "qwen3_5_text": (ATTENTION, MLP),
     "qwen3_moe": (ATTENTION, MLP, EXPERTS),
     "qwen3_next": (ATTENTION, EXPERTS, SHARED),
-    "qwen3_vl": (ATTENTION, MLP),
     "qwen3_vl_moe": (ATTENTION, EXPERTS),
 }
 ROOT = {"gemma3": "language_model.model.", "kimi_k25": "language_model.model."} | dict.fromkeys(
@@ -70,13 +61,12 @@ def scheme(*ignore: str, group_size: int | None = 32) -> QuantScheme:
 def test_what_is_packed_in_every_model(case: str) -> None:
     """On the names and shapes that the converter expects of the release, which know nothing of classes."""
     config = config_of(CASES[case])
-    specs = {name: TensorSpec(name, tuple(shape), torch.bfloat16) for name, shape in expected_hf(config).items()}
+    specs = {name: TensorSpec(name, tuple(shape), "bfloat16") for name, shape in expected_hf(config).items()}
     verdicts = resolve(specs, config, QuantScheme(None, "qmax7", default_ignore(config)))
     model_type = config["model_type"]
+    patterns = CASES[case].packed or PACKED.get(model_type, DENSE)
     layers = (config.get("text_config") or config)["num_hidden_layers"]
-    wanted = re.compile(
-        rf"{re.escape(ROOT.get(model_type, 'model.'))}layers\.(\d+)\.({'|'.join(PACKED[model_type])})\.weight"
-    )
+    wanted = re.compile(rf"{re.escape(ROOT.get(model_type, 'model.'))}layers\.(\d+)\.({'|'.join(patterns)})\.weight")
     expected = {name for name in specs if (match := wanted.fullmatch(name)) and int(match[1]) < layers}
     assert expected
     assert {name for name, verdict in verdicts.items() if verdict.quantize} == expected
@@ -89,7 +79,7 @@ def specs_of(config: dict[str, Any], **shapes: tuple[int, int]) -> dict[str, Ten
     tree = class_tree(config)
     modules = [*tree.others, *sorted(tree.linears)]
     return {
-        f"{name}.weight": TensorSpec(f"{name}.weight", shapes.get(name.split(".")[-1], (128, 128)), torch.bfloat16)
+        f"{name}.weight": TensorSpec(f"{name}.weight", shapes.get(name.split(".")[-1], (128, 128)), "bfloat16")
         for name in modules
     }
 
@@ -167,7 +157,7 @@ def test_a_layer_fits_as_sglang_says(rows: int, columns: int, group_size: int | 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from sglang.srt.layers.quantization.marlin_utils import check_marlin_supports_shape
-    spec = TensorSpec("model.layers.0.self_attn.o_proj.weight", (rows, columns), torch.bfloat16)
+    spec = TensorSpec("model.layers.0.self_attn.o_proj.weight", (rows, columns), "bfloat16")
     fits, _ = check_marlin_supports_shape(rows, columns // tp, columns, group_size or -1)
     assert passes(QWEN, [spec], group_size, tp) == (fits and columns % tp == 0)
 
@@ -183,8 +173,7 @@ def test_experts_fit_as_sglang_says(hidden: int, inner: int, group_size: int, tp
     layer = SimpleNamespace(hidden_size=hidden, intermediate_size_per_partition=inner // tp, moe_runner_config=runner)
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     specs = [
-        TensorSpec(f"model.layers.0.mlp.experts.0.{name}.weight", shape, torch.bfloat16)
-        for name, shape in shapes.items()
+        TensorSpec(f"model.layers.0.mlp.experts.0.{name}.weight", shape, "bfloat16") for name, shape in shapes.items()
     ]
     assert passes(QWEN, specs, group_size, tp) == check_moe_marlin_supports_layer(layer, group_size)
 
@@ -202,8 +191,7 @@ def test_expert_parallel_ranks_do_not_cut_experts(tp: int, ep: int, fits: bool) 
     """Qwen3-235B-A22B has experts of 1536 features: 192 on each of eight ranks, which no group of 128 divides."""
     shapes = {"gate_proj": (1536, 4096), "up_proj": (1536, 4096), "down_proj": (4096, 1536)}
     specs = [
-        TensorSpec(f"model.layers.0.mlp.experts.0.{name}.weight", shape, torch.bfloat16)
-        for name, shape in shapes.items()
+        TensorSpec(f"model.layers.0.mlp.experts.0.{name}.weight", shape, "bfloat16") for name, shape in shapes.items()
     ]
     assert passes(QWEN, specs, 128, tp, ep) == fits
 
@@ -212,9 +200,7 @@ def test_expert_parallel_ranks_do_not_cut_experts(tp: int, ep: int, fits: bool) 
 def test_shards_of_a_fused_layer_are_looked_at_together(tp: int, fits: bool) -> None:
     """512 rows of q, and of k and of v 2 heads of 32 rows, repeated on four ranks and more: 96 rows on sixteen ranks."""
     shapes = {"q_proj": (512, 128), "k_proj": (64, 128), "v_proj": (64, 128)}
-    specs = [
-        TensorSpec(f"model.layers.0.self_attn.{name}.weight", shape, torch.bfloat16) for name, shape in shapes.items()
-    ]
+    specs = [TensorSpec(f"model.layers.0.self_attn.{name}.weight", shape, "bfloat16") for name, shape in shapes.items()]
     assert passes(QWEN, specs, 32, tp) == fits
 
 

@@ -1,6 +1,7 @@
-"""`verify` is silent on sound checkpoints of every family, all bytes compared with the source: releases, Megatron, INT4.
+"""`verify` is silent on sound checkpoints of every family, all bytes compared: releases, Megatron, INT4.
 
-What comes back from Megatron is the release byte for byte (tests/converters/test_families.py), so the release stands for it here.
+What comes back from Megatron is the release byte for byte (tests/converters/test_families.py), so it
+stands for it here.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from families import CASES, case
 
 from ckptkit.app.api import convert, quantize
+from converters.registry import FAMILIES
 from quant.formats.scheme import QuantScheme
-from quant.selection.released import RELEASED
 from verify.report import Report
 from verify.run import verify
 
@@ -33,7 +34,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     case.save(name, CASES[name], root / "hf", torch.bfloat16)
     convert(root / "hf", root / "megatron")
     config = json.loads((root / "hf" / "config.json").read_text())
-    if config["model_type"] in RELEASED:
+    if FAMILIES[config["model_type"]].release:
         quantize(root / "hf", root / "int4", QuantScheme(None, "qmax7"))
     yield {path.name: path for path in root.iterdir()}
     shutil.rmtree(root)

@@ -1,4 +1,4 @@
-"""CK1xx: a good checkpoint is broken in exactly one way, and exactly that is found, with the name and file it happened to."""
+"""CK1xx: a good checkpoint is broken in one way, and exactly that is found, with its name and file."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_single_file_without_index_has_no_finding(tmp_path: Path) -> None:
 
 def test_tensors_per_layer_are_told(releases: PathOf) -> None:
     facts = verify(releases("glm4_moe")).facts["tensors per layer"]
-    # dense: 2 norms, 4 projections, 3 biases, 2 q/k norms, 3 mlp; MoE: 11 + router and its bias + 12 x 3 experts + 3 shared
+    # dense: 2 norms, 4 projections, 3 biases, 2 q/k norms, 3 mlp; MoE: 11 + router and bias + 12 x 3 experts + 3 shared
     assert facts == ["dense layers {0..1}: 14 tensors each", "MoE layers {2..11}: 52 tensors each"]
 
 

@@ -1,4 +1,4 @@
-"""What is new in these families over tensor and expert parallel ranks of real Megatron: q/k norms over all heads, biases, a shared expert's gate."""
+"""Over ranks of real Megatron: q/k norms over all heads, biases, a shared expert's gate."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from verify.check import Tally
 from verify.checks.witnesses.megatron import right_slices, strict_load
 from verify.evidence.subject import Subject
 from verify.witnesses.megatron import run as megatron_run
+from verify.witnesses.megatron.run import run_megatron
 
 needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
 
@@ -41,6 +42,19 @@ def test_every_rank_holds_its_slice(tmp_path: Path, name: str) -> None:
     subject = Subject(tmp_path / "megatron", tmp_path / "release", tp=2)
     for check in (strict_load, right_slices):
         assert list(check(subject, Tally())) == []
-    (report,) = (report for report in subject.megatron_run.reports if report.rank == 1)
+    (report,) = (report for report in subject.once(run_megatron).reports if report.rank == 1)
     elements = {seen.name.removeprefix("decoder.layers.11."): seen.elements for seen in report.tensors}
     assert elements.items() >= HELD[name].items()
+
+
+@needs_megatron
+def test_more_ranks_than_query_groups_hold_their_slices(tmp_path: Path) -> None:
+    """2 query groups on 4 ranks: each holds half of a group's rows, 3 of its 6 heads (4 queries, a key and a value)."""
+    save("llama-biases", CASES["llama-biases"], tmp_path / "release", torch.bfloat16)
+    convert(tmp_path / "release", tmp_path / "megatron")
+    subject = Subject(tmp_path / "megatron", tmp_path / "release", tp=4)
+    for check in (strict_load, right_slices):
+        assert list(check(subject, Tally())) == []
+    for report in subject.megatron_run.reports:
+        elements = {seen.name: seen.elements for seen in report.tensors}
+        assert elements["decoder.layers.11.self_attention.linear_qkv.bias"] == 3 * 40

@@ -1,4 +1,4 @@
-"""CK102, CK106, CK107 and CK201: headers are read as strictly as safetensors reads them, and dtypes must be ones that models compute in."""
+"""CK102, CK106, CK107 and CK201: headers read as strictly as safetensors does, dtypes that models compute in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CK716: the tokenizer of --hf-checkpoint against the one stored beside the trainer's weights, by hand-written files."""
+"""CK716: the tokenizer of --hf-checkpoint against the one beside the trainer's weights, by hand-written files."""
 
 from __future__ import annotations
 

@@ -14,18 +14,25 @@ from verify.launch.unread import overrides, unread
 
 # As verl's examples launch it.
 VERL = shlex.split(
-    "python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' algorithm.adv_estimator=grpo "
+    "python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' "
+    "algorithm.adv_estimator=grpo "
     "data.train_files=/data/gsm8k/train.parquet actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct "
-    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 "
-    "actor_rollout_ref.rollout.tensor_model_parallel_size=4 ++actor_rollout_ref.actor.megatron.override_transformer_config.num_layers=24 "
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 "
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 "
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=4 "
+    "++actor_rollout_ref.actor.megatron.override_transformer_config.num_layers=24 "
     "trainer.n_gpus_per_node=8"
 )
 # As slime's scripts launch it, with the environment that ray gets.
 SLIME = shlex.split(
-    "no_proxy=127.0.0.1 PYTHONPATH=/data/Megatron-LM/ python3 train.py --actor-num-nodes 8 --tensor-model-parallel-size 2 --sequence-parallel "
-    "--pipeline-model-parallel-size 1 --context-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 "
-    "--recompute-granularity full --rollout-num-gpus-per-engine 8 --sglang-ep-size 8 --sglang-dp-size 4 --sglang-mem-fraction-static 0.7 "
-    "--eval-prompt-data aime /data/aime.jsonl --no-load-optim --load-debug-rollout-data /data/a.pt --lr 1e-6 --save /data/out --save-interval 20 "
+    "no_proxy=127.0.0.1 PYTHONPATH=/data/Megatron-LM/ python3 train.py --actor-num-nodes 8 "
+    "--tensor-model-parallel-size 2 --sequence-parallel "
+    "--pipeline-model-parallel-size 1 --context-parallel-size 2 --expert-model-parallel-size 4 "
+    "--expert-tensor-parallel-size 1 "
+    "--recompute-granularity full --rollout-num-gpus-per-engine 8 --sglang-ep-size 8 --sglang-dp-size 4 "
+    "--sglang-mem-fraction-static 0.7 "
+    "--eval-prompt-data aime /data/aime.jsonl --no-load-optim --load-debug-rollout-data /data/a.pt --lr 1e-6 "
+    "--save /data/out --save-interval 20 "
     "--custom-rm-path rm.module.function --wandb-group a.b --seq-length 4096"
 )
 
@@ -82,7 +89,10 @@ def test_overrides_make_a_launch_inconclusive(releases: PathOf) -> None:
     report = preflight(hf_checkpoint=releases("qwen2-tied"), arguments=VERL)
     assert (report.status, report.findings) == ("inconclusive", [])
     assert report.reasons == [
-        "CK717: not read among the launch arguments: --config-path config: the settings of this file are not read, and 7 more"
+        (
+            "CK717: not read among the launch arguments: --config-path config: the settings of this file are not "
+            "read, and 7 more"
+        )
     ]
     assert report.facts["not read"] == [
         "--config-path config: the settings of this file are not read",
@@ -91,7 +101,10 @@ def test_overrides_make_a_launch_inconclusive(releases: PathOf) -> None:
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4: an override of a configuration file",
         "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2: an override of a configuration file",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=4: an override of a configuration file",
-        "++actor_rollout_ref.actor.megatron.override_transformer_config.num_layers=24: an override of a configuration file",
+        (
+            "++actor_rollout_ref.actor.megatron.override_transformer_config.num_layers=24: an override of a "
+            "configuration file"
+        ),
         "3 other overrides of a configuration file, such as algorithm.adv_estimator=grpo",
     ]
 

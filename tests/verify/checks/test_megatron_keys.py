@@ -1,4 +1,4 @@
-"""CK114 to CK117, CK111 and CK107: keys, arguments and metadata of a torch_dist checkpoint, each wrong in one way; and what real Megatron writes is silent."""
+"""CK114 to CK117, CK111 and CK107: a torch_dist checkpoint wrong in one way; what real Megatron writes is silent."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from verify.evidence.subject import Subject
 from verify.report import Finding
 from verify.run import verify
 from verify.witnesses.megatron import run as megatron_run
+from verify.witnesses.megatron.run import run_megatron
 
 GLM = small(CASES["glm4_moe-mtp"], 3)
 needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
@@ -36,7 +37,7 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_they_stand_in_the_table_of_layers(glm: Path) -> None:
-    """58: the 52 of an MoE layer, 4 around it and the two copies. 39: the 35 that Megatron has of an MoE layer, and 4."""
+    """58: 52 of an MoE layer, 4 around it and two copies. 39: the 35 that Megatron has of an MoE layer, and 4."""
     hf, megatron = verify(glm / "hf"), verify(glm / "megatron", source=glm / "hf")
     assert hf.findings == megatron.findings == []
     assert hf.facts["tensors per layer"] == [
@@ -92,7 +93,7 @@ def held(subject: Subject) -> list[set[str]]:
     """The names of MTP tensors that each rank holds a part of."""
     return [
         {seen.name for seen in report.tensors if seen.name.startswith("mtp.")}
-        for report in subject.megatron_run.reports
+        for report in subject.once(run_megatron).reports
     ]
 
 
@@ -117,7 +118,7 @@ def test_real_megatron_has_all_of_them_on_the_last_pipeline_stage(tmp_path: Path
         rule.megatron for rule in rules_of(subject.megatron_files.opened.config) if rule.megatron.startswith("mtp.")
     }
     assert len(names) == 2 * 11
-    reports = subject.megatron_run.reports
+    reports = subject.once(run_megatron).reports
     assert [report.pp for report in reports] == [0, 1]
     assert held(subject) == [set(), names]
     assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= {seen.name for seen in reports[1].tensors}
@@ -127,6 +128,9 @@ def test_real_megatron_has_all_of_them_on_the_last_pipeline_stage(tmp_path: Path
 def test_what_megatron_itself_cannot_do_is_said(tmp_path: Path) -> None:
     save("mimo", small(mimo(1, tied=True), 4), tmp_path / "hf", torch.bfloat16)
     convert(tmp_path / "hf", tmp_path / "megatron")
-    said = "rank 1 failed while building the model, .*tied embeddings with multi-token prediction over several pipeline stages: use one stage"
+    said = (
+        "rank 1 failed while building the model, .*tied embeddings with multi-token prediction over several "
+        "pipeline stages: use one stage"
+    )
     with pytest.raises(Unable, match=said):
         list(strict_load(Subject(tmp_path / "megatron", tmp_path / "hf", pp=2), Tally()))

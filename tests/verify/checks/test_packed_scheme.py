@@ -53,7 +53,8 @@ def test_a_good_one_is_silent(code: str, int4: Path, alone: RunAlone) -> None:
     result, found = alone(code, int4)
     assert found == []
     assert result is not None
-    # CK306: q, k, v of 12 layers, gate and up of 2 dense layers and 10 shared experts, 10 x 12 x 3 of experts twice. CK308: all that are packed.
+    # CK306: q, k, v of 12 layers, gate and up of 2 dense layers and 10 shared experts, 10 x 12 x 3 of experts twice.
+    # CK308: all that are packed.
     assert (result.status, result.tensors_compared) == (
         "passed",
         {"CK306": 12 * 3 + 12 * 2 + 2 * 360, "CK308": 444}[code],

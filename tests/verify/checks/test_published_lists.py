@@ -1,4 +1,4 @@
-"""CK302 on `ignore` lists as they were published: what SGLang would load wrongly is an error, what only other readers would is a warning."""
+"""CK302 on published `ignore` lists: an error where SGLang would load wrongly, a warning where only others would."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PACKED = 11 * 12 * 3
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Kimi K2.5 with its routed experts in INT4, as compressed-tensors packs them; each test writes the list that it needs."""
+    """Kimi K2.5 with routed experts in INT4, as compressed-tensors packs them; each test writes its own list."""
     root = tmp_path_factory.mktemp("published")
     case.save("kimi_k25", CASES["kimi_k25"], root / "plain", torch.bfloat16)
     pack = quantized.int4(symmetric=True, strategy="group", group_size=32)
@@ -44,7 +44,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def judged(release: Path) -> Callable[..., tuple[str, list[Finding]]]:
-    """`judged(ignore, readers=...)`: the status of the release with this list, and the findings of CK302, which are all that there are."""
+    """`judged(ignore, readers=...)`: the status of the release with this list, and its findings, all of CK302."""
     before = json.loads((release / "config.json").read_text())
 
     def judge(ignore: Sequence[str], **how: tuple[str, ...] | None) -> tuple[str, list[Finding]]:
@@ -79,7 +79,7 @@ def test_kimi_k25_is_spelled_for_engines(judged: Callable[..., tuple[str, list[F
 
 
 def test_with_the_portable_spelling_only_slime_is_left(judged: Callable[..., tuple[str, list[Finding]]]) -> None:
-    """What it packs by name, embedding and routers, no entry of either list names. Only the first of them is a published list."""
+    """It packs embedding and routers by name, which no entry of either list names. Only the first list is published."""
     for ignore, severity in ((K26_LIST, "warning"), ([*K25_LIST, "language_model.lm_head"], "error")):
         status, (finding,) = judged(ignore)
         assert status == {"warning": "passed", "error": "failed"}[severity]
@@ -108,7 +108,7 @@ def test_a_reader_that_is_asked_for_must_find_what_it_looks_for(
 
 
 def test_what_sglang_would_load_wrongly_is_an_error(judged: Callable[..., tuple[str, list[Finding]]]) -> None:
-    """A plain entry is a part of a name for SGLang 0.5.16: it would look for the experts of layers 1, 10 and 11 unpacked."""
+    """SGLang 0.5.16 takes a plain entry for a part of a name: experts of layers 1, 10 and 11 would be unpacked."""
     status, found = judged([*K26_LIST, "model.layers.1"])
     assert status == "failed"
     assert by_reader(found)["SGLang 0.5.16"] == "error"

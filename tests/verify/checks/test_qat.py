@@ -40,7 +40,7 @@ def experts(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def without_router(experts: Path, copy_of: CopyOf) -> Path:
-    """The same weights beside a list that names the router as a module, so that a trainer that packs by parameter names packs it."""
+    """The same weights beside a list that names the router as a module: who packs by parameter names packs it."""
     path = copy_of(experts)
     config = json.loads((path / "config.json").read_text())
     kept = [entry for entry in config["quantization_config"]["ignore"] if "gate(" not in entry]

@@ -1,4 +1,4 @@
-"""CK3xx: an INT4 checkpoint is broken in exactly one way; and the error bound holds for compressed-tensors' own output."""
+"""CK3xx: an INT4 checkpoint is broken in one way; the error bound holds for compressed-tensors' own output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, quantize
 from quant.formats.scheme import QuantScheme
-from verify.evidence.packed import Format, bound_in_steps, worst_steps
+from verify.evidence.packed import Format
+from verify.evidence.rounding import bound_in_steps, worst_steps
 from verify.run import verify
 
 INDEX = "model.safetensors.index.json"

@@ -1,4 +1,4 @@
-"""CK302 and CK202: a `quantization_config` that does not describe packed weights, or that readers take differently, is an error."""
+"""CK302 and CK202: a `quantization_config` that contradicts the packed weights, or that readers take differently."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def with_config(int4: Path) -> Any:
-    """`with_config(change)`: the checkpoint with a quantization_config that was changed in place, or replaced by what `change` returns."""
+    """`with_config(change)`: the checkpoint with its quantization_config changed in place or replaced by the result."""
     before = (int4 / "config.json").read_text()
 
     def changed(change: Callable[[dict[str, Any]], Any]) -> Path:
@@ -134,7 +134,7 @@ def test_packed_weights_that_cannot_be_dequantized_are_not_the_sources(with_conf
 @pytest.mark.parametrize(
     ("entry", "readers"),
     [
-        # SGLang takes a plain entry for a part of the name (later a dotted ending), compressed-tensors for the whole name.
+        # SGLang takes a plain entry for a part of the name (later a dotted ending), others for the whole name.
         ("o_proj", ["SGLang 0.5.16", "SGLang 0.5.23"]),
         # slime takes any prefix of a parameter's name, the others none.
         ("model.layers.3.self_attn.o_pr", ["SGLang 0.5.16", "slime"]),

@@ -1,4 +1,4 @@
-"""Tied models that ship `lm_head.weight`: sound where it repeats the embedding, wrong where it does not, open from headers alone."""
+"""Tied models that ship `lm_head.weight`: sound where it repeats the embedding, wrong where not, open from headers."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_quantize_like_a_reference_that_ships_it_otherwise(releases: PathOf, tmp
 def test_sglang_loads_a_tied_model_with_its_head(
     releases: PathOf, tmp_path: Path, edit_json: Callable[..., None], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang 0.5.16 drops the head of qwen2, whose class ties, and loads that of qwen3_moe and glm4_moe, whose classes never do."""
+    """SGLang 0.5.16 drops the head of qwen2, whose class ties, and loads those of qwen3_moe and glm4_moe."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     path = Path(shutil.copytree(releases(name), tmp_path / "tied"))
     embedding = models.tensors(path)[EMBEDDING]

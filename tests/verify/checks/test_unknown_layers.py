@@ -22,7 +22,7 @@ LAYERS, EACH = 12, 6  # every sixth layer has full attention
 
 
 def save_gemma4(path: Path, *, keys_as_values: bool, sharing: int) -> Path:
-    """A small Gemma 4 as transformers builds and saves it: whether full attention uses keys as values, and the last layers without their own."""
+    """A small Gemma 4 as transformers saves it: keys as values in full attention, layers without their own."""
     config = Gemma4TextConfig(
         vocab_size=256,
         hidden_size=64,
@@ -50,7 +50,7 @@ def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_int4(path: Path, spared: Iterable[str] = ()) -> None:
-    """Every projection in the parts of compressed-tensors, groups of 16, but those of modules that begin so: the names count here."""
+    """Packs every projection, in groups of 16, but those of modules that begin so: only the names count here."""
     spared = tuple(spared)
     weight_map: dict[str, str] = {}
     for file in sorted(path.glob("*.safetensors")):

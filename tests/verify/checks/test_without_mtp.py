@@ -1,4 +1,4 @@
-"""Releases that lack every tensor of the MTP layers that config.json promises, and Qwen3.5's language model under the names of the whole model."""
+"""Releases without the MTP layers that config.json promises; Qwen3.5's language model under the whole model's names."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_an_int4_release_without_its_mtp_layer_passes(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["one by one", "fused"])
 def reap(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The language model of Qwen3.5 as REAP publishes it: `qwen3_5_moe_text`, names under `model.language_model.`, MTP promised and absent."""
+    """Qwen3.5's language model as REAP publishes it: names under `model.language_model.`, MTP promised and absent."""
     path = tmp_path_factory.mktemp("reap") / "release"
     case = with_tensors(CASES["qwen3_5_moe_text"], lambda key: False)
     save("qwen3_5_moe_text", case, path, torch.bfloat16, fused=request.param)

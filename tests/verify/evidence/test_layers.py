@@ -53,7 +53,10 @@ def test_a_stage_that_counts_from_zero_is_one_sentence() -> None:
         ),
         (
             {0: 4, 4: 7, 7: 0},
-            "layers {0,4,7} stand in another order: layer 0 holds the values of layer 4, layer 4 those of layer 7, layer 7 those of layer 0",
+            (
+                "layers {0,4,7} stand in another order: layer 0 holds the values of layer 4, layer 4 those of "
+                "layer 7, layer 7 those of layer 0"
+            ),
             "sorted as text",
         ),
         ({7: 3}, "layer 7 holds the values of layer 3", "again from the source"),

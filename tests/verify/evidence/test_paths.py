@@ -1,4 +1,4 @@
-"""How paths are understood: relative ones, `--hf`, files with Megatron's names in an HF directory, and what a launch makes of them."""
+"""Relative paths, `--hf`, files with Megatron's names in an HF directory, and what a launch makes of paths."""
 
 from __future__ import annotations
 
@@ -78,9 +78,7 @@ def test_what_training_saves_beside_weights_is_not_missed(converted: PathOf) -> 
         "decoder.layers.0.x._extra_state/shard_0_1",
     ]
     report = RankReport(0, "0", 1, 1, 1, ((0,),), 1, (*beside, "decoder.layers.12.mlp.linear_fc2.weight"), (), (), ())
-    assert [finding.tensor for finding in _never_asked_for([report], set())] == [
-        "decoder.layers.12.mlp.linear_fc2.weight"
-    ]
+    assert [issue.names for issue in _never_asked_for([report], set())] == [["decoder.layers.12.mlp.linear_fc2.weight"]]
 
 
 def test_verify_of_megatron_without_an_hf_config_is_inconclusive(converted: PathOf, copy_of: CopyOf) -> None:

@@ -1,4 +1,4 @@
-"""What could not be looked at: a skip says why, is counted, and is enough for `--strict` to exit 1; nothing compared is a failure."""
+"""A skip says why, is counted, and is enough for `--strict` to exit 1; a check that compared nothing fails."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_check_that_compared_nothing_fails_the_report(converted: PathOf, monke
         yield Finding("CK199", "a", "b", "c", severity="warning")
 
     for run, status in ((nothing, "failed"), (warning, "passed")):
-        monkeypatch.setitem(checks._CHECKS, "CK199", Check("CK199", "looks at nothing", "why", "how", run))
+        monkeypatch.setitem(checks._CHECKS, "CK199", Check("CK199", "looks at nothing", "why", "how", run, "headers"))
         report = verify(converted("qwen2-tied"))
         assert report.status == status
         assert next(check for check in report.checks if check.code == "CK199").status == status

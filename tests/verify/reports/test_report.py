@@ -14,9 +14,10 @@ import pytest
 from fixture_types import CopyOf, PathOf
 from rich.console import Console
 
+from ckptkit.core.errors import CkptkitError
 from verify.check import Check, Run, Skip, Tally, Unable, run_checks
 from verify.evidence.subject import Subject
-from verify.report import CheckResult, Finding, Report
+from verify.report import CheckResult, Finding, Report, Severity
 from verify.reports import text_of as text_in
 from verify.reports.render import render
 from verify.run import verify
@@ -166,7 +167,7 @@ def failing(subject: Subject, tally: Tally) -> Iterator[Finding]:
 
 
 def test_a_check_that_compared_nothing_fails() -> None:
-    outcome = run_checks(Subject(Path("x")), [Check("CK999", "t", "r", "f", nothing)])
+    outcome = run_checks(Subject(Path("x")), [Check("CK999", "t", "r", "f", nothing, "headers")])
     results, findings = outcome.checks, outcome.findings
     assert [result.status for result in results] == ["failed"]
     assert [finding.code for finding in findings] == ["CK999"]
@@ -174,8 +175,10 @@ def test_a_check_that_compared_nothing_fails() -> None:
 
 def test_a_skip_keeps_its_reason_and_headers_that_fail_skip_the_rest() -> None:
     checks = [
-        Check(code, "t", "r", "f", run)
-        for code, run in [("CK101", skipping), ("CK102", failing), ("CK201", failing), ("CK701", failing)]
+        Check("CK101", "t", "r", "f", skipping, "headers", gate=True),
+        Check("CK102", "t", "r", "f", failing, "headers", gate=True),
+        Check("CK201", "t", "r", "f", failing, "values", needs=("sound headers",)),
+        Check("CK701", "t", "r", "f", failing, "configuration"),
     ]
     outcome = run_checks(Subject(Path("x")), checks)
     results = outcome.checks
@@ -211,7 +214,8 @@ def warning(subject: Subject, tally: Tally) -> Iterator[Finding]:
 def report_of(*runs: Run) -> Report:
     """The report of checks that run these functions."""
     outcome = run_checks(
-        Subject(Path("x")), [Check(f"CK7{index:02}", "t", "r", "f", run) for index, run in enumerate(runs)]
+        Subject(Path("x")),
+        [Check(f"CK7{index:02}", "t", "r", "f", run, "configuration") for index, run in enumerate(runs)],
     )
     return replace(
         REPORT, checks=outcome.checks, findings=outcome.findings, facts=outcome.facts, reasons=outcome.reasons
@@ -228,12 +232,48 @@ def test_report_with_a_check_that_could_not_look_is_inconclusive() -> None:
     ]
 
 
+def finding_then(error: Exception, severity: Severity = "error") -> Run:
+    """A check that finds something, then raises."""
+
+    def run(subject: Subject, tally: Tally) -> Iterator[Finding]:
+        tally.compared(1)
+        yield replace(FINDING, severity=severity)
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Unable("no GPU"), "no GPU"),
+        (Skip("nothing more"), "nothing more"),
+        (CkptkitError("a shard is gone", "copy it"), "a shard is gone"),
+        (KeyError("a name of ours"), "an error inside this check"),
+    ],
+)
+def test_findings_before_an_exception_count_and_its_reason_is_kept(error: Exception, reason: str) -> None:
+    report = report_of(finding_then(error))
+    assert (report.status, report.findings) == ("failed", [FINDING])
+    (result,) = report.checks
+    assert (result.status, result.tensors_compared) == ("failed", 1)
+    assert result.reason is not None
+    assert result.reason.startswith(reason)
+
+
+def test_warnings_before_an_exception_are_kept_and_the_report_is_inconclusive() -> None:
+    report = report_of(finding_then(Unable("no GPU"), "warning"))
+    assert (report.status, report.warnings, report.reasons) == ("inconclusive", 1, ["CK700: no GPU"])
+    assert report.checks[0].status == "skipped"
+
+
 def test_report_with_an_error_of_our_own_is_inconclusive_and_says_where() -> None:
     report = report_of(passing, breaking)
     assert (report.status, report.findings) == ("inconclusive", [])
     (reason,) = report.reasons
     assert reason.startswith(
-        "CK701: an error inside this check, which says nothing of the checkpoint: KeyError: 'a name of ours' (test_report.py:"
+        "CK701: an error inside this check, which says nothing of the checkpoint: "
+        "KeyError: 'a name of ours' (test_report.py:"
     )
 
 

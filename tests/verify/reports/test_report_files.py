@@ -1,4 +1,4 @@
-"""The report as Markdown, JUnit, SARIF and HTML, by hand-written expectations; what cannot be written is refused before the work."""
+"""Markdown, JUnit, SARIF and HTML reports, by hand-written expectations; refusals come before the work."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def test_junit() -> None:
     assert failure is not None
     assert (failure.get("type"), failure.get("message")) == ("CK203", "1 finding")
     assert failure.text == (
-        "CK203-1 error: model.layers.{2..11}.mlp.gate.bias (10 tensors)\n  file: /data/a b/1.safetensors\n  rank: tp0pp1\n"
+        "CK203-1 error: model.layers.{2..11}.mlp.gate.bias (10 tensors)\n  file: /data/a b/1.safetensors\n"
+        "  rank: tp0pp1\n"
         "  expected: float32\n  actual: bfloat16\n  next: convert <again>"
     )
     reason = skipped.find("skipped")
@@ -124,7 +125,8 @@ def test_sarif() -> None:
         "ruleIndex": 1,
         "level": "error",
         "message": {
-            "text": "model.layers.{2..11}.mlp.gate.bias (10 tensors): expected float32, found bfloat16 on rank tp0pp1. Next: convert <again>"
+            "text": "model.layers.{2..11}.mlp.gate.bias (10 tensors): expected float32, found bfloat16 on rank tp0pp1. "
+            "Next: convert <again>"
         },
         "locations": [
             {

@@ -1,4 +1,4 @@
-"""The HTML report in a real headless Chromium: with no network, by link, by keyboard, filtered, in dark and in light."""
+"""The HTML report in a real headless Chromium: without network, by link and keyboard, filtered, dark and light."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ REPORT = Report(
 # WCAG 2's contrast of the text of an element with what is behind it.
 CONTRAST = """(element) => {
   const numbers = (color) => color.match(/[\\d.]+/g).map(Number);
-  const light = (color) => numbers(color).slice(0, 3).map((v) => v / 255).map((v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+  const linear = (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = (color) => numbers(color).slice(0, 3).map((v) => linear(v / 255))
     .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
   let behind = element;
-  while (behind.parentElement && (numbers(getComputedStyle(behind).backgroundColor)[3] ?? 1) === 0) behind = behind.parentElement;
+  const seen = (one) => numbers(getComputedStyle(one).backgroundColor)[3] ?? 1;
+  while (behind.parentElement && seen(behind) === 0) behind = behind.parentElement;
   const [a, b] = [light(getComputedStyle(element).color), light(getComputedStyle(behind).backgroundColor)];
   return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
 }"""
@@ -95,12 +97,14 @@ def test_the_keyboard_reaches_a_finding_and_opens_it(tab: browser.Page, path: Pa
 
 def test_the_filter_filters_and_a_link_to_what_it_hides_takes_it_away(tab: browser.Page, path: Path) -> None:
     tab.open(path)
-    visible = "[...document.querySelectorAll('tbody.finding')].filter((e) => e.offsetHeight).map((e) => e.dataset.code + e.dataset.severity).join()"
+    rows = "[...document.querySelectorAll('tbody.finding')].filter((e) => e.offsetHeight)"
+    visible = f"{rows}.map((e) => e.dataset.code + e.dataset.severity).join()"
     assert tab.run(visible) == "CK202error,CK202error,CK107warning"
 
     def choose(name: str, value: str) -> None:
         tab.run(
-            f"(() => {{ const f = document.forms.filter; f['{name}'].value = '{value}'; f.dispatchEvent(new Event('input', {{bubbles: true}})); }})()"
+            f"(() => {{ const f = document.forms.filter; f['{name}'].value = '{value}'; "
+            "f.dispatchEvent(new Event('input', {bubbles: true})); })()"
         )
 
     choose("text", "Q_PROJ")
@@ -123,6 +127,7 @@ def test_text_can_be_read(tab: browser.Page, path: Path, scheme: str) -> None:
     )
     chosen = "body, h1 *, h2, dt, dd, td, th, a, summary, label, .error, .warning, .failed, .skipped, .quiet"
     worst = tab.run(
-        f"[...document.querySelectorAll('{chosen}')].map((e) => [({CONTRAST})(e), e.outerHTML.slice(0, 80)]).sort((a, b) => a[0] - b[0])[0]"
+        f"[...document.querySelectorAll('{chosen}')].map((e) => [({CONTRAST})(e), e.outerHTML.slice(0, 80)])"
+        ".sort((a, b) => a[0] - b[0])[0]"
     )
     assert worst[0] >= 4.5, (background, worst)

@@ -1,4 +1,4 @@
-"""Real Megatron as a witness: sound checkpoints pass at several parallel sizes, broken ones are found, under the right code."""
+"""Real Megatron as a witness: sound checkpoints pass at several parallel sizes, broken ones fail the right check."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from verify.evidence.subject import Subject
 from verify.report import Finding
 from verify.run import verify
 from verify.witnesses.megatron import run as megatron_run
+from verify.witnesses.megatron.run import run_megatron
 
 needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
 
@@ -65,7 +66,7 @@ def test_tensor_and_pipeline_parallel(releases: PathOf, converted: PathOf) -> No
     # Two stages, each on two ranks: 10 MoE layers x (12 experts x 2 + 6 attention + norm, router, bias + 2 shared),
     # 2 dense layers x (6 attention + norm + 2), and embedding, final norm and output layer.
     assert tallies["CK402"].tensors == 2 * (10 * (24 + 6 + 3 + 2) + 2 * 9 + 3)
-    by_rank = {report.rank: report for report in subject.megatron_run.reports}
+    by_rank = {report.rank: report for report in subject.once(run_megatron).reports}
     elements = {rank: {seen.name: seen.elements for seen in report.tensors} for rank, report in by_rank.items()}
     # An expert's linear_fc1 is [2 x 96, 128], of which a rank holds half; a norm is whole everywhere.
     assert elements[0]["decoder.layers.5.mlp.experts.experts.11.linear_fc1.weight"] == 96 * 128
@@ -81,7 +82,7 @@ def test_expert_parallel(releases: PathOf, converted: PathOf) -> None:
     assert findings == []
     held = [
         {seen.name for seen in report.tensors if ".layers.3." in seen.name and "linear_fc2" in seen.name}
-        for report in subject.megatron_run.reports
+        for report in subject.once(run_megatron).reports
     ]
     assert held == [
         {f"decoder.layers.3.mlp.experts.experts.{expert}.linear_fc2.weight" for expert in part}
@@ -123,7 +124,8 @@ def test_layers_that_do_not_divide_are_left_over_for_the_last_stage(releases: Pa
         "pp rank 2: layers 8..10",
     ]
     assert "TP1 PP3, last stage 3 layers, 3 rank(s)" in tallies["CK401"].facts["megatron"][0]
-    # 9 MoE layers x (12 experts x 2 + 6 attention + norm, router, bias + 2 shared), 2 dense layers, embedding, norm and output layer
+    # 9 MoE layers x (12 experts x 2 + 6 attention + norm, router, bias + 2 shared), 2 dense layers,
+    # embedding, norm and output layer
     assert tallies["CK402"].tensors == 9 * (24 + 6 + 3 + 2) + 2 * 9 + 3
 
 
@@ -208,8 +210,9 @@ def test_a_rank_that_crashes_is_a_finding(converted: PathOf, copy_of: PathOf) ->
     broken = copy_of(converted("qwen2-tied"))
 
     def other_shape(metadata: Metadata) -> None:
-        metadata.state_dict_metadata["decoder.layers.3.mlp.linear_fc2.weight"].size = torch.Size([128, 200])  # type: ignore[union-attr]
-        chunk = metadata.state_dict_metadata["decoder.layers.3.mlp.linear_fc2.weight"].chunks[0]  # type: ignore[union-attr]
+        entry = metadata.state_dict_metadata["decoder.layers.3.mlp.linear_fc2.weight"]
+        entry.size = torch.Size([128, 200])  # type: ignore[union-attr]
+        chunk = entry.chunks[0]  # type: ignore[union-attr]
         chunk.sizes = torch.Size([128, 200])
 
     models.edit_metadata(broken / "release", other_shape)
@@ -241,7 +244,8 @@ def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytes
     [
         (
             "own",
-            r"while comparing what was loaded, which says nothing about the checkpoint: KeyError: 'a defect of ours' .*\(exit code 1\)",
+            r"while comparing what was loaded, which says nothing about the checkpoint: "
+            r"KeyError: 'a defect of ours' .*\(exit code 1\)",
         ),
         (
             "kill",
@@ -249,7 +253,8 @@ def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytes
         ),
         (
             "import",
-            r"while importing what it needs, which .*: .*OSError: libcuda.so.1: cannot open shared object file \(exit code 1\)",
+            r"while importing what it needs, which .*: "
+            r".*OSError: libcuda.so.1: cannot open shared object file \(exit code 1\)",
         ),
         (
             "signature",
@@ -272,7 +277,7 @@ def test_a_witness_that_breaks_is_inconclusive(
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("qwen2-tied", {"tp": 4}, "2 query groups do not divide by --tp 4"),
+        ("qwen2-tied", {"tp": 4}, "10 attention heads do not divide by --tp 4"),
         ("qwen2-tied", {"pp": 5}, "12 layers do not divide by --pp 5"),
         ("qwen2-tied", {"pp": 8}, "12 layers do not divide by --pp 8"),
         ("qwen2-tied", {"pp": 2, "vpp": 4}, "12 layers do not divide by --pp x --vpp 8"),
@@ -325,9 +330,10 @@ def test_what_cannot_be_witnessed_is_inconclusive_with_the_next_move(
 def test_a_rank_that_lost_another_is_no_cause() -> None:
     """As gloo, NCCL and torch's store put it."""
     lost = {
-        0: "work.wait() | RuntimeError: [.../gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:7569: Connection reset by peer (exit code 1)",
-        2: "RuntimeError: ... gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:36425 (exit code 1)",
-        3: "torch.distributed.DistBackendError: NCCL error ... remote process exited or there was a network error (exit code 1)",
+        0: "work.wait() | RuntimeError: [.../gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:7569: "
+        "Connection reset by peer (exit code 1)",
+        2: "RuntimeError: ... gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1] (exit code 1)",
+        3: "torch.distributed.DistBackendError: NCCL error ... remote process exited or there was a network error",
         4: "torch.distributed.DistNetworkError: failed to recv, got 0 bytes (exit code 1)",
     }
     own = {1: "ValueError: no such key (exit code 1)"}

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from converters.planner import Rule, rules_of
-from verify.witnesses.megatron.layout import ParallelSizes, default_etp, padded_vocab
-from verify.witnesses.megatron.slices import Position, compare, poison
+from verify.witnesses.bits import poison
+from verify.witnesses.megatron.slices import Position, compare
 
 RULES: dict[str, Rule] = {rule.megatron: rule for rule in rules_of(models.configs()["glm4_moe"].to_dict())}
 
@@ -18,7 +18,7 @@ def at(rank: int, size: int, etp_rank: int = 0, etp: int = 1) -> Position:
 
 
 def test_gate_and_up_are_cut_apart() -> None:
-    """Rank 1 of 2 holds the second half of the gate rows and the second half of the up rows, not the second half of all rows."""
+    """Rank 1 of 2 holds the second half of the gate rows and of the up rows, not the second half of all rows."""
     rule = RULES["decoder.layers.0.mlp.linear_fc1.weight"]
     whole = torch.arange(576 * 128, dtype=torch.float32).reshape(576, 128)
     right = torch.cat([whole[144:288], whole[432:576]])
@@ -57,33 +57,8 @@ def test_bits_decide(dtype: torch.dtype) -> None:
     negative[1] = -0.0
     assert compare("x", rule, whole, negative, at(0, 1)).differing == 1
     untouched = torch.empty(128, dtype=dtype)
-    poison(untouched)
+    poison([untouched])
     assert bool(untouched.isnan().all())
     assert compare("x", rule, whole, untouched, at(0, 1)).verdict == "unwritten"
     # NaN in the source is not taken for the poison
     assert compare("x", rule, torch.full((128,), float("nan"), dtype=dtype), untouched, at(0, 1)).verdict == "unwritten"
-
-
-@pytest.mark.parametrize(
-    ("sizes", "world"),
-    [
-        (ParallelSizes(), 1),
-        (ParallelSizes(tp=2, pp=2), 4),
-        (ParallelSizes(tp=2, ep=2), 2),
-        (ParallelSizes(tp=2, ep=2, etp=2), 4),
-        (ParallelSizes(tp=4, pp=3, ep=6), 36),
-        (ParallelSizes(pp=2, ep=4, vpp=3), 8),
-    ],
-)
-def test_world_size(sizes: ParallelSizes, world: int) -> None:
-    assert sizes.world == world
-
-
-def test_defaults_are_those_of_megatron() -> None:
-    assert [default_etp(2, 1), default_etp(2, 4)] == [2, 1]
-    assert [padded_vocab(352, 1), padded_vocab(352, 2), padded_vocab(151936, 1), padded_vocab(151552, 8)] == [
-        384,
-        512,
-        151936,
-        151552,
-    ]

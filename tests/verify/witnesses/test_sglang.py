@@ -27,7 +27,7 @@ from verify.report import CheckResult, Finding
 from verify.run import choose, verify
 from verify.witnesses.sglang import run as sglang_run
 from verify.witnesses.sglang.job import SglangReport
-from verify.witnesses.sglang.run import SglangRun
+from verify.witnesses.sglang.run import SglangRun, run_sglang
 
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install sglang")
 
@@ -79,7 +79,7 @@ def sound_cases(root: Path, releases: Callable[..., Path], converted: Callable[[
 
 
 def in_fp8(release: Path, path: Path, block: tuple[int, int] = (32, 64)) -> Path:
-    """The release with its Linear layers in FP8, as Qwen publishes it: a scale a block, gates and the output layer left out."""
+    """The release with its Linear layers in FP8, as Qwen publishes it: without gates and output layer."""
     write(
         release,
         path,
@@ -200,8 +200,8 @@ def reports(runs: dict[str, SglangRun]) -> dict[str, SglangReport]:
 def checked(case: Case, run: SglangRun) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
     """The CK5xx checks over a run of the witness that has been made already."""
     subject = Subject(case.checkpoint, case.source, against=frozenset({"sglang"}))
-    subject.sglang_run = run
-    chosen, _ = choose(subject, [one for one in all_checks() if one.code.startswith("CK5")])
+    subject._results[run_sglang] = run
+    chosen, _ = choose(subject, [one for one in all_checks() if one.stage == "sglang"])
     outcome = run_checks(subject, chosen)
     results, findings, facts = outcome.checks, outcome.findings, outcome.facts
     return {result.code: result for result in results}, findings, facts
@@ -389,7 +389,8 @@ def test_a_name_that_sglangs_class_does_not_know_is_said_without_talk_of_packing
     hints = {finding.tensor: finding.hint for finding in findings}
     assert not [hint for hint in hints.values() if "pack" in hint or "quantize" in hint]
     assert hints["model.layers.5.mlp.up_proj.weight"].startswith(
-        "SGLang's Qwen3MoeForCausalLM has no parameter model.layers.5.mlp.gate_up_proj.weight: it does not read mlp_only_layers of config.json"
+        "SGLang's Qwen3MoeForCausalLM has no parameter model.layers.5.mlp.gate_up_proj.weight: "
+        "it does not read mlp_only_layers of config.json"
     )
 
 
@@ -425,7 +426,7 @@ def test_a_model_that_sglang_cannot_load_is_a_finding(releases: Callable[[str], 
     release = releases("qwen2-tied")
     path = written(tmp_path, "wide", release, models.tensors(release), vocab_size=640)
     subject = Subject(path, against=frozenset({"sglang"}))
-    outcome = run_checks(subject, [one for one in all_checks() if one.code.startswith("CK5")])
+    outcome = run_checks(subject, [one for one in all_checks() if one.stage == "sglang"])
     results, findings = outcome.checks, outcome.findings
     assert [(finding.code, "exit code 1" in finding.actual) for finding in findings] == [("CK501", True)]
     assert "AssertionError" in findings[0].actual or "RuntimeError" in findings[0].actual
@@ -434,9 +435,11 @@ def test_a_model_that_sglang_cannot_load_is_a_finding(releases: Callable[[str], 
 
 # An SGLang that is found before the real one, and what becomes of the witness that imports it.
 FAKES = {
-    "raise OSError('libcuda.so.1: cannot open shared object file')": "exit code 1; OSError: libcuda.so.1: cannot open shared object file",
+    "raise OSError('libcuda.so.1: cannot open shared object file')": "exit code 1; "
+    "OSError: libcuda.so.1: cannot open shared object file",
     "import a_package_that_nobody_has": "exit code 1; ModuleNotFoundError: No module named 'a_package_that_nobody_has'",
-    "import os; os.kill(os.getpid(), 9)": "while setting SGLang up, which says nothing about the checkpoint: killed by SIGKILL, as the kernel does when memory",
+    "import os; os.kill(os.getpid(), 9)": "while setting SGLang up, which says nothing about the checkpoint: "
+    "killed by SIGKILL, as the kernel does when memory",
     "import time; time.sleep(600)": "it did not end within 5 s",
     "raise SystemExit(0)": "no report",
 }

@@ -25,7 +25,7 @@ from verify.witnesses.sglang.marlin import (
 
 
 def functions(file: str, names: Sequence[str], **known: Any) -> dict[str, Any]:
-    """Functions of a file of SGLang, without importing the file: it needs a CUDA driver. `known`: what else they call."""
+    """Functions of a file of SGLang, without importing it, which needs a CUDA driver. `known`: what else they call."""
     spec = find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("SGLang is not installed")
@@ -95,7 +95,7 @@ def test_zero_points_of_experts_as_sglang_converts_them(groups: int, outputs: in
 
 @pytest.mark.parametrize(("groups", "outputs"), [(4, 64), (3, 192), (1, 128)])
 def test_zero_points_of_a_linear_layer_as_sglang_converts_them(groups: int, outputs: int) -> None:
-    """As `CompressedTensorsWNA16.process_weights_after_loading` calls it on what compressed-tensors stored: [outputs / 8, groups]."""
+    """As `CompressedTensorsWNA16.process_weights_after_loading` calls it on stored words [outputs / 8, groups]."""
     stored = torch.randint(-(2**31), 2**31 - 1, (outputs // 8, groups), dtype=torch.int32)
     codes = of_sglang("unpack_cols", stored.t(), 4, groups, outputs)
     expected = of_sglang("marlin_zero_points", codes, size_k=groups, size_n=outputs, num_bits=4)

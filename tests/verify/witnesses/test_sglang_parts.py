@@ -1,4 +1,4 @@
-"""The parts of the SGLang witness that need no SGLang: where tensors are expected, the poison, the record of writes, the subprocess."""
+"""The parts of the SGLang witness that need no SGLang: slots, the poison, the record of writes, the subprocess."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ckptkit.core.errors import CkptkitError
 from converters.planner import dims_of
 from verify.check import Unable, all_checks, run_checks
 from verify.evidence.subject import Subject
+from verify.witnesses.bits import difference, poison, poisoned
 from verify.witnesses.sglang import run as sglang_run
-from verify.witnesses.sglang.bits import WriteRecord, difference, place, poison, poisoned
 from verify.witnesses.sglang.run import last_words, start
 from verify.witnesses.sglang.slots import Slot, fuses_shared, is_draft, left_empty, promised_names, slot_of
+from verify.witnesses.sglang.writes import WriteRecord, place
 
 GLM = models.configs()["glm4_moe"].to_dict()
 DIMS = dims_of(GLM)
@@ -159,7 +160,7 @@ def test_without_sglang_the_report_is_inconclusive(tmp_path: Path, monkeypatch: 
     (tmp_path / "config.json").write_text(json.dumps(GLM))
     monkeypatch.setattr(sglang_run, "find_spec", lambda name: None)
     outcome = run_checks(
-        Subject(tmp_path, against=frozenset({"sglang"})), [one for one in all_checks() if one.code.startswith("CK5")]
+        Subject(tmp_path, against=frozenset({"sglang"})), [one for one in all_checks() if one.stage == "sglang"]
     )
     results, findings = outcome.checks, outcome.findings
     assert findings == []

@@ -1,4 +1,7 @@
-"""The layer spec that trainers use, Transformer Engine's, where it is installed: what its models ask of a checkpoint, loaded strictly, without a GPU."""
+"""Transformer Engine's layer spec, which trainers use, where it is installed.
+
+What its models ask of a checkpoint, loaded strictly, without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +51,9 @@ def judge(subject: Subject) -> tuple[list[Finding], dict[str, list[str]]]:
 
 # Every family and shape of layer, but Moonlight, which this megatron-core (0.19) cannot build.
 WHOLE = (
-    "qwen2-untied llama-tied llama-biases mistral mixtral qwen2_moe qwen2_moe-dense-between qwen3-tied minimax_m2 mimo glm4_moe-mtp glm4_moe_lite "
-    "deepseek_v3 deepseek_v32 glm_moe_dsa-shared kimi_k2 kimi_k25 glm4 gemma3_text gpt_oss qwen3_next qwen3_5 qwen3_5_moe qwen3_vl_moe"
+    "qwen2-untied llama-tied llama-biases mistral mixtral qwen2_moe qwen2_moe-dense-between qwen3-tied minimax_m2 mimo "
+    "glm4_moe-mtp glm4_moe_lite deepseek_v3 deepseek_v32 glm_moe_dsa-shared kimi_k2 kimi_k25 glm4 gemma3_text gpt_oss "
+    "qwen3_next qwen3_5 qwen3_5_moe qwen3_vl_moe"
 )
 
 

@@ -1,4 +1,4 @@
-"""Which exceptions of a witness are verdicts on the checkpoint: decided by where in the process, and in whose code, they were raised."""
+"""Which exceptions of a witness are verdicts on the checkpoint: by their phase, and by whose code raised them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from verify.witnesses.ending import Ending, Journal, Phase, how_it_ended, is_verdict, journal_of
+from verify.witnesses.ending import Ending, Phase, PhaseLog, ending_path, how_it_ended, is_verdict
 from verify.witnesses.sglang.load import BUILD, LOAD, REPACK, SET_UP
 
 MEGATRON_LOAD = Phase("loading the weights", ("megatron", "torch"))
@@ -109,7 +109,8 @@ def test_exceptions_of_ours_or_of_the_set_up_are_none(modules: tuple[str, ...], 
         "undefined()",
         "raise SystemExit(1)",
         "raise RuntimeError('sgl_kernel is needed') from ImportError('no sgl_kernel')",
-        "exec(compile('raise ValueError', 'a module', 'exec'), {'__name__': 'sglang.srt.models.qwen2_parts'})",  # while a module is imported
+        # while a module is imported
+        "exec(compile('raise ValueError', 'a module', 'exec'), {'__name__': 'sglang.srt.models.qwen2_parts'})",
     ],
 )
 def test_what_is_about_the_machine_is_no_verdict(statement: str) -> None:
@@ -130,9 +131,9 @@ def test_what_torch_raises_below_the_record_of_writes_is_sglangs() -> None:
     torch_raises = raising(
         "torch._ops", "raise RuntimeError('The size of tensor a (640) must match the size of tensor b (352)')"
     )
-    around = calling("verify.witnesses.sglang.bits", torch_raises, "__torch_dispatch__")
+    around = calling("verify.witnesses.sglang.writes", torch_raises, "__torch_dispatch__")
     assert is_verdict(error_of(calling(OURS, calling(MODEL, around))), LOAD)
-    own = raising("verify.witnesses.sglang.bits", name="__torch_dispatch__")
+    own = raising("verify.witnesses.sglang.writes", name="__torch_dispatch__")
     assert not is_verdict(error_of(calling(OURS, calling(MODEL, own))), LOAD)
 
 
@@ -150,11 +151,11 @@ def test_a_checkpoint_exception_is_read_with_what_the_ranks_raised() -> None:
     assert not is_verdict(raised(MemoryError()), MEGATRON_LOAD)
 
 
-def test_the_journal_keeps_the_phase_and_the_exception_that_leaves_it(tmp_path: Path) -> None:
-    path = journal_of(tmp_path / "report.json")
+def test_phase_log_keeps_phase_and_exception(tmp_path: Path) -> None:
+    path = ending_path(tmp_path / "report.json")
     assert Ending.load(path) == Ending("importing what it needs")
-    with pytest.raises(ValueError, match="no"), Journal(path) as journal:
-        journal.enter(BUILD)
+    with pytest.raises(ValueError, match="no"), PhaseLog(path) as phases:
+        phases.enter(BUILD)
         assert Ending.load(path) == Ending("building the model")
         chain(OURS, MODEL)()
     ending = Ending.load(path)

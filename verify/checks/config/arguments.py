@@ -1,10 +1,9 @@
-"""Megatron's training arguments held against an HF config, field by field, with Megatron's own defaults for absent ones."""
+"""Compares Megatron's training arguments with an HF config, field by field; absent ones have Megatron's defaults."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,22 +14,12 @@ from converters.megatron.arguments import comparable_args
 Args = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Mismatch:
-    """One argument that belongs to another model."""
-
-    argument: str
-    expected: str
-    actual: str
-
-    @property
-    def hint(self) -> str:
-        """The next move."""
-        if self.argument in WITHOUT_FLAG:
-            return "Megatron-LM has no flag for it: set the attribute on the arguments before the model is built, or train with its default knowingly"
-        return (
-            "this argument of the run that saved it belongs to another model: correct the launch script, or config.json"
-        )
+def hint_of(argument: str) -> str:
+    """What to do where this argument belongs to another model."""
+    if argument in WITHOUT_FLAG:
+        set_it = "set the attribute on the arguments before the model is built"
+        return f"Megatron-LM has no flag for it: {set_it}, or train with its default knowingly"
+    return "this argument of the run that saved it belongs to another model: correct the launch script, or config.json"
 
 
 def _get(args: Args, name: str, default: Any) -> Any:
@@ -54,7 +43,7 @@ def _head_dim(args: Args) -> Any:
 
 
 def moe_layers(args: Args) -> Any:
-    """Layers with routed experts as a list of 0 and 1. `moe_layer_freq` is a number f (every f-th layer) or such a list."""
+    """1 for each layer with routed experts, else 0. `moe_layer_freq` is a number n (every n-th) or such a list."""
     layers, freq = args.get("num_layers"), _get(args, "moe_layer_freq", 1)
     if not _get(args, "num_experts", 0):
         return [0] * layers if isinstance(layers, int) else None
@@ -64,7 +53,10 @@ def moe_layers(args: Args) -> Any:
 
 
 def linear_layers(args: Args) -> Any:
-    """Layers with linear attention as a list of 0 and 1. `linear_attention_freq` is a number n (all but every n-th) or such a list."""
+    """1 for each layer with linear attention, else 0.
+
+    `linear_attention_freq` is a number n (all but every n-th) or such a list.
+    """
     layers, freq = args.get("num_layers"), args.get("linear_attention_freq")
     if isinstance(freq, int) and isinstance(layers, int) and freq > 0:
         return [int((layer + 1) % freq != 0) for layer in range(layers)]
@@ -72,7 +64,10 @@ def linear_layers(args: Args) -> Any:
 
 
 def windows(args: Args) -> Any:
-    """1 for each layer with a sliding window, else 0. `window_attn_skip_freq` is a number n (all but every n-th), a list of these, or None (all)."""
+    """1 for each layer with a sliding window, else 0.
+
+    `window_attn_skip_freq` is a number n (all but every n-th), such a list, or None (all).
+    """
     layers, freq = args.get("num_layers"), args.get("window_attn_skip_freq")
     if not args.get("window_size") or not isinstance(layers, int):
         return None
@@ -229,7 +224,10 @@ _LINEAR: dict[str, Callable[[Args], Any]] = {
 
 
 def _sparse(dims: ModelDims, args: Args) -> dict[str, Callable[[Args], Any]]:
-    """What to compare of an indexer or linear attention: nothing where the run had none of Megatron's, as with slime's modules, which read the HF config."""
+    """What to compare of an indexer or linear attention, where the run had Megatron's own.
+
+    slime's modules for them read the HF config.
+    """
     if args.get("experimental_attention_variant") is None:
         return {}
     return (_SPARSE if dims.indexer else {}) | (_LINEAR if dims.linear else {})
@@ -247,23 +245,26 @@ def _fields(dims: ModelDims) -> dict[str, Callable[[Args], Any]]:
     return fields | (_SOFTMAX if dims.experts and not dims.router_sigmoid else {})
 
 
-def mismatches(dims: ModelDims, args: Args) -> Iterator[Mismatch]:
-    """Every argument that does not describe the model of `dims`; numbers are equal within a relative 1e-6."""
+def mismatches(dims: ModelDims, args: Args) -> Iterator[tuple[str, str, str]]:
+    """Each argument that does not describe the model of `dims`, what it should be and what it is.
+
+    Numbers are equal within a relative 1e-6.
+    """
     expected = comparable_args(dims)
     for name, read in (_fields(dims) | _sparse(dims, args)).items():
         want, found = read(expected), read(args)
         if not _same(want, found):
-            yield Mismatch(name, _text(want), "nothing" if found is None else _text(found))
+            yield name, _text(want), "nothing" if found is None else _text(found)
     yield from _vocabulary(dims, args)
 
 
-def _vocabulary(dims: ModelDims, args: Args) -> Iterator[Mismatch]:
-    """`vocab_size` cuts rows at export, so it must be true where it is given; `padded_vocab_size` may only be larger."""
+def _vocabulary(dims: ModelDims, args: Args) -> Iterator[tuple[str, str, str]]:
+    """`vocab_size`, which cuts rows at export, must be true where given; `padded_vocab_size` may only be larger."""
     vocab, padded = args.get("vocab_size"), args.get("padded_vocab_size")
     if vocab is not None and vocab != dims.vocab:
-        yield Mismatch("vocab_size", str(dims.vocab), str(vocab))
+        yield "vocab_size", str(dims.vocab), str(vocab)
     if padded is not None and padded < dims.vocab:
-        yield Mismatch("padded_vocab_size", f"at least {dims.vocab}", str(padded))
+        yield "padded_vocab_size", f"at least {dims.vocab}", str(padded)
 
 
 def _same(want: Any, found: Any) -> bool:

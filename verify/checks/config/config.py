@@ -1,4 +1,4 @@
-"""CK701 to CK703: Megatron's stored arguments, the source's config and the parallel sizes, held against the HF config."""
+"""CK701 to CK703: Megatron's stored arguments, the source's config and the parallel sizes, against the HF config."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from ckptkit.core.errors import CkptkitError
 from converters.config.dims import ModelDims
 from converters.config.values import rope_of
 from converters.megatron.arguments import comparable_args
+from converters.megatron.parallel import ParallelSizes, refusals, with_remainder
 from converters.megatron.pipeline import Pipeline
 from converters.planner import dims_of
 from verify.check import Skip, Tally, check
-from verify.checks.config.arguments import compared, mismatches
+from verify.checks.config.arguments import compared, hint_of, mismatches
 from verify.checks.config.config_keys import keys_behind
-from verify.checks.config.parallel import indivisible
-from verify.checks.values.values import needs_source
 from verify.evidence.expected import config_of, stated_config_of
 from verify.evidence.folding import chunk_ranges
 from verify.evidence.subject import Subject
-from verify.report import Finding, Severity
-from verify.witnesses.megatron.layout import ParallelSizes, with_remainder
+from verify.issue import Issue
+from verify.report import Severity
 
 # Keys that say how a checkpoint is stored or run, and the rotary settings, which have two spellings.
 _STORAGE = (
@@ -59,11 +58,14 @@ def _source_config(subject: Subject) -> Mapping[str, Any]:
 @check(
     "CK701",
     "Megatron's stored arguments describe the model of config.json",
-    rationale="Training takes sizes from a launch script, generation from config.json. Where they differ, training runs on and gives another model.",
+    stage="configuration",
+    preflight=True,
+    rationale="Training takes sizes from a launch script, generation from config.json. Where they differ, training "
+    "runs on and gives another model.",
     fix="Correct the launch script's model arguments (or config.json), then convert or train again.",
     unless=lambda subject: None if subject.kind == "megatron" else "an HF directory stores no training arguments",
 )
-def arguments_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`args` in common.pt against the HF config, field by field, with Megatron's defaults for absent ones."""
     config = _config(subject)
     try:
@@ -77,25 +79,21 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
     for _ in range(compared(dims)):
         tally.compared(0)
     where = str(subject.megatron_files.weights / "common.pt")
-    for wrong in mismatches(dims, args):
-        yield Finding(
-            "CK701",
-            f"{wrong.argument} = {wrong.expected}",
-            f"{wrong.argument} = {wrong.actual}",
-            wrong.hint,
-            file=where,
-        )
+    for name, expected, actual in mismatches(dims, args):
+        yield Issue(f"{name} = {expected}", f"{name} = {actual}", hint_of(name), file=where)
 
 
 @check(
     "CK702",
     "config.json describes the same model as the source's",
+    stage="configuration",
+    needs=("source",),
+    preflight=True,
     rationale="A rope base or an epsilon that changed on the way changes every logit, and no weight shows it.",
     fix="Take config.json from the source; only dtype and quantization_config may differ.",
-    unless=needs_source,
 )
-def configs_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Both configs, seen as the Megatron arguments that follow from them, as rotary settings, and key by key where neither shows it.
+def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Both configs by their Megatron arguments and rotary settings, and key by key where neither shows a difference.
 
     A key that only one of them has is a warning: a newer transformers writes out what used to be a default.
     """
@@ -108,19 +106,14 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Finding]:
     # One finding a key, however many arguments follow from it.
     named = {keys.get(one[0], one)[0]: keys.get(one[0], one) for one in _differing(_args(here), _args(there), tally)}
     for name, expected, actual in named.values():
-        yield Finding("CK702", f"{name} = {expected}", f"{name} = {actual}", hint, file=where)
+        yield Issue(f"{name} = {expected}", f"{name} = {actual}", hint, file=where)
     for name, expected, actual in _differing(_scaling(here), _scaling(there), tally):
-        yield Finding("CK702", f"rotary {name} = {expected}", f"rotary {name} = {actual}", hint, file=where)
+        yield Issue(f"rotary {name} = {expected}", f"rotary {name} = {actual}", hint, file=where)
     for name, expected, actual in _differing(_unstored(here), _unstored(there), tally):
         if not _seen_in_arguments(here, name, there):
             both = name in here and name in there
-            yield Finding(
-                "CK702",
-                f"{name} = {expected}",
-                f"{name} = {actual}",
-                hint,
-                file=where,
-                severity="error" if both else "warning",
+            yield Issue(
+                f"{name} = {expected}", f"{name} = {actual}", hint, file=where, severity="error" if both else "warning"
             )
 
 
@@ -133,12 +126,12 @@ def _differing(here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally) 
 
 
 def _args(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The Megatron arguments of a config, less those that its rotary scaling comes to, which is compared as it stands."""
+    """The Megatron arguments of a config without those of its rotary scaling, which is compared as it stands."""
     return comparable_args(replace(dims_of(config), rope_scaling=None))
 
 
 def _unstored(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys that describe the model, less the rotary ones, and less how a language model inside a larger one is stored."""
+    """The keys that describe the model, without the rotary ones and those that say how a text_config is stored."""
     described = {key: value for key, value in config.items() if key not in _MAY_DIFFER}
     if isinstance(text := described.get("text_config"), dict):
         described["text_config"] = {key: value for key, value in text.items() if key not in _STORAGE}
@@ -147,11 +140,8 @@ def _unstored(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Rotary settings in the spelling of transformers v5, less those that are Megatron arguments of their own."""
-    return {
-        key: value
-        for key, value in rope_of(config).items()
-        if key not in ("type", "rope_theta", "partial_rotary_factor")
-    }
+    arguments = ("type", "rope_theta", "partial_rotary_factor")
+    return {key: value for key, value in rope_of(config).items() if key not in arguments}
 
 
 def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, Any]) -> bool:
@@ -165,6 +155,8 @@ def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, An
 @check(
     "CK703",
     "the model divides over the parallel sizes",
+    stage="configuration",
+    preflight=True,
     rationale="Megatron stops with an assertion minutes after the GPUs were booked, or pads silently.",
     fix="Choose sizes that divide the model, or the uneven pipeline arguments.",
     unless=lambda subject: (
@@ -173,41 +165,36 @@ def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, An
         else "no --tp, --pp, --ep or --etp above 1 was given"
     ),
 )
-def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Heads, key-value heads, MLP sizes and experts against tp, etp and ep; layers against pp and the pipeline options of a launch.
+def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """What Megatron refuses at these tp, etp and ep; layers against pp and the pipeline options of a launch.
 
-    Where nobody said etp, Megatron's default is looked at, and what does not divide by it is only a warning.
+    Without an etp this looks at Megatron's default, tp; what is refused there is only a warning.
     """
     dims = dims_of(_config(subject))
     tally.compared(0)
     yield from _stages(dims, subject, tally)
-    for wrong in indivisible(dims, subject.tp, subject.ep, subject.etp):
-        expected = f"{wrong.what} that divides by {wrong.parallel} = {wrong.ranks}"
-        severity: Severity = "warning" if wrong.parallel == "etp" and subject.etp is None else "error"
-        yield Finding(
-            "CK703", expected, f"{wrong.what} = {wrong.size}", wrong.hint, file=str(subject.path), severity=severity
-        )
+    etp = subject.tp if subject.etp is None else subject.etp
+    for one in refusals(dims, ParallelSizes(subject.tp, ep=subject.ep, etp=etp)):
+        severity: Severity = "warning" if one.option == "etp" and subject.etp is None else "error"
+        yield Issue(one.expected, one.actual, one.hint, file=subject.path, severity=severity)
 
 
-def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Whether the layers make a pipeline. Without a launch's own options, what `verify` does with a remainder is only a warning."""
+def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Whether the layers make a pipeline. Without a launch, a remainder that `verify` can place is a warning."""
     options, pp, where = subject.arguments, subject.pp, str(subject.path)
     try:
         stages = (options.pipeline(dims.layers, pp) if options else Pipeline(dims.layers, pp)).stages
     except CkptkitError as error:
         if options and options.uneven:
-            yield Finding(
-                "CK703", "pipeline options that Megatron accepts", error.message, error.hint or "", file=where
-            )
+            yield Issue("pipeline options that Megatron accepts", error.message, error.hint or "", file=where)
             return
         last = with_remainder(ParallelSizes(pp=pp), dims.layers).last
-        hint = "give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers in the launch, or choose another --pp"
+        options_for_it = "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+        hint = f"give {options_for_it} in the launch, or choose another --pp"
         if last:
             hint = f"the launch must say so, for example by --decoder-last-pipeline-num-layers {last}"
         expected, actual = f"num_hidden_layers that divides by pp = {pp}", f"num_hidden_layers = {dims.layers}"
-        yield Finding(
-            "CK703", expected, actual, hint, file=where, severity="warning" if last and options is None else "error"
-        )
+        yield Issue(expected, actual, hint, file=where, severity="warning" if last and options is None else "error")
         return
     if options and options.uneven:
         tally.facts[STAGES] = [f"pp rank {stage}: layers {chunk_ranges(chunks)}" for stage, chunks in enumerate(stages)]

@@ -14,11 +14,11 @@ Path = tuple[str, ...]
 
 
 def keys_behind(here: Mapping[str, Any], there: Mapping[str, Any], args: Args) -> dict[str, tuple[str, Any, Any]]:
-    """For each argument that differs: its key in `here`, the value there and the value here; where no single key makes it differ, none.
+    """The key in `here` behind each argument that differs, the value there and the value here, where a single key is.
 
-    A key counts when the config `here` with one other value has the argument of `there`: the argument itself under a key that
-    states it here (the two may spell it differently), or the value that `there` has under the same key. `args` gives the
-    arguments of a config.
+    A key counts when the config `here` with one other value has the argument of `there`: the argument itself under a
+    key that states it here (the two may spell it differently), or the value that `there` has under the same key. `args`
+    gives the arguments of a config.
     """
     mine, its, wanted, found = dict(_leaves(here)), dict(_leaves(there)), args(there), args(here)
     changed = {path: its.get(path) for path in {**mine, **its} if mine.get(path) != its.get(path)}

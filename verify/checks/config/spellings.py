@@ -1,4 +1,4 @@
-"""CK704 and CK705: settings that a config states twice, and that must then be the same: readers take one or the other."""
+"""CK704 and CK705: settings that a config states twice, of which readers take one or the other, are the same."""
 
 from __future__ import annotations
 
@@ -10,28 +10,13 @@ from ckptkit.core.errors import CkptkitError
 from verify.check import Tally, check
 from verify.checks.config.tokenizer import side_of
 from verify.evidence.subject import Subject
-from verify.report import Finding
+from verify.issue import Issue
 
 # What a multimodal config may say of its language model both at the top and in text_config.
 _TWICE = (
-    *(
-        "tie_word_embeddings",
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    ),
-    *(
-        "intermediate_size",
-        "rms_norm_eps",
-        "rope_theta",
-        "num_experts_per_tok",
-        "n_routed_experts",
-        "num_experts",
-        "num_nextn_predict_layers",
-    ),
+    *("tie_word_embeddings", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta", "num_experts_per_tok"),
+    *("n_routed_experts", "num_experts", "num_nextn_predict_layers"),
 )
 
 
@@ -60,11 +45,14 @@ def _both_spellings(subject: Subject) -> str | None:
 @check(
     "CK704",
     "rotary settings are the same in both spellings",
-    rationale="transformers v4 reads rope_theta and rope_scaling, v5 rope_parameters: where they differ, two readers run two models, and no weight shows it.",
+    stage="configuration",
+    preflight=True,
+    rationale="transformers v4 reads rope_theta and rope_scaling, v5 rope_parameters: where they differ, two readers "
+    "run two models, and no weight shows it.",
     fix="Make rope_theta, rope_scaling and rope_parameters say the same, or keep only those of the release.",
     unless=_both_spellings,
 )
-def rope_said_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def rope_said_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Base, kind, factor and every other rotary setting, of v4 against v5."""
     where = str(side_of(subject).root / "config.json")
     for prefix, holder in _holders(_config(subject)):
@@ -74,12 +62,8 @@ def rope_said_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
             tally.compared(0)
             if before != after:
                 hint = "take config.json from the release; its weights were trained with one of the two"
-                yield Finding(
-                    "CK704",
-                    f"{prefix}{new} = {before}, as {prefix}{old} says",
-                    f"{prefix}{new} = {after}",
-                    hint,
-                    file=where,
+                yield Issue(
+                    f"{prefix}{new} = {before}, as {prefix}{old} says", f"{prefix}{new} = {after}", hint, file=where
                 )
 
 
@@ -127,15 +111,18 @@ def _no_text_config(subject: Subject) -> str | None:
 @check(
     "CK705",
     "a multimodal config says the same of its language model at the top and in text_config",
-    rationale="Readers take one or the other. Where the tie flag differs, one of them looks for an output layer that is not stored and leaves it random.",
+    stage="configuration",
+    preflight=True,
+    rationale="Readers take one or the other. Where the tie flag differs, one of them looks for an output layer that "
+    "is not stored and leaves it random.",
     fix="Take config.json from the release, or make both places say what the weights are.",
     unless=_no_text_config,
 )
-def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Tied embeddings, sizes and switches that stand in both places.
 
-    transformers v5 writes a tie flag of its own default, true, into the text_config of models that it reads as not tied: that is
-    no finding, since it and SGLang take the flag of the top.
+    transformers v5 writes a tie flag of its own default, true, into the text_config of models that it reads as not
+    tied: that is no finding, since it and SGLang take the flag of the top.
     """
     config = _config(subject)
     text = _mapping(config.get("text_config"))
@@ -145,10 +132,6 @@ def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Finding]:
             default = key == "tie_word_embeddings" and config[key] is False and text[key] is True
             if config[key] != text[key] and not default:
                 where, hint = str(side_of(subject).root / "config.json"), "take config.json from the release"
-                yield Finding(
-                    "CK705",
-                    f"{key} = {config[key]}, as at the top",
-                    f"text_config.{key} = {text[key]}",
-                    hint,
-                    file=where,
+                yield Issue(
+                    f"{key} = {config[key]}, as at the top", f"text_config.{key} = {text[key]}", hint, file=where
                 )

@@ -1,4 +1,4 @@
-"""CK706 to CK708 and CK720: tokenizer, special tokens and chat template, against the embedding, one another and the source."""
+"""CK706 to CK708 and CK720: tokenizer, special tokens and chat template, against weights, one another and source."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import locate
 from converters.planner import dims_of
 from verify.check import Skip, Tally, check
-from verify.checks.values.values import needs_source
 from verify.evidence.expected import config_of
 from verify.evidence.side_files import GENERATION, TOKENIZER_CONFIG, SideFiles
 from verify.evidence.subject import Subject
-from verify.report import Finding, Severity
+from verify.issue import Issue
+from verify.report import Severity
 
 _KINDS = ("eos", "pad", "bos")
 
@@ -57,22 +57,22 @@ def _rows(subject: Subject) -> int:
 @check(
     "CK706",
     "every token id has a row in the embedding",
-    rationale="A vocabulary cut to another tokenizer's size has no row for the last tokens; looking one up reads memory that is not the embedding's.",
-    fix="Take the tokenizer of the release that the weights come from; vocab_size must be the number of rows, not of tokens.",
+    stage="configuration",
+    preflight=True,
+    rationale="A vocabulary cut to another tokenizer's size has no row for the last tokens; looking one up reads "
+    "memory that is not the embedding's.",
+    fix="Take the tokenizer of the release that the weights come from; vocab_size must be the number of rows, not of "
+    "tokens.",
     unless=lambda subject: _no_vocabulary(side_of(subject)),
 )
-def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """The largest id of every tokenizer file against `vocab_size`, which CK105 holds against the embedding; one id a token over all files."""
+def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """The largest id of every tokenizer file against `vocab_size` (CK105: that of the embedding); one id a token."""
     side, rows = side_of(subject), _rows(subject)
     try:
         vocabularies = side.vocabularies
     except CkptkitError as error:
-        yield Finding(
-            "CK706",
-            "a tokenizer that can be read",
-            error.message,
-            error.hint or "copy it from the release",
-            file=str(side.root),
+        yield Issue(
+            "a tokenizer that can be read", error.message, error.hint or "copy it from the release", file=side.root
         )
         return
     hint = "take tokenizer and config.json from the release of these weights"
@@ -81,18 +81,12 @@ def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Finding]:
         token, largest = max(ids.items(), key=lambda item: item[1])
         if largest >= rows:
             actual = f"{token!r} has id {largest}, of {sum(number >= rows for number in ids.values())} without a row"
-            yield Finding(
-                "CK706", f"ids below {rows}, the rows of the embedding", actual, hint, file=str(side.root / file)
-            )
+            yield Issue(f"ids below {rows}, the rows of the embedding", actual, hint, file=side.root / file)
         other = next((token for token, number in ids.items() if side.ids[token] != number), None)
         if other is not None:
             actual = f"{other!r} has id {ids[other]}, and {side.ids[other]} in another file"
-            yield Finding(
-                "CK706",
-                "one id for a token",
-                actual,
-                "take all tokenizer files from one release",
-                file=str(side.root / file),
+            yield Issue(
+                "one id for a token", actual, "take all tokenizer files from one release", file=side.root / file
             )
 
 
@@ -109,11 +103,15 @@ def _one_place_only(subject: Subject) -> str | None:
 @check(
     "CK707",
     "config, generation_config and tokenizer agree on the special tokens",
-    rationale="Trainer and server stop at different tokens: answers run on to the length limit, or end too soon, and rewards are given for it.",
-    fix="Make eos_token_id in config.json and generation_config.json that of the tokenizer's eos_token, as in the release.",
+    stage="configuration",
+    preflight=True,
+    rationale="Trainer and server stop at different tokens: answers run on to the length limit, or end too soon, and "
+    "rewards are given for it.",
+    fix="Make eos_token_id in config.json and generation_config.json that of the tokenizer's eos_token, as in the "
+    "release.",
     unless=_one_place_only,
 )
-def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Ids of the end, padding and begin tokens: inside the vocabulary, and the same wherever two files state one.
 
     Several ends are usual in generation_config.json, so the ends of two files need only have one in common.
@@ -127,13 +125,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Finding]:
             if (text := side.special(kind)) is not None and side.ids and text not in side.ids
         ]
     except CkptkitError as error:
-        yield Finding(
-            "CK707",
-            "files that can be read",
-            error.message,
-            error.hint or "copy them from the release",
-            file=str(side.root),
-        )
+        yield Issue("files that can be read", error.message, error.hint or "copy them from the release", file=side.root)
         return
     hint = "take config.json, generation_config.json and the tokenizer from one release"
     for kind, by_file in stated.items():
@@ -142,21 +134,16 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Finding]:
             if strange := sorted(
                 number for number in numbers if not (0 <= number < rows or (kind == "pad" and number == -1))
             ):
-                yield Finding(
-                    "CK707",
+                yield Issue(
                     f"{kind}_token_id below {rows}, the rows of the embedding",
                     f"{strange[0]}",
                     hint,
-                    file=str(side.root / file),
+                    file=side.root / file,
                 )
         yield from _disagreements(kind, by_file, side.root, hint)
     for kind, text in unknown:
-        yield Finding(
-            "CK707",
-            f"{kind}_token in the vocabulary",
-            f"{text!r} is no token of it",
-            hint,
-            file=str(side.root / TOKENIZER_CONFIG),
+        yield Issue(
+            f"{kind}_token in the vocabulary", f"{text!r} is no token of it", hint, file=side.root / TOKENIZER_CONFIG
         )
     if not any(stated.values()):
         tally.compared(0)  # three files were looked at, and none of them names a special token
@@ -178,7 +165,7 @@ def _stated(side: SideFiles, kind: str) -> Iterator[tuple[str, set[int]]]:
         yield TOKENIZER_CONFIG, {side.ids[token]}
 
 
-def _disagreements(kind: str, by_file: Mapping[str, set[int]], root: Path, hint: str) -> Iterator[Finding]:
+def _disagreements(kind: str, by_file: Mapping[str, set[int]], root: Path, hint: str) -> Iterator[Issue]:
     """Files whose ids have nothing in common with those of the others: the one that is outvoted, or all where none is.
 
     An engine ends at any id of config and generation_config. Some releases have a tokenizer that ends texts and a
@@ -195,10 +182,10 @@ def _disagreements(kind: str, by_file: Mapping[str, set[int]], root: Path, hint:
         expected = (
             f"{kind}_token_id {_text(set().union(*(by_file[file] for file in most)))}, as in {' and '.join(most)}"
         )
-        yield Finding("CK707", expected, _text(by_file[odd]), hint, file=str(root / odd), severity=severity)
+        yield Issue(expected, _text(by_file[odd]), hint, file=root / odd, severity=severity)
         return
     actual = ", ".join(f"{_text(numbers)} in {file}" for file, numbers in by_file.items())
-    yield Finding("CK707", f"one {kind}_token_id in all files", actual, hint, file=str(root), severity=severity)
+    yield Issue(f"one {kind}_token_id in all files", actual, hint, file=root, severity=severity)
 
 
 def _agreeing(by_file: Mapping[str, set[int]]) -> list[list[str]]:
@@ -216,8 +203,8 @@ def _text(numbers: set[int]) -> str:
 
 
 def _nothing_to_carry(subject: Subject) -> str | None:
-    if (reason := needs_source(subject)) is not None:
-        return reason
+    if subject.source_path is None:
+        return None
     with suppress(CkptkitError):
         there = _source_side(subject)
         if there.root == side_of(subject).root:
@@ -229,12 +216,16 @@ def _nothing_to_carry(subject: Subject) -> str | None:
 @check(
     "CK708",
     "tokenizer and chat template are those of the source",
-    rationale="Without its template a server answers with a default one, or not at all; with another tokenizer every id means another word.",
+    stage="configuration",
+    needs=("source",),
+    preflight=True,
+    rationale="Without its template a server answers with a default one, or not at all; with another tokenizer every "
+    "id means another word.",
     fix="Copy the tokenizer files and chat_template.jinja from the source.",
     unless=_nothing_to_carry,
 )
-def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Every chat template by its text, wherever it is stored, and the id of every token; the file that holds it here or, where it is missing, in the source."""
+def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Every chat template by its text, wherever it is stored, and the id of every token."""
     here, there = side_of(subject), _source_side(subject)
     try:
         kinds: list[_Kind] = [
@@ -242,13 +233,7 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Finding]:
             ("token", here.ids, there.ids, SideFiles.file_of_token),
         ]
     except CkptkitError as error:
-        yield Finding(
-            "CK708",
-            "files that can be read",
-            error.message,
-            error.hint or "copy them from the source",
-            file=str(here.root),
-        )
+        yield Issue("files that can be read", error.message, error.hint or "copy them from the source", file=here.root)
         return
     for what, mine, its, file_of in kinds:
         wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -264,24 +249,18 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Finding]:
                 if len(names) == 1
                 else f"{len(names)} {what}s of the source, such as {names[0]!r}"
             )
-            yield Finding(
-                "CK708",
-                expected,
-                actual,
-                f"copy {file} from {there.root}",
-                count=len(names),
-                file=str(here.root / file),
-            )
+            yield Issue(expected, actual, f"copy {file} from {there.root}", count=len(names), file=here.root / file)
 
 
 @check(
     "CK720",
     "a tokenizer lies beside the weights",
+    stage="configuration",
     rationale="An engine loads the tokenizer from the directory of the weights; without one it does not start.",
     fix="Copy the tokenizer files of the release into this directory.",
     unless=lambda subject: None if subject.kind == "hf" else "Megatron loads no tokenizer from its checkpoint",
 )
-def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Any file of a tokenizer; without one an error where the source has one, else a warning."""
     tally.compared(0)
     if side_of(subject).has_tokenizer:
@@ -294,8 +273,7 @@ def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Finding]:
         else "copy them from the release, if an engine is to load this directory"
     )
     where = str(subject.path)
-    yield Finding(
-        "CK720",
+    yield Issue(
         "files of a tokenizer, which an engine loads from here",
         "none",
         hint,

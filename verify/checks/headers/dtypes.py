@@ -6,24 +6,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
+from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import main_dtype
+from ckptkit.formats.torch_save.unpickle import Dtype
 from converters.foreign import refuse_foreign
 from quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
 from verify.check import Tally, check
 from verify.checks.headers.files import home_of, names_of
 from verify.evidence.expected import Expected, expected_of, is_quantized, usable_config
-from verify.evidence.folding import by_pattern
+from verify.evidence.folding import alike
 from verify.evidence.packed import format_of
 from verify.evidence.subject import Subject
-from verify.report import Finding
+from verify.issue import Issue
 
-_COMPUTED = (torch.bfloat16, torch.float16, torch.float32)
-_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.int8, torch.uint8)
-# State of linear attention that is computed in float32 and that releases store in bfloat16 all the same (Qwen3-Next, Qwen3.5's dt_bias).
+_EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8")
+# Float32 state of linear attention that releases store in bfloat16 all the same (Qwen3-Next, Qwen3.5's dt_bias).
 _ROUNDED_BY_RELEASES = (".A_log", ".dt_bias")
 _INTEGER_PARTS = (PACKED, SHAPE, ZERO_POINT, G_IDX)
 
@@ -31,10 +30,12 @@ _INTEGER_PARTS = (PACKED, SHAPE, ZERO_POINT, G_IDX)
 @check(
     "CK107",
     "dtypes are the same in every layer, and fp32 state is fp32",
-    rationale="bfloat16 keeps 8 significant bits: a router bias around 6.9 that spans 0.2 falls into 8 distinct values, and routing changes.",
+    stage="headers",
+    rationale="bfloat16 keeps 8 significant bits: a router bias around 6.9 that spans 0.2 falls into 8 distinct "
+    "values, and routing changes.",
     fix="Convert again from the release with the dtype kept; router biases must stay fp32.",
 )
-def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """One dtype, that models compute in, for each kind of tensor over all layers; and the dtype that config.json says.
 
     A warning where fp32 state is stored smaller (CK203 compares with a source).
@@ -43,57 +44,30 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Finding]:
     if subject.kind == "hf":
         refuse_foreign(specs, subject.path)
     config = usable_config(subject)
-    expected = expected_of(subject, config, specs) if config else Expected({})
+    expected = subject.once(expected_of) or Expected({})
     fp32 = expected.fp32
     for names in subject.kinds:
         tally.compared(0)
         dtypes = {specs[name].dtype for name in names}
         usual, _ = Counter(specs[name].dtype for name in (names if len(dtypes) > 1 else names[:1])).most_common(1)[0]
         odd = [name for name in names if specs[name].dtype != usual] if len(dtypes) > 1 else []
-        for text, group in by_pattern(odd):
-            actual = _short(specs[group[0]].dtype)
+        for group in alike(odd):
+            actual = specs[group[0]].dtype
             hint = "one shard comes from another conversion; convert again"
-            yield Finding(
-                "CK107",
-                f"{_short(usual)}, as in the other layers",
-                actual,
-                hint,
-                text,
-                len(group),
-                home_of(subject, group[0]),
-            )
-        if names[0] in fp32 and usual.itemsize < 4 and not names[0].endswith(_ROUNDED_BY_RELEASES):
-            text = next(by_pattern(names))[0]
+            yield Issue(f"{usual}, as in the other layers", actual, hint, names=group, file=home_of(subject, group[0]))
+        if names[0] in fp32 and ITEMSIZE[usual] < 4 and not names[0].endswith(_ROUNDED_BY_RELEASES):
             hint = "compare with the release: `ckptkit verify --source RELEASE` counts the values that were lost"
-            yield Finding(
-                "CK107",
-                "float32",
-                _short(usual),
-                hint,
-                text,
-                len(names),
-                home_of(subject, names[0]),
-                severity="warning",
-            )
+            yield Issue("float32", usual, hint, names=names, file=home_of(subject, names[0]), severity="warning")
         # A norm that Megatron holds less one is written in the next wider dtype, so that nothing is lost in that.
-        wide = usual == torch.float64 and names[0] in expected.wide
+        wide = usual == "float64" and names[0] in expected.wide
         if (
-            usual not in _COMPUTED
+            usual not in COMPUTED
             and not wide
             and not names[0].endswith(_INTEGER_PARTS)
             and not (usual in _EIGHT_BITS and config and _eight_bits(config))
         ):
             hint = "convert again from the release; loaders cast such a tensor, or refuse it"
-            text = next(by_pattern(names))[0]
-            yield Finding(
-                "CK107",
-                "bfloat16, float16 or float32",
-                _short(usual),
-                hint,
-                text,
-                len(names),
-                home_of(subject, names[0]),
-            )
+            yield Issue("bfloat16, float16 or float32", usual, hint, names=names, file=home_of(subject, names[0]))
     yield from _config_dtype(subject, specs, config)
 
 
@@ -104,7 +78,7 @@ def _eight_bits(config: Mapping[str, Any]) -> bool:
 
 def _config_dtype(
     subject: Subject, specs: Mapping[str, TensorSpec], config: Mapping[str, Any] | None
-) -> Iterator[Finding]:
+) -> Iterator[Issue]:
     """The dtype that an engine takes from config.json to allocate a model in, against the one most weights are in."""
     stored = main_dtype(specs)
     if stored is None:
@@ -118,34 +92,28 @@ def _config_dtype(
         said = config.get(key)
         if said is not None and str(said).removeprefix("torch.") not in (stored, "auto"):
             hint = f"set {key} to the dtype of the weights: loaders cast all weights to it"
-            yield Finding(
-                "CK107",
+            yield Issue(
                 f"{key} {stored}, as most weights are",
                 f"{key} {said}",
                 hint,
-                file=str(subject.path / "config.json"),
+                file=subject.path / "config.json",
                 severity="warning",
             )
 
 
-def _trained_dtype(subject: Subject, stored: str) -> Iterator[Finding]:
-    """The dtype that the stored training arguments name (Megatron-LM: `params_dtype`, by --bf16 or --fp16), against the one most weights are in."""
+def _trained_dtype(subject: Subject, stored: str) -> Iterator[Issue]:
+    """`params_dtype` of the stored training arguments (by --bf16 or --fp16) against the dtype of most weights."""
     try:
         said = subject.megatron_files.args.get("params_dtype")
     except CkptkitError:
         return  # CK111 says why they cannot be read
-    if isinstance(said, torch.dtype) and _short(said) != stored:
-        where = str(subject.megatron_files.weights / "common.pt")
+    if isinstance(said, Dtype) and said.name != stored:
+        where = subject.megatron_files.weights / "common.pt"
         hint = "Megatron casts all weights to the dtype of the launch: check --bf16 and --fp16"
-        yield Finding(
-            "CK107",
+        yield Issue(
             f"params_dtype {stored}, as most weights are",
-            f"params_dtype {_short(said)}",
+            f"params_dtype {said.name}",
             hint,
             file=where,
             severity="warning",
         )
-
-
-def _short(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")

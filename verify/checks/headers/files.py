@@ -1,10 +1,11 @@
-"""CK101 to CK106: what headers and JSON files alone can tell. No weight is read; every problem is listed, not only the first."""
+"""CK101 to CK106: what headers and JSON files alone can tell. No weight is read, and every problem is listed."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from ckptkit.formats.hf.reader import INDEX
 from converters.planner import tied_head
 from quant.formats.part_names import PACKED, SCALE, SHAPE
 from verify.check import Skip, Tally, check
+from verify.checks.headers.layer_counts import layer_table, uneven
 from verify.evidence.expected import Expected, config_of, expected_of, remarks_of, usable_config
-from verify.evidence.folding import by_pattern
+from verify.evidence.folding import alike
 from verify.evidence.hf_files import HfFiles
-from verify.evidence.layer_counts import layer_table, uneven
 from verify.evidence.subject import Subject
-from verify.report import Finding
+from verify.issue import Issue
 
 # What Mistral publishes beside the shards with HF's names: all weights in a format of its own.
 _CONSOLIDATED = re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors")
@@ -31,24 +32,31 @@ def only_hf(subject: Subject) -> str | None:
 
 
 def names_of(subject: Subject) -> Mapping[str, TensorSpec]:
-    """Every tensor that headers or `.metadata` name. Raises Skip where `.metadata` cannot be read, which CK111 reports."""
-    if subject.kind == "hf":
-        return subject.hf_files.specs
+    """Every tensor that headers or `.metadata` name. Raises Skip where `.metadata` cannot be read (CK111)."""
+    if subject.kind == "megatron":
+        require_metadata(subject)
+    return subject.specs
+
+
+def require_metadata(subject: Subject) -> None:
+    """Raises Skip where the `.metadata` of a Megatron checkpoint cannot be read, which CK111 reports."""
     if not subject.megatron_files.readable:
         raise Skip("not run because .metadata cannot be read (CK111)")
-    return subject.megatron_files.opened.specs
 
 
 @check(
     "CK101",
     "config.json describes a supported model",
-    rationale="Every expected name and shape follows from the config. A config of another model makes loaders skip or misread tensors.",
+    stage="headers",
+    gate=True,
+    rationale="Every expected name and shape follows from the config. A config of another model makes loaders skip or "
+    "misread tensors.",
     fix="Restore config.json from the release that the weights belong to.",
 )
-def config_usable(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The config is there, is JSON, is of a supported family, and its sizes make sense."""
-    if subject.kind == "megatron" and not subject.megatron_files.readable:
-        raise Skip("not run because .metadata cannot be read (CK111)")
+    if subject.kind == "megatron":
+        require_metadata(subject)
     try:
         config_of(subject)
         tally.compared(0)
@@ -57,72 +65,63 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Finding]:
     except CkptkitError as error:
         path = subject.path if subject.kind == "hf" else subject.megatron_files.opened.hf_path
         hint = error.hint or "compare it with the release"
-        yield Finding("CK101", "the config of a supported model", error.message, hint, file=str(path / "config.json"))
+        yield Issue("the config of a supported model", error.message, hint, file=path / "config.json")
 
 
 @check(
     "CK102",
     "every shard is there and whole",
-    rationale="A truncated shard can be mapped beyond its end and then reads as zeros or garbage; some loaders skip an absent one silently.",
+    stage="headers",
+    gate=True,
+    rationale="A truncated shard can be mapped beyond its end and then reads as zeros or garbage; some loaders skip an "
+    "absent one silently.",
     fix="Download or copy the named file again, or run the conversion again.",
     unless=only_hf,
 )
-def shards_whole(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every file of the index is there, and its size and offsets are what its own header says."""
     files = subject.hf_files
     for file in files.missing:
-        yield Finding(
-            "CK102",
-            "the file, since the index names it",
-            "it is not there",
-            "copy or download it",
-            file=str(subject.path / file),
+        yield Issue(
+            "the file, since the index names it", "it is not there", "copy or download it", file=subject.path / file
         )
     for shard in files.shards.values():
         tally.compared(0, len(shard.specs))
-        for fault in shard.faults:
-            yield Finding(
-                "CK102",
-                fault.expected,
-                fault.actual,
-                "copy or download this file again",
-                fault.tensor,
-                file=str(shard.path),
-            )
+        for issue in shard.issues:
+            yield replace(issue, hint="copy or download this file again", file=shard.path)
 
 
 @check(
     "CK103",
     "the index is sound",
-    rationale="Loaders find tensors through model.safetensors.index.json; an entry that points out of the directory reads a file of somebody else.",
+    stage="headers",
+    gate=True,
+    rationale="Loaders find tensors through model.safetensors.index.json; an entry that points out of the directory "
+    "reads a file of somebody else.",
     fix="Restore model.safetensors.index.json from the release, or convert again.",
     unless=only_hf,
 )
-def index_sound(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The index is JSON with a weight_map, and every entry is a file of this directory."""
     tally.compared(0)
-    for fault in subject.hf_files.index_faults:
-        yield Finding(
-            "CK103",
-            fault.expected,
-            fault.actual,
-            "restore it from the release",
-            fault.tensor,
-            file=str(subject.path / INDEX),
-        )
+    for issue in subject.hf_files.index_issues:
+        yield replace(issue, hint="restore it from the release", file=subject.path / INDEX)
 
 
 @check(
     "CK104",
     "index, shards and config name the same tensors",
-    rationale="A converter that loses a tensor usually writes an index that agrees with its own loss. Only the config tells what should be there.",
+    stage="headers",
+    gate=True,
+    rationale="A converter that loses a tensor usually writes an index that agrees with its own loss. Only the config "
+    "tells what should be there.",
     fix="Convert again from the release. If config.json belongs to another model, restore it.",
 )
-def same_names(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Three-way equality of index, headers and config; for Megatron, of `.metadata` and config. Also duplicates and orphan files."""
+def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Index, headers and config name the same tensors (Megatron: `.metadata` and config); no duplicates or orphans."""
     specs = names_of(subject)
     config = usable_config(subject)
-    expected = expected_of(subject, config, specs) if config else None
+    expected = subject.once(expected_of)
     tally.compared(0, len(specs))
     if subject.kind == "hf":
         yield from _duplicates_and_orphans(subject)
@@ -131,26 +130,21 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Finding]:
         tally.note(text)
     if subject.kind == "hf" and config and (tied := tied_head(config)) and tied[0] in specs:
         tally.note(
-            f"{tied[0]} is stored although tie_word_embeddings is true; that it repeats {tied[1]} can be told from values only (CK211)"
+            f"{tied[0]} is stored although tie_word_embeddings is true; that it repeats {tied[1]} can be told "
+            "from values only (CK211)"
         )
     tally.facts["tensors per layer"] = layer_table(subject.kinds, dict(config) if config else None)
     if expected is None:
         yield from uneven(specs, str(subject.path))
 
 
-def _duplicates_and_orphans(subject: Subject) -> Iterator[Finding]:
+def _duplicates_and_orphans(subject: Subject) -> Iterator[Issue]:
     files = subject.hf_files
     twice = files.twice
-    for text, names in by_pattern(twice):
+    for names in alike(twice):
         actual = f"it stands in {' and '.join(twice[names[0]])}"
-        yield Finding(
-            "CK104",
-            "each tensor in one shard",
-            actual,
-            "remove the leftover of an earlier save",
-            text,
-            len(names),
-            str(subject.path),
+        yield Issue(
+            "each tensor in one shard", actual, "remove the leftover of an earlier save", names=names, file=subject.path
         )
     for file in files.orphans:
         where, expected = str(subject.path / file), "only files that the index names"
@@ -159,13 +153,13 @@ def _duplicates_and_orphans(subject: Subject) -> Iterator[Finding]:
                 "the weights a second time, under Mistral's own names",
                 "remove it where no reader of Mistral's own format is used; nothing checks it here",
             )
-            yield Finding("CK104", expected, actual, hint, file=where, severity="warning")
+            yield Issue(expected, actual, hint, file=where, severity="warning")
             continue
         hint = "remove it if it is the leftover of an earlier save; some loaders read every *.safetensors file"
-        yield Finding("CK104", expected, "the index names none of its tensors", hint, file=where)
+        yield Issue(expected, "the index names none of its tensors", hint, file=where)
 
 
-def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expected | None) -> Iterator[Finding]:
+def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expected | None) -> Iterator[Issue]:
     files = subject.hf_files if subject.kind == "hf" else None
     index = files.index if files else None
     unknown = files.unknown if files else frozenset()
@@ -180,8 +174,7 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
         reasons["in the shard that the index names", "in another shard", "restore the index"] = moved
     where = subject.path / INDEX if index is not None else subject.path
     for (should, actual, hint), found in reasons.items():
-        for text, names in by_pattern(found):
-            yield Finding("CK104", should, actual, hint, text, len(names), str(where))
+        yield Issue(should, actual, hint, names=found, file=where)
 
 
 def _not_everywhere(*several: Mapping[str, Any] | None) -> Iterator[str]:
@@ -247,16 +240,18 @@ def _verdict(
 @check(
     "CK105",
     "shapes are those of the config",
-    rationale="A shape that differs means another model, a wrong merge of gate and up or q, k and v, or a vocabulary cut to the tokenizer's size.",
+    stage="headers",
+    gate=True,
+    rationale="A shape that differs means another model, a wrong merge of gate and up or q, k and v, or a vocabulary "
+    "cut to the tokenizer's size.",
     fix="Restore the config.json that belongs to these weights, or convert again.",
 )
-def same_shapes(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every shape equals the config's; only Megatron's vocabulary may be padded with more rows."""
     specs = names_of(subject)
-    config = usable_config(subject)
-    if config is None:
+    expected = subject.once(expected_of)
+    if expected is None:
         raise Skip("there is no usable config.json (CK101)")
-    expected = expected_of(subject, config, specs)
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
     tally.compared(0, sum(map(specs.__contains__, expected.shapes)))
     for name, shape in expected.shapes.items():
@@ -266,9 +261,9 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Finding]:
         if not padded:
             wrong[f"shape {list(shape)}", f"shape {list(actual)}"].append(name)
     for (want, found), group in wrong.items():
-        for text, names in by_pattern(group):
+        for names in alike(group):
             hint = "check this tensor and the sizes in config.json against the release"
-            yield Finding("CK105", want, found, hint, text, len(names), home_of(subject, names[0]))
+            yield Issue(want, found, hint, names=names, file=home_of(subject, names[0]))
 
 
 def home_of(subject: Subject, name: str) -> str:
@@ -280,18 +275,21 @@ def home_of(subject: Subject, name: str) -> str:
 
 
 def _no_index_needed(subject: Subject) -> str | None:
-    single = subject.kind == "hf" and subject.hf_files.index is None and not subject.hf_files.index_faults
+    single = subject.kind == "hf" and subject.hf_files.index is None and not subject.hf_files.index_issues
     return "a single file needs no index" if single else only_hf(subject)
 
 
 @check(
     "CK106",
     "total_size is the sum of all tensors in bytes",
-    rationale="Loaders do not read total_size, so it is only a warning. One that is not the sum shows an index that was not written with these shards.",
-    fix="Set metadata.total_size in model.safetensors.index.json to the number given, after the other CK1xx checks pass.",
+    stage="headers",
+    rationale="Loaders do not read total_size, so it is only a warning. One that is not the sum shows an index that "
+    "was not written with these shards.",
+    fix="Set metadata.total_size in model.safetensors.index.json to the number given, after the other CK1xx checks "
+    "pass.",
     unless=_no_index_needed,
 )
-def total_size_true(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def total_size_true(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The index's `metadata.total_size` against the headers."""
     files = subject.hf_files
     if files.index is None:
@@ -311,4 +309,4 @@ def total_size_true(subject: Subject, tally: Tally) -> Iterator[Finding]:
         rows = sum(spec.shape[0] for spec in files.specs.values() if spec.shape)
         said = f"total_size {files.total_size}" + (", which is the number of rows" if files.total_size == rows else "")
         said = "no total_size" if files.total_size is None else said
-        yield Finding("CK106", f"total_size {actual}", said, hint, file=str(subject.path / INDEX), severity="warning")
+        yield Issue(f"total_size {actual}", said, hint, file=subject.path / INDEX, severity="warning")

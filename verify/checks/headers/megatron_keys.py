@@ -1,4 +1,4 @@
-"""CK114 to CK117: what the keys of `.metadata` tell, held against the training arguments and the metadata stored beside them."""
+"""CK114 to CK117: the keys of `.metadata` against the training arguments and metadata stored beside them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
+from ckptkit.core.dtypes import ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges, summarize
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS
 from verify.check import Skip, Tally, check
+from verify.checks.headers.files import require_metadata
 from verify.checks.headers.torch_dist import only_megatron
-from verify.evidence.folding import LAYER, MTP_LAYER, by_pattern
+from verify.evidence.folding import LAYER, MTP_LAYER
 from verify.evidence.subject import Subject
-from verify.report import Finding
+from verify.issue import Issue
 
 _ROUTED = re.compile(r"(.+\.experts)\.experts\.(\d+)\.(.+)")
 _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.).+")
@@ -32,8 +34,7 @@ _SHARD = re.compile(r"(.+)\._extra_state/shard_([\d.]+)_([\d.]+)")
 
 def _weights(subject: Subject) -> list[str]:
     """Keys of the weights. Raises Skip where `.metadata` cannot be read, which CK111 reports."""
-    if not subject.megatron_files.readable:
-        raise Skip("not run because .metadata cannot be read (CK111)")
+    require_metadata(subject)
     return [key for key in subject.megatron_files.metadata.tensors if not NOT_WEIGHTS.fullmatch(key)]
 
 
@@ -49,25 +50,27 @@ def _common(subject: Subject) -> Mapping[str, Any]:
 @check(
     "CK114",
     "the stored training arguments promise the layers and experts that are stored",
-    rationale="A save of a run that lost a layer agrees with itself everywhere but here. No HF config is needed to see it.",
-    fix="Save or convert again. If the arguments are wrong, correct the launch script: Megatron builds the model by them.",
+    stage="headers",
+    rationale=(
+        "A save of a run that lost a layer agrees with itself everywhere but here. No HF config is needed to see it."
+    ),
+    fix="Save or convert again. If the arguments are wrong, correct the launch script: Megatron builds the model by "
+    "them.",
     unless=only_megatron,
 )
-def arguments_fit_keys(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Layers, multi-token prediction layers, experts, output layer and vocabulary rows of the keys against `args`, where `args` say them."""
+def arguments_fit_keys(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Layers, MTP layers, experts, output layer and vocabulary rows against `args`, where `args` say them."""
     _weights(subject)
     args = _common(subject).get("args")
     said: Mapping[str, Any] = vars(args) if hasattr(args, "__dict__") else {}
     if not said:
         raise Skip("common.pt holds no training arguments, which Megatron accepts")
     specs = subject.megatron_files.opened.specs
-    for _ in specs:
-        tally.compared(0)
-    where = str(subject.megatron_files.weights / ".metadata")
+    tally.compared(0, len(specs))
+    where = subject.megatron_files.weights / ".metadata"
     hint = "save or convert it again; if the arguments are those of another run, correct the launch script"
     for argument, expected, actual, tensors in _against_args(said, specs):
-        text = summarize(tensors) if tensors else None
-        yield Finding("CK114", f"{argument}: {expected}", actual, hint, text, max(len(tensors), 1), where)
+        yield Issue(f"{argument}: {expected}", actual, hint, names=tensors or None, together=True, file=where)
 
 
 def _against_args(said: Mapping[str, Any], specs: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[str]]]:
@@ -116,7 +119,7 @@ def _experts(names: Iterable[str]) -> dict[tuple[str, frozenset[int]], list[str]
 def _numbers(
     argument: str, said: Mapping[str, Any], found: Set[int], what: str, *templates: str
 ) -> Iterator[tuple[str, str, str, list[str]]]:
-    """Whether just the numbers from 0 are there that an argument promises; one that is absent promises nothing, None means 0.
+    """Yields what is wrong where an argument promises the numbers from 0 to its value; None is 0, absent promises none.
 
     `templates` name what has such a number, with `{}` for it.
     """
@@ -134,29 +137,30 @@ def _numbers(
 @check(
     "CK115",
     "the layout of the keys is the one that content_metadata says",
-    rationale="Megatron asks for keys by content_metadata. Under another layout it finds none of them; slime's patch then starts from random weights.",
+    stage="headers",
+    rationale="Megatron asks for keys by content_metadata. Under another layout it finds none of them; slime's patch "
+    "then starts from random weights.",
     fix="Convert or save again; do not copy common.pt from another save.",
     unless=only_megatron,
 )
-def layout_said(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Layers stacked or one key each, experts and gate and up together or apart: one layout, and that of `content_metadata`.
+def layout_said(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """One layout in all keys, and the one of `content_metadata`: layers stacked or apart, experts and gate and up too.
 
     Source: megatron-core `transformer_block.py` (`sharded_state_dict`), `mlp.py`, `moe/experts.py`.
     """
     keys = _weights(subject)
     common = _common(subject)
-    for _ in keys:
-        tally.compared(0)
+    tally.compared(0, len(keys))
     found = {name: [key for key in keys if pattern.fullmatch(key)] for name, pattern in _LAYOUTS.items()}
     said = common.get("content_metadata")
     for want, actual in _layout_faults(
         found, said if isinstance(said, Mapping) else {}, _uneven_args(common.get("args"))
     ):
         where, hint = (
-            str(subject.megatron_files.weights),
+            subject.megatron_files.weights,
             "convert or save it again: keys and common.pt belong to different saves",
         )
-        yield Finding("CK115", want, actual, hint, summarize(found[actual]), len(found[actual]), where)
+        yield Issue(want, actual, hint, names=found[actual], together=True, file=where)
 
 
 _LAYOUTS = {
@@ -186,7 +190,10 @@ def _layout_faults(found: Mapping[str, list[str]], said: Mapping[str, Any], unev
 
 
 def _uneven_args(args: Any) -> bool:
-    """Whether arguments alone make Megatron give each layer a key: `moe_layer_freq` or `linear_attention_freq` as a list or above 1, or blocks of its own."""
+    """Whether the arguments alone give each layer a key of its own.
+
+    These are `moe_layer_freq` or `linear_attention_freq` as a list or above 1, and heterogeneous blocks.
+    """
     said: Mapping[str, Any] = vars(args) if hasattr(args, "__dict__") else {}
     freqs = [said.get(name) for name in ("moe_layer_freq", "linear_attention_freq")]
     blocks = any(
@@ -203,12 +210,13 @@ def _uneven_args(args: Any) -> bool:
 @check(
     "CK116",
     "the _extra_state objects are there that Megatron's strict load asks for",
+    stage="headers",
     rationale="Megatron asks for one of every linear layer, also in BF16, and by default stops where one is missing.",
     fix="Convert again with ckptkit, which writes them, or save again; slime's patched Megatron loads without them.",
     unless=only_megatron,
 )
-def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """An `_extra_state` for every linear layer that each of Megatron's specs gives one, and all shards of each (layers, experts)."""
+def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """An `_extra_state` for every linear layer that Megatron gives one, with all its shards (layers, experts)."""
     modules = dict.fromkeys(match[1] for key in _weights(subject) if (match := _LINEAR.fullmatch(key)))
     shards: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for key in subject.megatron_files.metadata.objects:
@@ -216,30 +224,36 @@ def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Finding]:
             shards[match[1]][match[3]].add(match[2])
     if not modules:
         raise Skip("there is no linear layer to have one")
-    for _ in modules:
-        tally.compared(0)
+    tally.compared(0, len(modules))
     where, hint = (
         str(subject.megatron_files.weights / ".metadata"),
         "convert or save it again; with slime's patched Megatron it loads as it is",
     )
-    for text, found in by_pattern(module for module in modules if module not in shards):
-        yield Finding("CK116", "an _extra_state object", "none", hint, f"{text}._extra_state", len(found), where)
+    yield Issue(
+        "an _extra_state object",
+        "none",
+        hint,
+        names=[f"{module}._extra_state" for module in modules if module not in shards],
+        file=where,
+    )
     for module, totals in shards.items():
         for total, indices in totals.items():
             if (want := math.prod(map(int, total.split(".")))) != len(indices):
-                yield Finding(
-                    "CK116", f"{want} shards of it", f"{len(indices)}", hint, f"{module}._extra_state", file=where
+                yield Issue(
+                    f"{want} shards of it", f"{len(indices)}", hint, names=[f"{module}._extra_state"], file=where
                 )
 
 
 @check(
     "CK117",
     "every stored entry is long enough for its part of the tensor, and files end with their last entry",
-    rationale="An entry that is too short holds another tensor or another dtype. Bytes behind the last entry are those of an older, longer file.",
+    stage="headers",
+    rationale="An entry that is too short holds another tensor or another dtype. Bytes behind the last entry are those "
+    "of an older, longer file.",
     fix="Copy the named .distcp file again from the save, or save or convert again into an empty directory.",
     unless=only_megatron,
 )
-def entries_long_enough(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def entries_long_enough(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The length of every entry against the size of its chunk in the dtype of its key; where each file ends."""
     _weights(subject)
     files = subject.megatron_files
@@ -247,19 +261,17 @@ def entries_long_enough(subject: Subject, tally: Tally) -> Iterator[Finding]:
     for key, stored in files.metadata.tensors.items():
         for chunk in stored.chunks:
             tally.compared(0)
-            need = math.prod(chunk.sizes) * stored.dtype.itemsize
+            need = math.prod(chunk.sizes) * ITEMSIZE[stored.dtype]
             if chunk.blob.length < need:
                 short[
-                    f"at least {need} bytes for {list(chunk.sizes)} {str(stored.dtype).removeprefix('torch.')}",
-                    f"{chunk.blob.length} bytes",
+                    f"at least {need} bytes for {list(chunk.sizes)} {stored.dtype}", f"{chunk.blob.length} bytes"
                 ].append(key)
     for (want, actual), keys in short.items():
-        for text, group in by_pattern(keys):
-            hint = ".metadata and the .distcp files are of different saves: save or convert again"
-            yield Finding("CK117", want, actual, hint, text, len(group), str(files.weights / ".metadata"))
+        hint = ".metadata and the .distcp files are of different saves: save or convert again"
+        yield Issue(want, actual, hint, names=keys, file=files.weights / ".metadata")
     for path, entries in files.blobs.items():
         end = max(offset + length for offset, length in entries)
         if path.exists() and path.stat().st_size > end:
             actual = f"{path.stat().st_size} bytes: {path.stat().st_size - end} behind its last entry"
             hint = "the file was longer once: save or convert again into an empty directory"
-            yield Finding("CK117", f"{end} bytes", actual, hint, file=str(path), severity="warning")
+            yield Issue(f"{end} bytes", actual, hint, file=path, severity="warning")

@@ -10,10 +10,9 @@ from pathlib import Path
 from ckptkit.core.specs import ranges
 from verify.check import Skip, Tally, check
 from verify.checks.headers.files import names_of, only_hf
-from verify.evidence.folding import by_pattern
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.subject import Subject
-from verify.report import Finding
+from verify.issue import Issue
 
 _NUMBERED = re.compile(r"(.+?)-?(\d+)-of-(\d+)\.safetensors")
 # Files of peft, and what peft, slime's trainer and megatron-core's adapters put into names of tensors.
@@ -32,17 +31,19 @@ _ADAPTER_NAMES = (
 @check(
     "CK108",
     "shards are numbered as their names promise",
-    rationale="A name like model-00003-of-00048 promises 48 files. An index that was written with a loss agrees with that loss; the numbers do not.",
-    fix="Copy or download the shard of the missing number; remove shards of an earlier save; give a renamed one its name back.",
+    stage="headers",
+    rationale="A name like model-00003-of-00048 promises 48 files. An index that was written with a loss agrees with "
+    "that loss; the numbers do not.",
+    fix="Copy or download the shard of the missing number; remove shards of an earlier save; give a renamed one its "
+    "name back.",
     unless=only_hf,
 )
-def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """The numbers 1 to N, or from 0, each once and with one N; and no missing file whose tensors lie in one of another name."""
+def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """The numbers 1 to N, or from 0, each once and with one N; and no shard that was only renamed."""
     files = subject.hf_files
     if not files.wanted:
         raise Skip("there are no shards (CK103)")
-    for _ in files.wanted:
-        tally.compared(0)
+    tally.compared(0, len(files.wanted))
     series: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for match in filter(None, map(_NUMBERED.fullmatch, files.wanted)):
         series[match[1]][int(match[3])].append(int(match[2]))
@@ -51,34 +52,28 @@ def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Finding]:
     yield from _renamed(files)
 
 
-def _series(stem: str, totals: Mapping[int, list[int]], root: Path) -> Iterator[Finding]:
+def _series(stem: str, totals: Mapping[int, list[int]], root: Path) -> Iterator[Issue]:
     if len(totals) > 1:
         actual = " and ".join(f"{len(numbers)} of {total}" for total, numbers in sorted(totals.items()))
         hint = "files of two saves are mixed: keep those of one, with their index"
-        yield Finding("CK108", f"one number of shards in all names {stem}-*-of-*", actual, hint, file=str(root))
+        yield Issue(f"one number of shards in all names {stem}-*-of-*", actual, hint, file=root)
         return
     ((total, numbers),) = totals.items()
     # gpt-oss counts from 0 to N, slime from 0 to N - 1, everybody else from 1 to N.
     wanted = set(range(1, total)) | ({total} if 0 not in numbers else set())
     if missing := wanted - set(numbers):
         hint = "copy or download it; if the release really has none, its index lists no tensor that it could hold"
-        yield Finding(
-            "CK108",
-            f"{total} shards {stem}-*-of-{total}",
-            f"number {ranges(missing)} is not among them",
-            hint,
-            file=str(root),
+        yield Issue(
+            f"{total} shards {stem}-*-of-{total}", f"number {ranges(missing)} is not among them", hint, file=root
         )
     strange = [number for number in numbers if number > total]
     if strange or len(set(numbers)) < len(numbers):
         twice = sorted({number for number in numbers if numbers.count(number) > 1})
         actual = f"number {ranges(strange)} of {total}" if strange else f"number {ranges(twice)} more than once"
-        yield Finding(
-            "CK108", f"numbers up to {total}, each once", actual, "keep the files of one save", file=str(root)
-        )
+        yield Issue(f"numbers up to {total}, each once", actual, "keep the files of one save", file=root)
 
 
-def _renamed(files: HfFiles) -> Iterator[Finding]:
+def _renamed(files: HfFiles) -> Iterator[Issue]:
     """Files that nothing names, and that hold just what the index expects in one that is not there."""
     if not files.missing or not files.orphans:
         return
@@ -89,22 +84,21 @@ def _renamed(files: HfFiles) -> Iterator[Finding]:
     for missing in files.missing:
         if homes[missing] and (found := held.get(frozenset(homes[missing]))):
             hint = f"rename {found} to {missing}"
-            yield Finding(
-                "CK108",
-                missing,
-                f"its tensors lie in {found}, which the index does not name",
-                hint,
-                file=str(files.root / missing),
+            yield Issue(
+                missing, f"its tensors lie in {found}, which the index does not name", hint, file=files.root / missing
             )
 
 
 @check(
     "CK110",
     "no LoRA adapter is left unmerged",
-    rationale="An engine that loads the directory without its adapter serves the base model; one that meets adapter tensors skips them.",
-    fix="Merge the adapter into the weights (peft's merge_and_unload) and save again, or take its files out of the directory.",
+    stage="headers",
+    rationale="An engine that loads the directory without its adapter serves the base model; one that meets adapter "
+    "tensors skips them.",
+    fix="Merge the adapter into the weights (peft's merge_and_unload) and save again, or take its files out of the "
+    "directory.",
 )
-def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No adapter files beside the weights, no adapter names among the tensors."""
     names = names_of(subject)
     tally.compared(0, len(_ADAPTER_FILES) + len(names))
@@ -112,20 +106,15 @@ def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Finding]:
     for file in _ADAPTER_FILES:
         if (root / file).exists():
             hint = "merge it into the weights, or move it elsewhere"
-            yield Finding(
-                "CK110", "weights with every adapter merged", f"{file} lies beside them", hint, file=str(root / file)
-            )
+            yield Issue("weights with every adapter merged", f"{file} lies beside them", hint, file=root / file)
     listed = subject.hf_files.index or {} if subject.kind == "hf" else {}
-    for text, found in by_pattern(_of_adapters(dict.fromkeys([*names, *listed]))):
-        yield Finding(
-            "CK110",
-            "weights with every adapter merged",
-            "a tensor of an adapter",
-            "merge the adapter and save again",
-            text,
-            len(found),
-            str(root),
-        )
+    yield Issue(
+        "weights with every adapter merged",
+        "a tensor of an adapter",
+        "merge the adapter and save again",
+        names=list(_of_adapters(dict.fromkeys([*names, *listed]))),
+        file=root,
+    )
 
 
 def _of_adapters(names: Collection[str]) -> Iterator[str]:

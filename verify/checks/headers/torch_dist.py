@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import TRACKER, is_legacy
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.torch_dist.reader import tiling_problem
-from verify.check import Skip, Tally, check
-from verify.evidence.folding import by_pattern
+from verify.check import Tally, check
+from verify.checks.headers.files import require_metadata
+from verify.evidence.folding import alike
 from verify.evidence.subject import Subject
-from verify.report import Finding
+from verify.issue import Issue
 
 # What metadata.json says; what it says of common.pt is left out from megatron-core 0.19 on.
 _BACKEND: Mapping[str, str | int] = {
@@ -29,153 +29,127 @@ def only_megatron(subject: Subject) -> str | None:
     return None if subject.kind == "megatron" else "an HF directory has no torch_dist files"
 
 
-def _readable(subject: Subject) -> None:
-    if not subject.megatron_files.readable:
-        raise Skip("not run because .metadata cannot be read (CK111)")
-
-
 @check(
     "CK111",
     "Megatron would find and accept the directory",
-    rationale="With a tracker or a file missing Megatron starts from random weights, or from another checkpoint, and training goes on.",
-    fix="Convert again, or copy the named file from the original save. Give the directory that holds the tracker, not the iteration.",
+    stage="headers",
+    gate=True,
+    rationale="With a tracker or a file missing Megatron starts from random weights, or from another checkpoint, and "
+    "training goes on.",
+    fix="Convert again, or copy the named file from the original save. Give the directory that holds the tracker, not "
+    "the iteration.",
     unless=only_megatron,
 )
-def directory_complete(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """The tracker names a directory; `.metadata`, `metadata.json` and `common.pt` (or `common_state`) are there and readable."""
+def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """The tracker names a directory, in which `.metadata`, `metadata.json` and the common state can be read."""
     files = subject.megatron_files
     try:
         weights = files.weights
     except CkptkitError as error:
-        yield Finding(
-            "CK111",
-            "a tracker that names a directory",
-            error.message,
-            error.hint or "",
-            file=str(subject.path / TRACKER),
-        )
+        yield Issue("a tracker that names a directory", error.message, error.hint or "", file=subject.path / TRACKER)
         return
     tally.compared(0)
     if is_legacy(weights):
-        hint = "Megatron loads it at the same parallel sizes only, and nothing more can be checked: export it and convert the export"
-        yield Finding(
-            "CK111",
-            "a torch_dist checkpoint",
-            "Megatron's legacy format (mp_rank_*)",
-            hint,
-            file=str(weights),
-            severity="warning",
+        hint = (
+            "Megatron loads it at the same parallel sizes only, and nothing more can be checked: export it and "
+            "convert the export"
+        )
+        yield Issue(
+            "a torch_dist checkpoint", "Megatron's legacy format (mp_rank_*)", hint, file=weights, severity="warning"
         )
         return
     yield from _backend(weights)
     try:
         files.args  # noqa: B018 - a cached property that raises
     except CkptkitError as error:
-        yield Finding(
-            "CK111",
-            "readable .metadata and common state",
-            error.message,
-            error.hint or "convert or copy it again",
-            file=str(weights),
+        yield Issue(
+            "readable .metadata and common state", error.message, error.hint or "convert or copy it again", file=weights
         )
 
 
-def _backend(weights: Path) -> Iterator[Finding]:
-    """metadata.json: that it is there, and names formats and versions that Megatron has. Source: megatron-core `dist_checkpointing/core.py`."""
-    where = str(weights / "metadata.json")
+def _backend(weights: Path) -> Iterator[Issue]:
+    """metadata.json is there and names formats and versions that Megatron has.
+
+    Source: megatron-core `dist_checkpointing/core.py`.
+    """
+    where = weights / "metadata.json"
     try:
         content = read_json(weights / "metadata.json")
     except CkptkitError as error:
         hint = "Megatron tells by this file that the directory is a torch_dist checkpoint: copy it from the save"
-        yield Finding("CK111", "a readable metadata.json", error.message, hint, file=where)
+        yield Issue("a readable metadata.json", error.message, hint, file=where)
         return
     for key, known in _BACKEND.items():
         said = content.get(key)
         if said != known and (key == "sharded_backend" or said is not None):
-            yield Finding("CK111", f"{key} {known}", f"{said!r}", "save it with --ckpt-format torch_dist", file=where)
+            yield Issue(f"{key} {known}", f"{said!r}", "save it with --ckpt-format torch_dist", file=where)
 
 
 @check(
     "CK112",
     "every stored entry lies inside its .distcp file",
+    stage="headers",
+    gate=True,
     rationale="`.metadata` is written last and knows nothing of a file that a disk or a copy lost or cut short.",
     fix="Copy the named .distcp file again from the save, or convert again.",
     unless=only_megatron,
 )
-def entries_inside(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """File, offset and length of every entry against the files that are there; entries share bytes only as aliases."""
-    _readable(subject)
+    require_metadata(subject)
     files = subject.megatron_files
     for path, stored in files.blobs.items():
-        for _ in stored:
-            tally.compared(0)
+        tally.compared(0, len(stored))
         if not path.exists():
             keys = [key for found in stored.values() for key in found]
             hint = "copy it from the save"
-            yield Finding(
-                "CK112",
-                "the file, since .metadata names it",
-                "it is not there",
-                hint,
-                summarize(keys),
-                len(keys),
-                str(path),
+            yield Issue(
+                "the file, since .metadata names it", "it is not there", hint, names=keys, together=True, file=path
             )
             continue
         size = path.stat().st_size
         beyond = [
             key for (offset, length), found in stored.items() if offset < 0 or offset + length > size for key in found
         ]
-        for text, keys in by_pattern(beyond):
-            need = max(offset + length for offset, length in stored)
-            yield Finding(
-                "CK112",
-                f"at least {need} bytes",
-                f"{size} bytes: the file is truncated",
-                "copy it again",
-                text,
-                len(keys),
-                str(path),
-            )
+        need = max(offset + length for offset, length in stored)
+        yield Issue(
+            f"at least {need} bytes", f"{size} bytes: the file is truncated", "copy it again", names=beyond, file=path
+        )
         end, before = 0, ""
         for (offset, length), found in stored.items():
             if offset < end:
                 actual = f"it starts at byte {offset}, inside {before} which ends at {end}"
-                yield Finding(
-                    "CK112", "bytes of its own", actual, "the save is damaged: convert again", found[0], file=str(path)
+                yield Issue(
+                    "bytes of its own", actual, "the save is damaged: convert again", names=[found[0]], file=path
                 )
             end, before = max(end, offset + length), found[0]
     for path in sorted(files.weights.glob("*.distcp")):
         if path not in files.blobs and path.stat().st_size:
             hint = "remove it if it is the leftover of an earlier save"
-            yield Finding(
-                "CK112",
-                "only files that .metadata names",
-                "it names none of its bytes",
-                hint,
-                file=str(path),
-                severity="warning",
+            yield Issue(
+                "only files that .metadata names", "it names none of its bytes", hint, file=path, severity="warning"
             )
 
 
 @check(
     "CK113",
     "chunks tile every tensor exactly",
-    rationale="A part of a tensor that no chunk holds is left random at load; slime and miles switch off Megatron's own check of this.",
+    stage="headers",
+    gate=True,
+    rationale="A part of a tensor that no chunk holds is left random at load; slime and miles switch off Megatron's "
+    "own check of this.",
     fix="Convert again, or save again from the training run: the save is incomplete.",
     unless=only_megatron,
 )
-def chunks_tile(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def chunks_tile(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No hole, no overlap, nothing outside, for every tensor of `.metadata`."""
-    _readable(subject)
+    require_metadata(subject)
     problems: dict[str, str] = {}
     for key, stored in subject.megatron_files.metadata.tensors.items():
         tally.compared(0)
         if problem := tiling_problem(stored.shape, [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]):
             problems[key] = problem
-    for text, keys in by_pattern(problems):
+    for keys in alike(problems):
         hint = "the save is incomplete: save or convert it again"
-        where = str(subject.megatron_files.weights / ".metadata")
-        yield Finding(
-            "CK113", "chunks that cover the tensor exactly once", problems[keys[0]], hint, text, len(keys), where
-        )
+        where = subject.megatron_files.weights / ".metadata"
+        yield Issue("chunks that cover the tensor exactly once", problems[keys[0]], hint, names=keys, file=where)

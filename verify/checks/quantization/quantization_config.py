@@ -3,53 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
-from verify.check import Unable
 from verify.evidence.packed import format_of
-from verify.report import Severity
+from verify.issue import Issue
+from verify.skip import Unable
 
 # Of a valid compressed-tensors scheme, what may differ from what is judged here; with these values it would be judged.
 _JUDGED = {"symmetric": True, "num_bits": 4, "strategy": "group", "group_size": 32, "actorder": None, "zp_dtype": None}
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What should be, what is, and the next move."""
-
-    expected: str
-    actual: str
-    hint: str
-    severity: Severity = "error"
-
-
-def config_fault(config: Mapping[str, Any]) -> Fault | None:
+def config_issue(config: Mapping[str, Any]) -> Issue | None:
     """Why engines cannot read the packed weights by this `quantization_config`; None when they can.
 
     Raises Unable for a scheme that is valid compressed-tensors and is not judged here, such as an asymmetric one.
     """
-    # Imported here because it brings transformers with it, which takes seconds that checks of plain checkpoints do not need.
+    # Imported here because it brings transformers with it, which takes seconds.
     from quant.formats.scheme import read_scheme
 
     content = quantization_of(config)
     hint = "restore the quantization_config of the release, or quantize again with `ckptkit quantize`"
     expected = "a quantization_config that describes the packed weights"
     if not isinstance(content, Mapping) or not content:
-        return Fault(expected, f"quantization_config is {content!r:.80}", hint)
+        return Issue(expected, f"quantization_config is {content!r:.80}", hint)
     try:
         read_scheme(config)
     except CkptkitError as error:
         if format_of(config) is not None and _valid_elsewhere(config):
             raise Unable(f"no decision for this quantization_config: {error.message}") from error
-        return Fault(expected, error.message, hint)
-    return None if format_of(config) is not None else Fault(expected, "its first group spells out no weights", hint)
+        return Issue(expected, error.message, hint)
+    return None if format_of(config) is not None else Issue(expected, "its first group spells out no weights", hint)
 
 
 def _valid_elsewhere(config: Mapping[str, Any]) -> bool:
-    """Whether compressed-tensors takes the scheme, and it would be judged here but for the way that weights are rounded."""
+    """Whether compressed-tensors takes the scheme, which is not judged here only for the way it rounds weights."""
     from compressed_tensors.quantization import QuantizationConfig
 
     from quant.formats.scheme import read_scheme

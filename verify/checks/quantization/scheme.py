@@ -1,4 +1,4 @@
-"""CK306 to CK308: INT4 weights beside one another: what engines hold in one, what a tensor parallel size leaves of them, and their scales."""
+"""CK306 to CK308: INT4 weights beside one another: fused layers, tensor parallel cuts, and the size of scales."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from statistics import median
 
-import torch
-
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from converters.planner import expected_hf
-from quant.formats.part_names import PACKED, SCALE, ZERO_POINT
+from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.evidence.expected import usable_config
-from verify.evidence.folding import by_pattern
-from verify.evidence.packed import format_of, packed_names
+from verify.evidence.folding import alike, by_pattern
+from verify.evidence.packed import format_of, read_scales
 from verify.evidence.subject import Subject
-from verify.report import Finding, Severity
+from verify.issue import Issue
+from verify.report import Severity
 
 # Layers that engines hold as one. Source: SGLang's and vLLM's `packed_modules_mapping` and their DeepSeek loaders.
 _FUSED = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -27,21 +26,23 @@ _FUSED_OF: Mapping[str, str] = {part: ", ".join(parts) for parts in _FUSED for p
 _FAR = 32.0
 
 # Group size (0: one scale a row), dtype of the scales and whether there are zero points; None: not packed.
-Scheme = tuple[int, torch.dtype, bool] | tuple[()] | None
+Scheme = tuple[int, str, bool] | tuple[()] | None
 _PACKED: Scheme = ()  # packed, however
 
 
 @check(
     "CK306",
     "weights that engines hold in one are quantized alike",
-    rationale="q, k and v, gate and up, and the experts of a layer become one parameter. Where one of them differs, an engine drops it or reads it wrongly.",
+    stage="quantization",
+    rationale="q, k and v, gate and up, and the experts of a layer become one parameter. Where one of them differs, an "
+    "engine drops it or reads it wrongly.",
     fix="Quantize again with `ckptkit quantize`, with an ignore list that names all parts of a fused layer or none.",
     unless=not_quantized,
 )
-def fused_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Packed or not, group size, dtype of scales and zero points, over the parts of each fused layer and the experts of each layer."""
+def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Packed or not, group size, dtype of scales and zero points, over each fused layer and each layer's experts."""
     specs = subject.hf_files.specs
-    if not any(packed_names(specs)):
+    if not any(packed_in(specs)):
         raise Skip("nothing is packed (CK302)")
     together: dict[tuple[str, str], dict[Scheme, list[str]]] = defaultdict(lambda: defaultdict(list))
     for module, scheme in _schemes(specs):
@@ -54,10 +55,9 @@ def fused_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
         for scheme in others:
             odd[usual, scheme] += schemes[scheme]
     for (usual, scheme), modules in odd.items():
-        for text, names in by_pattern(modules):
-            hint = "quantize again, so that all parts of a layer are packed alike"
-            expected = f"{_in_words(usual)}, as the parts that engines hold in one with it"
-            yield Finding("CK306", expected, _in_words(scheme), hint, f"{text}.weight", len(names), str(subject.path))
+        hint = "quantize again, so that all parts of a layer are packed alike"
+        expected = f"{_in_words(usual)}, as the parts that engines hold in one with it"
+        yield Issue(expected, _in_words(scheme), hint, names=[name + ".weight" for name in modules], file=subject.path)
 
 
 def _schemes(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Scheme]]:
@@ -78,11 +78,11 @@ def _in_words(scheme: Scheme) -> str:
         return "unquantized" if scheme is None else "INT4"
     group, dtype, zero_points = scheme
     size = f"groups of {group}" if group else "one scale a row"
-    return f"INT4, {size}, scales in {str(dtype).removeprefix('torch.')}" + ", zero points" * zero_points
+    return f"INT4, {size}, scales in {dtype}" + ", zero points" * zero_points
 
 
 def _together(module: str, scheme: Scheme) -> Iterator[tuple[tuple[str, str], Scheme]]:
-    """The layers that a module is held in with others: all experts are packed or none, and those of one projection alike."""
+    """The fused layers that a module is part of. All experts are packed or none, and those of one projection alike."""
     parent, _, projection = module.rpartition(".")
     layer, _, expert = parent.rpartition(".experts.")
     if layer and expert.isdecimal():
@@ -107,17 +107,21 @@ def _no_tp(subject: Subject) -> str | None:
 @check(
     "CK307",
     "INT4 weights divide into groups and kernel tiles at the planned tensor parallel size",
-    rationale="SGLang cuts packed weights by ranks. A group or a Marlin tile that is cut through stops the server after minutes, or has no kernel.",
-    fix="Serve with a smaller tensor parallel size, or quantize again with a smaller group size, or leave the named layers out.",
+    stage="quantization",
+    preflight=True,
+    rationale="SGLang cuts packed weights by ranks. A group or a Marlin tile that is cut through stops the server "
+    "after minutes, or has no kernel.",
+    fix="Serve with a smaller tensor parallel size, or quantize again with a smaller group size, or leave the named "
+    "layers out.",
     unless=_no_tp,
 )
-def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Rows and columns of every packed weight on a rank, by the rules of SGLang's kernels (`quant.selection.tiles`)."""
     config = usable_config(subject)
     form = format_of(config) if config else None
     if config is None or form is None:
         raise Skip("there is no usable config.json with packed integer weights (CK101, CK302)")
-    packed, shapes = set(packed_names(subject.hf_files.specs)), expected_hf(config)
+    packed, shapes = set(packed_in(subject.hf_files.specs)), expected_hf(config)
     chosen = [
         TensorSpec(name, shape, subject.hf_files.specs[_packed(name)].dtype)
         for name, shape in shapes.items()
@@ -125,9 +129,8 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
     ]
     if not chosen:
         raise Skip("nothing is packed (CK302)")
-    for _ in chosen:
-        tally.compared(0)
-    # Imported here because it brings transformers with it, which takes seconds that checks of plain checkpoints do not need.
+    tally.compared(0, len(chosen))
+    # Imported here because it brings transformers with it, which takes seconds.
     from quant.selection.class_tree import class_tree
     from quant.selection.tiles import check_tiles
 
@@ -153,12 +156,11 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Finding]:
             (subject.arguments and subject.arguments.engine_ep) or 1,
         )
     except CkptkitError as error:
-        yield Finding(
-            "CK307",
+        yield Issue(
             f"INT4 weights that {_engine_tp(subject)} ranks can share",
             error.message,
             error.hint or "",
-            file=str(subject.path),
+            file=subject.path,
         )
 
 
@@ -169,18 +171,20 @@ def _packed(name: str) -> str:
 @check(
     "CK308",
     "scales are as large as those of the same kind of weight",
-    rationale="Scales that lost a factor, or belong to another tensor, give weights hundreds of times too large or too small; finite they still are.",
+    stage="quantization",
+    rationale="Scales that lost a factor, or belong to another tensor, give weights hundreds of times too large or too "
+    "small; finite they still are.",
     fix="Quantize again from the release; with --source, CK305 says how far the weights are off.",
     unless=not_quantized,
 )
-def scales_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """The median scale of every packed weight against that of its kind over all layers and experts: at most 32 times as large or as small.
+def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """The median scale of every packed weight is within 32 times that of its kind over all layers and experts.
 
     Much smaller is a warning only: experts that training never chose keep small weights.
     """
     packed_weights(subject)
-    sizes = {scale.module: scale.median for scale in subject.scales if scale.median is not None}
-    for scale in subject.scales:
+    sizes = {scale.module: scale.median for scale in subject.once(read_scales) if scale.median is not None}
+    for scale in subject.once(read_scales):
         tally.compared(scale.nbytes)
     for _, modules in by_pattern(sizes):
         usual = median(sizes[module] for module in modules)
@@ -192,19 +196,17 @@ def scales_alike(subject: Subject, tally: Tally) -> Iterator[Finding]:
 
 def _far_off(
     modules: list[str], what: str, severity: Severity, usual: float, sizes: Mapping[str, float], where: str
-) -> Iterator[Finding]:
-    for text, names in by_pattern(modules):
+) -> Iterator[Issue]:
+    for names in alike(modules):
         expected, actual = (
             f"scales around {usual:.3g}, as others of this kind",
             f"around {sizes[names[0]]:.3g}: far {what}",
         )
-        yield Finding(
-            "CK308",
+        yield Issue(
             expected,
             actual,
             "quantize again from the release",
-            text + SCALE,
-            len(names),
-            where,
+            names=[name + SCALE for name in names],
+            file=where,
             severity=severity,
         )

@@ -1,4 +1,4 @@
-"""CK207 to CK210: numbers that are possible one by one, and together cannot be what was trained. They read no byte that CK201 has not."""
+"""CK207 to CK210: numbers that are possible one by one, but not together. They read no byte that CK201 has not."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from verify.check import Skip, Tally, check
 from verify.checks.values.values import PARTS, UNREAD, counted, kind_of
 from verify.evidence.expected import expected_of, usable_config
 from verify.evidence.extremes import Extremes
-from verify.evidence.folding import by_pattern
+from verify.evidence.folding import alike
+from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
-from verify.report import Finding, Severity
+from verify.issue import Issue
+from verify.report import Severity
 
-# The layers of trained models differ in size by less than 10 times either way; a scale that was lost or applied twice is 100 and more.
+# The layers of trained models differ in size by less than 10 times; a scale lost or applied twice is 100 and more.
 _FACTOR = 32.0
 _SIBLINGS = 3  # fewer have no majority
 
@@ -26,53 +28,52 @@ _SIBLINGS = 3  # fewer have no majority
 @check(
     "CK207",
     "numbers are not all denormal",
-    rationale="Bytes of another format or byte order, read as floats, are often numbers below 1e-38. They act as zeros.",
-    fix="Convert again from the release. Check that the reader took the dtype from the file and did not guess it from the width.",
+    stage="values",
+    needs=("sound headers",),
+    rationale="Bytes of another format or byte order, read as floats, are often numbers below 1e-38. They act as "
+    "zeros.",
+    fix="Convert again from the release. Check that the reader took the dtype from the file and did not guess it from "
+    "the width.",
 )
-def not_denormal(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def not_denormal(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Some number of each tensor that is not zero is at least 2**-126 (about 1.2e-38), as every weight in use is."""
-    stats = subject.values.stats
+    stats = subject.once(read_values).stats
     counted(tally, stats, UNREAD)
-    for text, names in by_pattern(name for name, one in stats.items() if one.finite and one.denormal):
+    for names in alike(name for name, one in stats.items() if one.finite and one.denormal):
         largest = max(max(abs(stats[name].low), abs(stats[name].high)) for name in names)
         hint = "compare with the release: were these bytes read as another dtype?"
-        yield Finding(
-            "CK207",
-            "numbers of at least 1.2e-38",
-            f"none above {largest:.3g}",
-            hint,
-            text,
-            len(names),
-            str(subject.path),
-        )
+        yield Issue("numbers of at least 1.2e-38", f"none above {largest:.3g}", hint, names=names, file=subject.path)
 
 
 @check(
     "CK208",
     "matrices are as large as their siblings",
-    rationale="A scale that was lost or applied twice makes a weight about 200 times too large. Memory that was never written holds numbers of any size.",
+    stage="values",
+    needs=("sound headers",),
+    rationale="A scale that was lost or applied twice makes a weight about 200 times too large. Memory that was never "
+    "written holds numbers of any size.",
     fix="Convert again from the release. Of quantized releases, check that every scale was found and applied once.",
 )
-def no_outliers(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """The root mean square of each matrix is within 32 times the median of its siblings: the same matrix in other layers and experts.
+def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """The root mean square of each matrix is within 32 times the median of the same matrix in other layers and experts.
 
     It is only a warning where the source holds the same bits: then the source is to be asked.
     """
-    values = subject.values
+    values = subject.once(read_values)
     counted(tally, values.stats, UNREAD)
     groups: dict[tuple[str, Severity], list[str]] = defaultdict(list)
     ratios = dict(_outliers(values.stats))
     for name, ratio in ratios.items():
-        alike = name in values.compared and name not in values.differences
-        groups[f"{'large' if ratio > 1 else 'small'}", "warning" if alike else "error"].append(name)
+        same = name in values.compared and name not in values.differences
+        groups[f"{'large' if ratio > 1 else 'small'}", "warning" if same else "error"].append(name)
     for (way, severity), found in groups.items():
-        for text, names in by_pattern(found):
+        for names in alike(found):
             worst = max(names, key=lambda name: abs(math.log(ratios[name])))
             times = ratios[worst] if way == "large" else 1 / ratios[worst]
             actual = f"{worst} is {times:.3g} times too {way}: its root mean square is {values.stats[worst].rms:.3g}"
             wanted = f"a root mean square within {_FACTOR:g} times the median of its siblings"
             hint = "compare with the release: was a scale lost or applied twice, was it ever loaded?"
-            yield Finding("CK208", wanted, actual, hint, text, len(names), str(subject.path), severity=severity)
+            yield Issue(wanted, actual, hint, names=names, file=subject.path, severity=severity)
 
 
 def _outliers(stats: Mapping[str, Extremes]) -> Iterator[tuple[str, float]]:
@@ -104,19 +105,22 @@ def _only_padded(subject: Subject) -> str | None:
 @check(
     "CK209",
     "padded rows of the vocabulary are zero",
-    rationale="Megatron pads the vocabulary to what its ranks can share. Other numbers there are rows of another vocabulary, or memory never written.",
-    fix="Convert again. In a checkpoint saved by training, rows of the output layer may have been trained: then the warning is harmless.",
+    stage="values",
+    needs=("sound headers",),
+    rationale="Megatron pads the vocabulary to what its ranks can share. Other numbers there are rows of another "
+    "vocabulary, or memory never written.",
+    fix="Convert again. In a checkpoint saved by training, rows of the output layer may have been trained: then the "
+    "warning is harmless.",
     unless=_only_padded,
 )
-def padding_zero(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Rows beyond the config's vocab_size: an error in `release/`, which a converter wrote, a warning in what training saved."""
-    if not subject.values.stats:
+def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Rows beyond vocab_size: an error in `release/`, which a converter wrote, a warning in what training saved."""
+    if not subject.once(read_values).stats:
         raise Skip(UNREAD)
-    config = usable_config(subject)
-    if config is None:
+    expected = subject.once(expected_of)
+    if expected is None:
         raise Skip("there is no usable config.json (CK101)")
     specs = subject.checkpoint.specs
-    expected = expected_of(subject, config, specs)
     severity: Severity = "error" if subject.megatron_files.weights.name == "release" else "warning"
     for name in sorted(expected.vocab & specs.keys()):
         shape = expected.shapes[name] or ()
@@ -127,14 +131,12 @@ def padding_zero(subject: Subject, tally: Tally) -> Iterator[Finding]:
             filled = int(subject.checkpoint.read([name])[name][shape[0] :].bool().any(dim=1).sum()) if rows > 0 else 0
             if filled:
                 actual = f"{filled} of {rows} rows from row {shape[0]} on are not"
-                yield Finding(
-                    "CK209",
+                yield Issue(
                     "rows of zeros beyond the vocabulary",
                     actual,
                     "convert again from the release",
-                    name,
-                    1,
-                    str(subject.path),
+                    names=[name],
+                    file=subject.path,
                     severity=severity,
                 )
 
@@ -153,24 +155,30 @@ def _no_fp32_bias(subject: Subject) -> str | None:
 @check(
     "CK210",
     "float32 biases were not rounded on the way",
-    rationale="A buffer that a training framework cast to bfloat16 and saved as float32 again has the right dtype and has lost most of its values.",
+    stage="values",
+    needs=("sound headers",),
+    rationale="A buffer that a training framework cast to bfloat16 and saved as float32 again has the right dtype and "
+    "has lost most of its values.",
     fix="Take the biases from the release, and keep the buffer in float32 while training.",
     unless=_no_fp32_bias,
 )
-def not_coarse(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Not every number of a float32 router bias is one of bfloat16 too, which happens by chance once in 65536 for each.
 
-    A warning, since releases exist whose biases are so. Where the source holds the same bits nothing is said; constant ones are for CK205.
+    A warning, since releases exist whose biases are so. Where the source holds the same bits nothing is said; constant
+    ones are for CK205.
     """
-    values, biases = subject.values, _fp32_biases(subject)
+    values, biases = subject.once(read_values), _fp32_biases(subject)
     looked_at = {name: one for name, one in values.stats.items() if name in biases}
     counted(tally, looked_at, f"{UNREAD}, or none of these biases is there (CK104)")
-    alike = values.compared.keys() - values.differences.keys()
-    for text, names in by_pattern(
-        name for name, one in looked_at.items() if one.coarse and not one.constant and name not in alike
-    ):
-        actual = "every number is one of bfloat16"
-        hint = "compare with the release: unless it is so there, it was rounded to bfloat16 and stored as float32 again"
-        yield Finding(
-            "CK210", "numbers of float32", actual, hint, text, len(names), str(subject.path), severity="warning"
-        )
+    same = values.compared.keys() - values.differences.keys()
+    actual = "every number is one of bfloat16"
+    hint = "compare with the release: unless it is so there, it was rounded to bfloat16 and stored as float32 again"
+    yield Issue(
+        "numbers of float32",
+        actual,
+        hint,
+        names=[name for name, one in looked_at.items() if one.coarse and not one.constant and name not in same],
+        file=subject.path,
+        severity="warning",
+    )

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.core.specs import TensorSpec
-from ckptkit.storage.digest import dtype_name
 from ckptkit.transfer.manifest import Manifest, file_digest, read_manifest
 from verify.check import Tally, check
 from verify.checks.headers.files import home_of
-from verify.evidence.folding import by_pattern
+from verify.evidence.reading import stored_values
 from verify.evidence.subject import Subject
-from verify.evidence.values import stored_values
-from verify.report import Finding
+from verify.issue import Issue
 
 
 def needs_manifest(subject: Subject) -> str | None:
@@ -25,12 +23,17 @@ def needs_manifest(subject: Subject) -> str | None:
 @check(
     "CK120",
     "tensors and side files are those of the manifest",
-    rationale="A copy or a download can lose or change bytes, and a checkpoint can be edited. The manifest says what it held when it was made.",
+    stage="headers",
+    rationale="A copy or a download can lose or change bytes, and a checkpoint can be edited. The manifest says what "
+    "it held when it was made.",
     fix="Copy or download the named files again. If the change was meant, make a new manifest with `ckptkit manifest`.",
     unless=needs_manifest,
 )
-def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Every tensor of the manifest with its dtype, shape and bytes, no other tensor, and every side file. CkptkitError: it cannot be read."""
+def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Every tensor of the manifest with its dtype, shape and bytes, no other tensor, and every side file.
+
+    Raises CkptkitError where the manifest cannot be read.
+    """
     manifest = read_manifest(subject.manifest or Path())
     yield from _tensors(subject, manifest, tally)
     root = subject.location.root
@@ -39,10 +42,10 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Finding]:
         if not there or file_digest(root / name) != digest:
             actual = "its bytes are others" if there else "it is not there"
             hint = "copy or download it again, or make a new manifest if the change was meant"
-            yield Finding("CK120", "the file of the manifest", actual, hint, file=str(root / name))
+            yield Issue("the file of the manifest", actual, hint, file=root / name)
 
 
-def _tensors(subject: Subject, manifest: Manifest, tally: Tally) -> Iterator[Finding]:
+def _tensors(subject: Subject, manifest: Manifest, tally: Tally) -> Iterator[Issue]:
     specs, values = subject.checkpoint.specs, stored_values(subject)
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in [*manifest.tensors, *(name for name in specs if name not in manifest.tensors)]:
@@ -57,13 +60,12 @@ def _tensors(subject: Subject, manifest: Manifest, tally: Tally) -> Iterator[Fin
         if name in values.stats and (actual := _difference(manifest, specs[name], values.stats[name].digest)):
             groups[actual, home_of(subject, name)].append(name)
     for (actual, file), found in groups.items():
-        for text, names in by_pattern(found):
-            hint = "copy or download this file again, or make a new manifest if the change was meant"
-            yield Finding("CK120", "the tensor of the manifest", actual, hint, text, len(names), file)
+        hint = "copy or download this file again, or make a new manifest if the change was meant"
+        yield Issue("the tensor of the manifest", actual, hint, names=found, file=file)
 
 
 def _difference(manifest: Manifest, spec: TensorSpec, digest: bytes) -> str | None:
     promised = manifest.tensors[spec.name]
-    if (promised.dtype, promised.shape) != (dtype_name(spec.dtype), spec.shape):
-        return f"{list(spec.shape)} {dtype_name(spec.dtype)}, in the manifest {list(promised.shape)} {promised.dtype}"
+    if (promised.dtype, promised.shape) != (spec.dtype, spec.shape):
+        return f"{list(spec.shape)} {spec.dtype}, in the manifest {list(promised.shape)} {promised.dtype}"
     return None if promised.blake3 == digest.hex() else "its bytes are others"

@@ -8,8 +8,9 @@ from converters.planner import tied_head
 from verify.check import Skip, Tally, check
 from verify.checks.values.values import UNREAD
 from verify.evidence.expected import usable_config
+from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
-from verify.report import Finding
+from verify.issue import Issue
 
 
 def no_second_head(subject: Subject) -> str | None:
@@ -22,15 +23,19 @@ def no_second_head(subject: Subject) -> str | None:
 @check(
     "CK211",
     "a tied output layer repeats the embedding",
-    rationale="Where tie_word_embeddings is true, Megatron and most engines use the embedding and never read lm_head; some readers load both as they are.",
-    fix="Compare with the release. Set tie_word_embeddings to false for a model with an output layer of its own; restore the tensor that is stale otherwise.",
+    stage="values",
+    needs=("sound headers",),
+    rationale="Where tie_word_embeddings is true, Megatron and most engines use the embedding and never read lm_head; "
+    "some readers load both as they are.",
+    fix="Compare with the release. Set tie_word_embeddings to false for a model with an output layer of its own; "
+    "restore the tensor that is stale otherwise.",
     unless=no_second_head,
 )
-def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`lm_head.weight` and the embedding are the same bytes, where config.json ties them and both are stored."""
     config = usable_config(subject)
     tied = tied_head(config) if config else None
-    stats = subject.values.stats
+    stats = subject.once(read_values).stats
     if tied is None or not stats.keys() >= set(tied):
         raise Skip(UNREAD)
     head, embedding = tied
@@ -39,4 +44,4 @@ def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Finding]:
     if stats[head].digest != stats[embedding].digest or specs[head].dtype != specs[embedding].dtype:
         expected, actual = f"the bytes of {embedding}: tie_word_embeddings is true", "other bytes"
         hint = "compare both with the release: either tie_word_embeddings must be false, or one of the two is stale"
-        yield Finding("CK211", expected, actual, hint, head, file=str(subject.path))
+        yield Issue(expected, actual, hint, names=[head], file=subject.path)

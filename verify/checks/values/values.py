@@ -1,21 +1,21 @@
-"""CK201 to CK206: what the bytes tell, with a source to compare with and without one. Everything is read once, streamed.
+"""CK201 to CK206: what the bytes tell, with and without a source. Everything is read once, streamed.
 
 What may legally be constant, so that a fresh or tiny model raises no false alarm:
 - norm weights: all ones is how training starts, so any constant but zero is a warning only where it is not one;
 - biases and the router's selection bias: all zero is how training starts, so it is a warning, never an error;
 - matrices: never. Initialization is random, and nothing makes a trained matrix constant, so it is an error.
-Rows of zeros inside a matrix are a warning (a hole in a file, or a dead neuron), and normal in the vocabulary's matrices.
+Rows of zeros inside a matrix are a warning (a hole in a file, or a dead neuron), and normal in the vocabulary's
+matrices.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Collection, Iterator, Mapping, Set, Sized
 
-import torch
-
-from ckptkit.core.specs import summarize
+from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from converters.planner import dims_of, rules_of, tied_head
 from converters.registry import family_of
 from quant.formats.part_names import (
@@ -26,33 +26,31 @@ from quant.formats.part_names import (
     WEIGHT_SCALE,
     WEIGHT_SHAPE,
     WEIGHT_ZERO_POINT,
+    packed_in,
 )
 from verify.check import Skip, Tally, check
 from verify.evidence.expected import is_quantized, usable_config
 from verify.evidence.extremes import Extremes, same_bytes
-from verify.evidence.folding import by_pattern
+from verify.evidence.folding import alike
 from verify.evidence.layers import layers_of, moved_layers, repeated_layers
-from verify.evidence.packed import format_of, packed_names
+from verify.evidence.packed import format_of
+from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
 from verify.evidence.values import Difference
-from verify.report import Finding, Severity
+from verify.issue import Issue
+from verify.report import Severity
 
 # Where in its file a tensor lies, in the message that says why it cannot be read.
 _AT_BYTE = re.compile(r" at byte \d+(?=: )")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "word_embeddings.weight", "output_layer.weight")
-_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+_FLOATS = frozenset({*COMPUTED, "float64"})
 UNREAD = "not run because no tensor can be read (CK201)"
 # What stands beside the words of quantized weights.
 PARTS = (WEIGHT_SCALE, WEIGHT_SHAPE, WEIGHT_ZERO_POINT, WEIGHT_G_IDX, FP8_SCALE_INV, MXFP4_SCALES)
 
 
-def needs_source(subject: Subject) -> str | None:
-    """For checks that compare."""
-    return None if subject.source_path else "no --source was given"
-
-
 def counted(tally: Tally, names: Sized, none: str) -> None:
-    """Counts tensors whose bytes CK201 or CK202 has counted already. Raises Skip with the reason `none` where there are none."""
+    """Counts tensors whose bytes CK201 or CK202 has counted. Raises Skip, saying `none`, where there are none."""
     if not len(names):
         raise Skip(none)
     tally.tensors += len(names)
@@ -61,103 +59,89 @@ def counted(tally: Tally, names: Sized, none: str) -> None:
 @check(
     "CK201",
     "every tensor can be read",
-    rationale="Headers can be whole while the bytes behind them are not, after a disk error or a copy that was cut short.",
+    stage="values",
+    needs=("sound headers",),
+    rationale="Headers can be whole while the bytes behind them are not, after a disk error or a copy that was cut "
+    "short.",
     fix="Copy the named file again, or convert again.",
 )
-def readable(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor is read once; this pass also feeds the other CK2xx checks."""
-    unreadable = subject.values.unreadable
-    for stats in subject.values.stats.values():
+    values, unreadable = subject.once(read_values).stats, subject.once(read_values).unreadable
+    for stats in values.values():
         tally.compared(stats.nbytes)
     files: dict[str, list[str]] = defaultdict(list)
     for name, reason in unreadable.items():
         files[_AT_BYTE.split(reason)[0]].append(name)
     for names in files.values():
         actual = _AT_BYTE.sub("", unreadable[names[0]])
-        yield Finding(
-            "CK201",
+        yield Issue(
             "bytes that can be read",
             actual,
             "copy the file again, or convert again",
-            summarize(names),
-            len(names),
-            str(subject.path),
+            names=names,
+            together=True,
+            file=subject.path,
         )
 
 
 @check(
     "CK202",
     "values equal the source's, bit for bit",
-    rationale="A swap of gate and up, experts off by one, or a layer in the wrong place keeps every name and shape right.",
-    fix="Convert again from the source. If the finding says whose values are there instead, the mapping between the two is the defect.",
-    unless=needs_source,
+    stage="values",
+    needs=("sound headers", "source"),
+    rationale="A swap of gate and up, experts off by one, or a layer in the wrong place keeps every name and shape "
+    "right.",
+    fix="Convert again from the source. If the finding says whose values are there instead, the mapping between the "
+    "two is the defect.",
 )
-def same_values(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """HF <-> Megatron <-> HF in any combination, both seen as HF; the source is cast where the dtype differs (CK203 names that)."""
-    values = subject.values
+def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Every value, with both sides seen as HF; where the dtype differs (CK203), the source is cast."""
+    values = subject.once(read_values)
     if not values.stats:
         raise Skip(UNREAD)
     for nbytes in values.compared.values():
         tally.compared(nbytes)
     quantized = _judged_by_steps(subject)
-    extra = [
-        name
-        for name in values.only_here
-        if not (name.endswith((PACKED, *PARTS)) and f"{name.rpartition('.')[0]}.weight" in quantized)
-    ]
     dropped = _dropped(subject) | _repeated_head(subject)
-    extra = [name for name in extra if name not in dropped]
+    extra = [name for name in values.only_here if name not in dropped and not _part_of(name, quantized)]
     lost = [name for name in values.only_source if name not in quantized and name not in dropped]
-    for text, names in by_pattern(lost):
-        yield Finding(
-            "CK202",
-            "the tensor of the source",
-            "it is not here",
-            "convert again from the source",
-            text,
-            len(names),
-            str(subject.path),
-        )
-    for text, names in by_pattern(extra):
-        yield Finding(
-            "CK202",
-            "only tensors of the source",
-            "the source has none of this name",
-            "check --source",
-            text,
-            len(names),
-            str(subject.path),
-        )
+    yield Issue(
+        "the tensor of the source", "it is not here", "convert again from the source", names=lost, file=subject.path
+    )
+    yield Issue(
+        "only tensors of the source",
+        "the source has none of this name",
+        "check --source",
+        names=extra,
+        file=subject.path,
+    )
     wrong = {name: difference for name, difference in values.differences.items() if difference.unequal}
     whose = {name: _whose(subject, name) for name in wrong}
     for moved in moved_layers(whose):
-        yield Finding(
-            "CK202",
-            "each layer's own values",
-            moved.text,
-            moved.hint,
-            summarize(moved.names),
-            len(moved.names),
-            str(subject.path),
+        yield Issue(
+            "each layer's own values", moved.text, moved.hint, names=moved.names, together=True, file=subject.path
         )
         wrong = {name: difference for name, difference in wrong.items() if name not in set(moved.names)}
-    for group in _grouped(wrong, whose):
-        for text, names in by_pattern(group):
+    for misplaced in (True, False):
+        for names in alike(name for name in wrong if (whose[name] is not None) == misplaced):
             worst = max(names, key=lambda name: wrong[name].largest)
             hint = "convert again from the source; if that does not help, name the right --source"
-            yield Finding(
-                "CK202",
+            yield Issue(
                 "the bits of the source",
                 _described(wrong[worst], worst, whose[worst]),
                 hint,
-                text,
-                len(names),
-                str(subject.path),
+                names=names,
+                file=subject.path,
             )
 
 
-def _judged_by_steps(subject: Subject) -> frozenset[str]:
-    """Weights of the source that are packed here in a format whose rounding CK305 can judge, so that they are neither lost nor extra."""
+def _part_of(name: str, quantized: Collection[str]) -> bool:
+    return name.endswith((PACKED, *PARTS)) and f"{name.rpartition('.')[0]}.weight" in quantized
+
+
+def _judged_by_steps(subject: Subject) -> Set[str]:
+    """Weights of the source that are packed here, and whose rounding CK305 can judge: neither lost nor extra."""
     if (
         subject.kind == "megatron"
         or subject.source is None
@@ -165,10 +149,8 @@ def _judged_by_steps(subject: Subject) -> frozenset[str]:
         or format_of(subject.checkpoint.config) is None
     ):
         return frozenset()
-    values = subject.values
-    return frozenset(f"{module}.weight" for module in packed_names(subject.checkpoint.specs)) & frozenset(
-        values.only_source
-    )
+    packed = {f"{module}.weight" for module in packed_in(subject.checkpoint.specs)}
+    return packed & frozenset(subject.once(read_values).only_source)
 
 
 def _dropped(subject: Subject) -> frozenset[str]:
@@ -178,10 +160,13 @@ def _dropped(subject: Subject) -> frozenset[str]:
 
 
 def _repeated_head(subject: Subject) -> frozenset[str]:
-    """The output layer of tied embeddings where only one side stores it: here, for CK211 to judge, or in the source, where it repeats the embedding."""
+    """The output layer of tied embeddings where only one side stores it.
+
+    Stored here it is for CK211 to judge; stored in the source it must repeat the embedding.
+    """
     config = usable_config(subject)
     tied = tied_head(config) if config else None
-    values, source = subject.values, subject.source
+    values, source = subject.once(read_values), subject.source
     if tied is None or source is None or tied[0] not in (*values.only_here, *values.only_source):
         return frozenset()
     if tied[0] in values.only_source:
@@ -193,13 +178,7 @@ def _repeated_head(subject: Subject) -> frozenset[str]:
 
 def _whose(subject: Subject, name: str) -> str | None:
     """The source tensor whose values stand under this name, where there is one."""
-    return subject.values.source_names.get(subject.values.stats[name].digest)
-
-
-def _grouped(wrong: Mapping[str, Difference], whose: Mapping[str, str | None]) -> list[list[str]]:
-    swapped = [name for name in wrong if whose[name] is not None]
-    other = [name for name in wrong if whose[name] is None]
-    return [group for group in (swapped, other) if group]
+    return subject.once(read_values).source_names.get(subject.once(read_values).stats[name].digest)
 
 
 def _described(difference: Difference, name: str, whose: str | None) -> str:
@@ -207,31 +186,31 @@ def _described(difference: Difference, name: str, whose: str | None) -> str:
         return f"shape {list(difference.actual.shape)}, in the source {list(difference.source.shape)}"
     if whose is not None and whose != name:
         return f"{name} holds the values of {whose}"
-    numel = 1
-    for size in difference.actual.shape:
-        numel *= size
+    numel = math.prod(difference.actual.shape)
     return f"{difference.unequal} of {numel} elements differ in {name}, by up to {difference.largest:.3g}"
 
 
 @check(
     "CK203",
     "dtypes are kept, fp32 state above all",
-    rationale="A router bias rounded to bfloat16 loses most of its distinct values, and the top-k experts of almost every token change.",
+    stage="values",
+    needs=("sound headers", "source"),
+    rationale="A router bias rounded to bfloat16 loses most of its distinct values, and the top-k experts of almost "
+    "every token change.",
     fix="Convert again with --dtype auto; fp32 state (e_score_correction_bias, expert_bias) must stay fp32.",
-    unless=needs_source,
 )
-def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Each change of dtype: an error where none is legal and for fp32 state that was rounded, a warning for other tensors."""
-    values = subject.values
+def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Each change of dtype: an error where none is legal and for rounded fp32 state, else a warning."""
+    values = subject.once(read_values)
     counted(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
     config = usable_config(subject)
     fp32 = _fp32_names(config) if config else frozenset()
-    changed: dict[tuple[torch.dtype, torch.dtype, bool], list[str]] = defaultdict(list)
+    changed: dict[tuple[str, str, bool], list[str]] = defaultdict(list)
     for name, one in values.differences.items():
         if one.source.dtype != one.actual.dtype:
             changed[one.source.dtype, one.actual.dtype, name in fp32].append(name)
     for (before, after, state), found in changed.items():
-        for text, names in by_pattern(found):
+        for names in alike(found):
             severity, hint = _cast(before, after, state)
             first = values.differences[names[0]]
             counts = (
@@ -239,29 +218,19 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Finding]:
                 if state and severity == "error"
                 else ""
             )
-            yield Finding(
-                "CK203",
-                _words(before),
-                _words(after) + counts,
-                hint,
-                text,
-                len(names),
-                str(subject.path),
-                severity=severity,
-            )
+            yield Issue(before, after + counts, hint, names=names, file=subject.path, severity=severity)
 
 
-def _cast(before: torch.dtype, after: torch.dtype, state: bool) -> tuple[Severity, str]:
-    """How bad a change of dtype is, and what to do: only between floats of at least 16 bits is there a legal one, for fp32 state only a widening one."""
+def _cast(before: str, after: str, state: bool) -> tuple[Severity, str]:
+    """How bad a change of dtype is, and what to do.
+
+    Only floats of at least 16 bits may change, and fp32 state only to a wider one.
+    """
     if not {before, after} <= _FLOATS:
         return "error", "convert again: integers and floats of 8 bits mean nothing in another dtype"
-    if state and after.itemsize < before.itemsize:
+    if state and ITEMSIZE[after] < ITEMSIZE[before]:
         return "error", "convert again: this state must stay fp32"
     return "warning", "convert with --dtype auto, unless the change was meant"
-
-
-def _words(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _fp32_names(config: Mapping[str, object]) -> frozenset[str]:
@@ -271,87 +240,87 @@ def _fp32_names(config: Mapping[str, object]) -> frozenset[str]:
 @check(
     "CK204",
     "every value is finite",
+    stage="values",
+    needs=("sound headers",),
     rationale="One NaN or infinity in a weight makes every token after it NaN.",
     fix="Find the last good checkpoint of the run; or copy the file again, if the source is finite.",
 )
-def finite(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN and no infinity anywhere."""
-    counted(tally, subject.values.stats, UNREAD)
-    for text, names in by_pattern(name for name, stats in subject.values.stats.items() if not stats.finite):
-        hint = "look at the source: if it is finite there, convert again"
-        yield Finding("CK204", "finite values", "NaN or infinity", hint, text, len(names), str(subject.path))
+    values = subject.once(read_values).stats
+    counted(tally, values, UNREAD)
+    hint = "look at the source: if it is finite there, convert again"
+    yield Issue(
+        "finite values",
+        "NaN or infinity",
+        hint,
+        names=[name for name, stats in values.items() if not stats.finite],
+        file=subject.path,
+    )
 
 
 @check(
     "CK205",
     "no tensor is all zero or constant",
-    rationale="A router of zeros sends every token to the same experts; the server still answers, fluently and wrongly.",
+    stage="values",
+    needs=("sound headers",),
+    rationale="A router of zeros sends every token to the same experts; the server still answers, fluently and "
+    "wrongly.",
     fix="Convert again from the release. A hole in a file reads as zeros: compare the file with its source.",
 )
-def not_constant(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Constants that no training makes; the module's first lines say which may be."""
-    counted(tally, subject.values.stats, UNREAD)
-    verdicts: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, stats in subject.values.stats.items():
+    values = subject.once(read_values).stats
+    counted(tally, values, UNREAD)
+    verdicts: dict[tuple[Severity, str], list[str]] = defaultdict(list)
+    for name, stats in values.items():
         if (verdict := _constant(name, stats)) is not None:
             verdicts[verdict].append(name)
     for (severity, actual), found in verdicts.items():
-        for text, names in by_pattern(found):
-            hint = "compare with the release: was this tensor ever loaded?"
-            severe: Severity = "error" if severity == "error" else "warning"
-            yield Finding(
-                "CK205", "values that vary", actual, hint, text, len(names), str(subject.path), severity=severe
-            )
+        hint = "compare with the release: was this tensor ever loaded?"
+        yield Issue("values that vary", actual, hint, names=found, file=subject.path, severity=severity)
 
 
-def _constant(name: str, stats: Extremes) -> tuple[str, str] | None:
+def _constant(name: str, stats: Extremes) -> tuple[Severity, str] | None:
     """Severity and description, or None where the tensor is as it may be."""
     if name.endswith(PARTS) or not stats.finite or not stats.rows:
         return None
-    one_axis = stats.rows == 1
     if stats.constant:
+        actual = "all zero" if stats.low == 0 else f"all {stats.low:g}"
         if "norm" in name:
-            return (
-                None
-                if stats.low == 1
-                else ("error", "all zero")
-                if stats.low == 0
-                else ("warning", f"all {stats.low:g}")
-            )
-        if one_axis:
-            return ("warning", "all zero" if stats.low == 0 else f"all {stats.low:g}")
-        return ("error", "all zero" if stats.low == 0 else f"all {stats.low:g}")
+            return None if stats.low == 1 else ("error" if stats.low == 0 else "warning", actual)
+        return "warning" if stats.rows == 1 else "error", actual
     if stats.zero_rows and not name.endswith(_VOCABULARY):
-        return ("warning", f"{stats.zero_rows} of {stats.rows} rows are all zero")
+        return "warning", f"{stats.zero_rows} of {stats.rows} rows are all zero"
     return None
 
 
 @check(
     "CK206",
     "experts and layers differ from one another",
-    rationale="Two experts with the same bytes are an expert read by its rank-local number; two equal layers are an offset by a pipeline stage.",
-    fix="Convert again. Only a model whose experts were all copied from one dense MLP, and never trained since, may be so.",
+    stage="values",
+    needs=("sound headers",),
+    rationale="Two experts with the same bytes are an expert read by its rank-local number; two equal layers are an "
+    "offset by a pipeline stage.",
+    fix="Convert again. Only a model whose experts were all copied from one dense MLP, and never trained since, may be "
+    "so.",
 )
-def distinct(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """By digest: no two experts of a layer and no two layers hold the same matrix."""
-    counted(tally, subject.values.stats, UNREAD)
+    values = subject.once(read_values).stats
+    counted(tally, values, UNREAD)
     groups: dict[tuple[str, bytes], list[str]] = defaultdict(list)
-    for name, stats in subject.values.stats.items():
+    for name, stats in values.items():
         if kind_of(name) != name and stats.rows > 1 and not stats.constant and not name.endswith(PARTS):
             groups[kind_of(name), stats.digest].append(name)
     equal = [found for found in groups.values() if len(found) > 1]
     for text, names in repeated_layers(equal):
         hint = "a pipeline stage may have numbered its layers from 0: compare with the release"
-        yield Finding(
-            "CK206", "bytes of its own for each layer", text, hint, summarize(names), len(names), str(subject.path)
-        )
+        yield Issue("bytes of its own for each layer", text, hint, names=names, together=True, file=subject.path)
     for found in equal:
         if len(layers_of(found)) < len(found):
             hint = "compare with the release: which expert belongs there?"
-            text = next(by_pattern(found))[0]
-            yield Finding(
-                "CK206", "bytes of its own for each", "the same bytes", hint, text, len(found), str(subject.path)
-            )
+            yield Issue("bytes of its own for each", "the same bytes", hint, names=found, file=subject.path)
 
 
 def kind_of(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from ckptkit.core.specs import ranges
 from ckptkit.formats.torch_dist.names import norm_alias
@@ -11,11 +12,11 @@ from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS
 from converters.planner import dims_of, rules_of
 from verify.check import Skip, Tally, Unable, check
 from verify.evidence.expected import config_of
-from verify.evidence.folding import LAYER, by_pattern, chunk_ranges
+from verify.evidence.folding import LAYER, alike, chunk_ranges
 from verify.evidence.subject import Subject
-from verify.report import Finding
+from verify.issue import Issue
 from verify.witnesses.megatron.job import RankReport, TensorSeen
-from verify.witnesses.megatron.run import MegatronRun
+from verify.witnesses.megatron.run import MegatronRun, run_megatron
 
 
 def _ranks(ranks: Iterable[int]) -> str:
@@ -24,7 +25,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def _finished(subject: Subject) -> MegatronRun:
-    run = subject.megatron_run
+    run = subject.once(run_megatron)
     if run.unable:
         raise Unable(run.unable)
     if run.failures:
@@ -35,12 +36,16 @@ def _finished(subject: Subject) -> MegatronRun:
 @check(
     "CK401",
     "Megatron loads it strictly on every rank",
-    rationale="A name that Megatron asks for and the checkpoint lacks stays random under the lenient modes that trainers run with.",
-    fix="Convert again with this version. If Megatron's own last line names a shape, config.json describes another model.",
+    stage="megatron",
+    needs=("megatron",),
+    rationale="A name that Megatron asks for and the checkpoint lacks stays random under the lenient modes that "
+    "trainers run with.",
+    fix="Convert again with this version. If Megatron's own last line names a shape, config.json describes another "
+    "model.",
 )
-def strict_load(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every rank comes up, every key that it asks for is on disk, and every key on disk is asked for by some rank."""
-    run = subject.megatron_run
+    run = subject.once(run_megatron)
     if run.unable:
         raise Unable(run.unable)
     versions = ", ".join(sorted({report.version for report in run.reports})) or "?"
@@ -49,8 +54,7 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Finding]:
     for rank, error in run.failures.items():
         by_error[error].append(rank)
     for error, failed in by_error.items():
-        yield Finding(
-            "CK401",
+        yield Issue(
             "every rank loads the checkpoint",
             error,
             "this is Megatron's own error; training would stop on it too",
@@ -62,30 +66,30 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Finding]:
     yield from _never_asked_for(run.reports, {rule.megatron for rule in rules_of(config_of(subject))})
 
 
-def _unexpected(reports: Sequence[RankReport]) -> Iterator[Finding]:
+def _unexpected(reports: Sequence[RankReport]) -> Iterator[Issue]:
     askers: dict[str, list[int]] = defaultdict(list)
     for report in reports:
         # Where a key is absent from disk, load_state_dict refuses the parameter too: one finding is enough.
         for name in report.unexpected or report.refused:
             askers[name].append(report.rank)
-    for text, names in by_pattern(askers):
+    for names in alike(askers):
         hint = "Megatron would leave it as initialized, at random: convert again"
         ranks = {rank for name in names for rank in askers[name]}
-        yield Finding(
-            "CK401", "on disk, because Megatron asks for it", "not on disk", hint, text, len(names), rank=_ranks(ranks)
-        )
+        yield Issue("on disk, because Megatron asks for it", "not on disk", hint, names=names, rank=_ranks(ranks))
 
 
-def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> Iterator[Finding]:
+def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> Iterator[Issue]:
     missing = set(reports[0].missing) if reports else set()
     left = [key for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key) and not _is_alias(key, missing, names)]
-    for text, names in by_pattern(left):
-        hint = "the checkpoint holds more than config.json describes: check num_hidden_layers, num_nextn_predict_layers and the number of experts"
-        yield Finding("CK401", "loaded by some rank", "no rank asks for it", hint, text, len(names))
+    hint = (
+        "the checkpoint holds more than config.json describes: check num_hidden_layers, num_nextn_predict_layers "
+        "and the number of experts"
+    )
+    yield Issue("loaded by some rank", "no rank asks for it", hint, names=left)
 
 
 def _is_alias(key: str, missing: set[str], names: Container[str]) -> bool:
-    """Whether a key that nobody asked for is the second name of a norm that somebody asked for, in a model of these names."""
+    """Whether a key that nobody asked for is the second name of a norm that some rank asked for."""
     alias = norm_alias(key, names)
     return alias is not None and alias not in missing
 
@@ -93,11 +97,14 @@ def _is_alias(key: str, missing: set[str], names: Container[str]) -> bool:
 @check(
     "CK402",
     "every rank holds its slice of the source",
-    rationale="Names and shapes can all be right while a rank holds another layer's, another expert's or another slice's values.",
+    stage="megatron",
+    needs=("megatron",),
+    rationale="Names and shapes can all be right while a rank holds another layer's, another expert's or another "
+    "slice's values.",
     fix="Convert again from the source; if it stays, please report it with the megatron-core version.",
 )
-def right_slices(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Bit for bit, every parameter and persistent buffer against the slice predicted from the source (or from the bytes on disk)."""
+def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Every parameter and persistent buffer, bit for bit, against its slice of the source (or of the bytes on disk)."""
     run = _finished(subject)
     seen = [(report.rank, tensor) for report in run.reports for tensor in report.tensors]
     for _, tensor in seen:
@@ -109,24 +116,26 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Finding]:
         if verdict != "equal":
             yield from _wrong(verdict, group, subject)
     held = {tensor.name for _, tensor in seen}
-    for text, names in by_pattern(rule.megatron for rule in rules_of(config_of(subject)) if rule.megatron not in held):
-        yield Finding(
-            "CK402", "held by some rank", "no rank has a parameter for it", "please report this", text, len(names)
-        )
+    yield Issue(
+        "held by some rank",
+        "no rank has a parameter for it",
+        "please report this",
+        names=[rule.megatron for rule in rules_of(config_of(subject)) if rule.megatron not in held],
+    )
 
 
-def _wrong(verdict: str, seen: Sequence[tuple[int, TensorSeen]], subject: Subject) -> Iterator[Finding]:
+def _wrong(verdict: str, seen: Sequence[tuple[int, TensorSeen]], subject: Subject) -> Iterator[Issue]:
     by_name: dict[str, list[tuple[int, TensorSeen]]] = defaultdict(list)
     for rank, tensor in seen:
         by_name[tensor.name].append((rank, tensor))
-    where = str(subject.source_path or subject.path)
-    for text, names in by_pattern(by_name):
+    where = subject.source_path or subject.path
+    for names in alike(by_name):
         group = [pair for name in names for pair in by_name[name]]
         expected, actual, hint = _described(verdict, [tensor for _, tensor in group], where)
-        yield Finding("CK402", expected, actual, hint, text, len(names), rank=_ranks({rank for rank, _ in group}))
+        yield Issue(expected, actual, hint, names=names, rank=_ranks({rank for rank, _ in group}))
 
 
-def _described(verdict: str, tensors: Sequence[TensorSeen], where: str) -> tuple[str, str, str]:
+def _described(verdict: str, tensors: Sequence[TensorSeen], where: Path) -> tuple[str, str, str]:
     if verdict == "unknown":
         return (
             f"a tensor of {where} to compare with",
@@ -165,10 +174,12 @@ def _moved(tensors: Sequence[TensorSeen]) -> str | None:
 @check(
     "CK403",
     "pipeline stages hold every layer exactly once",
+    stage="megatron",
+    needs=("megatron",),
     rationale="A stage that numbers its layers from 0 again trains the first layers twice and the last ones never.",
     fix="Choose other --pp and --vpp sizes; if it stays, please report it with the megatron-core version.",
 )
-def all_layers(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Global layer numbers, as Megatron counts them, of every pipeline stage."""
     run = _finished(subject)
     stages: dict[int, tuple[tuple[int, ...], ...]] = {}
@@ -176,12 +187,8 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Finding]:
         tally.tensors += sum(map(len, report.layers))
         if stages.setdefault(report.pp, report.layers) != report.layers:
             expected, actual = (chunk_ranges(layers) for layers in (stages[report.pp], report.layers))
-            yield Finding(
-                "CK403",
-                expected,
-                actual,
-                "ranks of one pipeline stage must hold the same layers",
-                rank=_ranks([report.rank]),
+            yield Issue(
+                expected, actual, "ranks of one pipeline stage must hold the same layers", rank=_ranks([report.rank])
             )
     tally.facts["pipeline stages"] = [
         f"pp rank {stage}: layers {chunk_ranges(stages[stage])}" for stage in sorted(stages)
@@ -189,9 +196,7 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Finding]:
     yield from _coverage(stages, dims_of(config_of(subject)).layers)
 
 
-def _coverage(stages: Mapping[int, Sequence[Sequence[int]]], count: int) -> Iterator[Finding]:
+def _coverage(stages: Mapping[int, Sequence[Sequence[int]]], count: int) -> Iterator[Issue]:
     held = sorted(layer for chunks in stages.values() for chunk in chunks for layer in chunk)
     if held != list(range(count)):
-        yield Finding(
-            "CK403", f"layers 0..{count - 1}, each once", f"layers {', '.join(map(str, held))}", "please report this"
-        )
+        yield Issue(f"layers 0..{count - 1}, each once", f"layers {', '.join(map(str, held))}", "please report this")

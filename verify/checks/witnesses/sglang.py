@@ -7,16 +7,16 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
-
 from converters.planner import dims_of, expected_hf
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE
 from verify.check import Skip, Tally, Unable, check
 from verify.evidence.expected import config_of, is_quantized, usable_config, weights_of
-from verify.evidence.folding import LAYER, by_pattern
+from verify.evidence.folding import LAYER, alike, by_pattern
 from verify.evidence.subject import Subject
-from verify.report import Finding, Severity
-from verify.witnesses.sglang.job import SglangReport, Trouble
+from verify.issue import Issue
+from verify.report import Severity
+from verify.witnesses.sglang.job import Observation, SglangReport
+from verify.witnesses.sglang.run import run_sglang
 
 KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
 _NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
@@ -29,7 +29,7 @@ def no_routers(subject: Subject) -> str | None:
 
 
 def _report(subject: Subject) -> SglangReport:
-    run = subject.sglang_run
+    run = subject.once(run_sglang)
     if run.unable:
         raise Unable(run.unable)
     if run.report is None:
@@ -42,7 +42,9 @@ def _one_rank(subject: Subject) -> str | None:
 
 
 def _nothing_to_repack(subject: Subject) -> str | None:
-    """Weights that are not quantized stay as they are without a GPU; with one, whatever SGLang makes of them is looked at."""
+    """Without a GPU, unquantized weights stay as they are; with one, whatever SGLang makes of them is looked at."""
+    import torch
+
     if torch.cuda.is_available():
         return None
     config = usable_config(subject)
@@ -56,41 +58,48 @@ def _count(tally: Tally, tensors: int, nbytes: int = 0) -> None:
 
 
 def _findings(
-    code: str, troubles: Iterable[Trouble], expected: str, hint: Callable[[Trouble], str], severity: Severity = "error"
-) -> Iterator[Finding]:
-    """Troubles of one kind whose names differ only in layer and expert numbers as one finding, described by the first of them."""
-    kinds: dict[str, dict[str, Trouble]] = defaultdict(dict)
-    for trouble in troubles:
-        kinds[_NUMBER.sub("#", trouble.what)][trouble.tensor] = trouble
+    code: str,
+    observations: Iterable[Observation],
+    expected: str,
+    hint: Callable[[Observation], str],
+    severity: Severity = "error",
+) -> Iterator[Issue]:
+    """One issue for observations whose texts and names differ in numbers only, described by the first of them."""
+    kinds: dict[str, dict[str, Observation]] = defaultdict(dict)
+    for seen in observations:
+        kinds[_NUMBER.sub("#", seen.what)][seen.tensor] = seen
     for kind in kinds.values():
-        for text, names in by_pattern(kind):
-            trouble = kind[names[0]]
-            place = "" if trouble.param == trouble.tensor else f", at {trouble.param} in SGLang"
+        for names in alike(kind):
+            seen = kind[names[0]]
+            place = "" if seen.param == seen.tensor else f", at {seen.param} in SGLang"
             example = "" if len(names) == 1 else f" ({names[0]}, for one)"
-            yield Finding(
-                code, expected, trouble.what + place + example, hint(trouble), text, len(names), severity=severity
-            )
+            yield Issue(expected, seen.what + place + example, hint(seen), names=names, severity=severity)
 
 
 @check(
     "CK501",
     "SGLang loads the checkpoint",
+    stage="sglang",
+    needs=("sglang",),
     rationale="What the reader of a format refuses is no checkpoint, whatever its files look like.",
-    fix="Read the exception: most often config.json describes another model than the weights, or a packed layer has the wrong group size.",
+    fix="Read the exception: most often config.json describes another model than the weights, or a packed layer has "
+    "the wrong group size.",
 )
-def loads(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def loads(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """SGLang's own model class is built from the config and loaded by its own `load_weights`."""
-    run = subject.sglang_run
+    run = subject.once(run_sglang)
     if run.unable:
         raise Unable(run.unable)
     if run.report is None:
-        hint = "compare config.json with the release; run `python -m sglang.launch_server` on the directory to see the whole log"
-        yield Finding(
-            "CK501",
+        hint = (
+            "compare config.json with the release; run `python -m sglang.launch_server` on the directory to see "
+            "the whole log"
+        )
+        yield Issue(
             "SGLang's model is built and loads the weights",
             run.crash or "it ended without a report",
             hint,
-            file=str(subject.path),
+            file=subject.path,
         )
         return
     report = run.report
@@ -105,50 +114,65 @@ def loads(subject: Subject, tally: Tally) -> Iterator[Finding]:
 
 def _fusion(report: SglangReport) -> str:
     if report.fused_shared:
-        return "the packed shared expert needs SGLang's fusion of shared experts: start the server without --disable-shared-experts-fusion"
-    return "loaded as with --disable-shared-experts-fusion, which the server needs too where routed experts are INT4 and the shared one is not"
+        return (
+            "the packed shared expert needs SGLang's fusion of shared experts: start the server without "
+            "--disable-shared-experts-fusion"
+        )
+    return (
+        "loaded as with --disable-shared-experts-fusion, which the server needs too where routed experts are INT4 "
+        "and the shared one is not"
+    )
 
 
 @check(
     "CK502",
     "SGLang leaves no parameter unwritten",
-    rationale="SGLang allocates parameters without filling them and never checks that all were loaded: an unwritten one serves garbage with HTTP 200.",
+    stage="sglang",
+    needs=("sglang",),
+    rationale="SGLang allocates parameters without filling them and never checks that all were loaded: an unwritten "
+    "one serves garbage with HTTP 200.",
     fix="Give the checkpoint the tensors that the finding names, under names that SGLang knows.",
 )
-def all_written(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def all_written(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every element of every parameter, poisoned before loading, is looked at after it."""
     report = _report(subject)
     _count(tally, report.parameters)
     promised = expected_hf(config_of(subject))
     yield from _findings(
-        "CK502",
-        report.unwritten,
-        "every element written by load_weights",
-        lambda trouble: _why_unwritten(trouble, promised),
+        "CK502", report.unwritten, "every element written by load_weights", lambda seen: _why_unwritten(seen, promised)
     )
 
 
-def _why_unwritten(trouble: Trouble, promised: Collection[str]) -> str:
-    if trouble.tensor == trouble.param and trouble.tensor not in promised:
-        return "SGLang's class has a parameter that config.json promises no tensor for: it builds that layer otherwise; CK503 says which tensors it drops"
-    return "the tensor is missing from the checkpoint, or CK503 says under which name it was dropped; convert or quantize again"
+def _why_unwritten(seen: Observation, promised: Collection[str]) -> str:
+    if seen.tensor == seen.param and seen.tensor not in promised:
+        return (
+            "SGLang's class has a parameter that config.json promises no tensor for: it builds that layer "
+            "otherwise; CK503 says which tensors it drops"
+        )
+    return (
+        "the tensor is missing from the checkpoint, or CK503 says under which name it was dropped; convert or "
+        "quantize again"
+    )
 
 
 @check(
     "CK503",
     "SGLang drops no tensor",
-    rationale="Most of SGLang's loaders skip a name that they do not know, without a word: the parameter keeps what memory held.",
+    stage="sglang",
+    needs=("sglang",),
+    rationale="Most of SGLang's loaders skip a name that they do not know, without a word: the parameter keeps what "
+    "memory held.",
     fix="Follow the hint: it depends on what kind of tensor SGLang has no place for.",
 )
-def none_dropped(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def none_dropped(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor of the checkpoint was written into the parameter that is its own, and nowhere else."""
     report = _report(subject)
     _count(tally, report.fed)
     config = config_of(subject)
     packed = subject.kind == "hf" and bool(weights_of(config))
 
-    def why(trouble: Trouble) -> str:
-        return (_why_unpacked(trouble.tensor) if packed else None) or _why_unknown(trouble, report.model, config)
+    def why(seen: Observation) -> str:
+        return (_why_unpacked(seen.tensor) if packed else None) or _why_unknown(seen, report.model, config)
 
     yield from _findings("CK503", report.dropped, "written into its own parameter", why)
 
@@ -164,60 +188,82 @@ def _why_unpacked(name: str) -> str | None:
     if name.endswith(INT4_ENDINGS):
         return f"SGLang builds {module} unquantized: store it unpacked and keep it in quantization_config.ignore"
     if name.endswith("_proj.weight"):
-        return f"SGLang builds {module} quantized: pack it, or ignore it by a regex that also matches the fused name (qkv_proj, gate_up_proj)"
+        return (
+            f"SGLang builds {module} quantized: pack it, or ignore it by a regex that also matches the fused name "
+            "(qkv_proj, gate_up_proj)"
+        )
     return None
 
 
-def _why_unknown(trouble: Trouble, model: str, config: Mapping[str, Any]) -> str:
-    if trouble.tensor.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+def _why_unknown(seen: Observation, model: str, config: Mapping[str, Any]) -> str:
+    if seen.tensor.endswith((".experts.gate_up_proj", ".experts.down_proj")):
         return "SGLang reads one tensor an expert: save with save_original_format=True, or convert to Megatron and back"
-    unknown = f"SGLang's {model} has no parameter {trouble.param}"
-    layer = LAYER.match(trouble.tensor)
-    if ".mlp." in trouble.tensor and layer and int(layer[1]) in (config.get("mlp_only_layers") or ()):
-        return f"{unknown}: it does not read mlp_only_layers of config.json and builds experts in layer {layer[1]}, so it cannot serve this model"
+    unknown = f"SGLang's {model} has no parameter {seen.param}"
+    layer = LAYER.match(seen.tensor)
+    if ".mlp." in seen.tensor and layer and int(layer[1]) in (config.get("mlp_only_layers") or ()):
+        return (
+            f"{unknown}: it does not read mlp_only_layers of config.json and builds experts in layer {layer[1]}, so "
+            "it cannot serve this model"
+        )
     return f"{unknown}: compare model_type and num_hidden_layers with the release, or remove the tensor"
 
 
 @check(
     "CK504",
     "SGLang holds the checkpoint's values, bit for bit",
-    rationale="A name that is known can still be loaded into the wrong place: another expert, up where gate belongs, half of a fused matrix.",
-    fix="Where a Megatron checkpoint differs from its source, CK202 says which layer or expert. Otherwise report it: SGLang and ckptkit disagree.",
+    stage="sglang",
+    needs=("sglang",),
+    rationale="A name that is known can still be loaded into the wrong place: another expert, up where gate belongs, "
+    "half of a fused matrix.",
+    fix="Where a Megatron checkpoint differs from its source, CK202 says which layer or expert. Otherwise report it: "
+    "SGLang and ckptkit disagree.",
 )
-def same_values(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    """Before any repacking, every tensor against the place that ckptkit predicts for it, without asking SGLang's mapping."""
+def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Before any repacking, every tensor against the place that ckptkit predicts for it."""
     report = _report(subject)
     _count(tally, report.tensors, report.bytes)
-    hint = "the values went into the wrong place, or the tensor was changed on the way: convert again, and compare with --source"
-    yield from _findings("CK504", report.differing, "the bits of the checkpoint", lambda trouble: hint)
+    hint = (
+        "the values went into the wrong place, or the tensor was changed on the way: convert again, and compare "
+        "with --source"
+    )
+    yield from _findings("CK504", report.differing, "the bits of the checkpoint", lambda seen: hint)
     expected = "a dtype that holds the value exactly"
     harmless = "nothing is wrong with the files; convert with --dtype if the loss matters"
-    yield from _findings("CK504", report.rounded, expected, lambda trouble: harmless, "warning")
+    yield from _findings("CK504", report.rounded, expected, lambda seen: harmless, "warning")
 
 
 @check(
     "CK505",
     "every router is alive in SGLang",
-    rationale="A router that is zero or was never written picks the same experts for every token: fluent garbage, and nothing is logged.",
+    stage="sglang",
+    needs=("sglang",),
+    rationale="A router that is zero or was never written picks the same experts for every token: fluent garbage, and "
+    "nothing is logged.",
     fix=f"Leave routers out of quantization: add `{KEEP_ROUTER}` to quantization_config.ignore and quantize again.",
     unless=no_routers,
 )
-def routers_alive(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def routers_alive(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The router of every layer with experts, after loading: written, finite, neither zero nor constant."""
     report = _report(subject)
     _count(tally, report.routers_seen)
-    hint = f"if the router was packed, add `{KEEP_ROUTER}` to quantization_config.ignore and quantize again; else restore it from the source"
-    yield from _findings("CK505", report.routers, "a router that tells experts apart", lambda trouble: hint)
+    hint = (
+        f"if the router was packed, add `{KEEP_ROUTER}` to quantization_config.ignore and quantize again; else "
+        "restore it from the source"
+    )
+    yield from _findings("CK505", report.routers, "a router that tells experts apart", lambda seen: hint)
 
 
 @check(
     "CK506",
     "SGLang repacks the weights whole",
-    rationale="After loading, SGLang rewrites packed weights for its kernels; whatever is lost there shows in no file and in no log.",
+    stage="sglang",
+    needs=("sglang",),
+    rationale="After loading, SGLang rewrites packed weights for its kernels; whatever is lost there shows in no file "
+    "and in no log.",
     fix="Check the sizes against the kernel's limits (out features % 64, in features % 128), or report it to SGLang.",
     unless=_nothing_to_repack,
 )
-def repacked(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def repacked(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Marlin's layout computed here against what the quantization methods made, and all other parameters as before."""
     report = _report(subject)
     if report.repacked is None:
@@ -230,20 +276,26 @@ def repacked(subject: Subject, tally: Tally) -> Iterator[Finding]:
     yield from _findings("CK506", report.repacked, "the loaded values in the kernel's order", _why_not_repacked)
 
 
-def _why_not_repacked(trouble: Trouble) -> str:
-    if trouble.param.partition("[")[0].endswith((WEIGHT_PACKED, WEIGHT_SCALE)):
-        return "the sizes may be outside the kernel's limits; try another group size, or load with an unquantized checkpoint to compare"
+def _why_not_repacked(seen: Observation) -> str:
+    if seen.param.partition("[")[0].endswith((WEIGHT_PACKED, WEIGHT_SCALE)):
+        return (
+            "the sizes may be outside the kernel's limits; try another group size, or load with an unquantized "
+            "checkpoint to compare"
+        )
     return "the kernel's limits are not the cause: please report it, with the version of SGLang"
 
 
 @check(
     "CK507",
     "SGLang has the parallel sizes asked for",
-    rationale="A rank of a tensor-parallel engine holds slices, and its own loader cuts them: what one rank holds says little of them.",
+    stage="sglang",
+    needs=("sglang",),
+    rationale="A rank of a tensor-parallel engine holds slices, and its own loader cuts them: what one rank holds says "
+    "little of them.",
     fix="Verify with Megatron at these sizes and with SGLang at 1: one command for each.",
     unless=_one_rank,
 )
-def parallel_sizes(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def parallel_sizes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """SGLang is loaded on one rank only."""
     asked = {"--tp": subject.tp, "--pp": subject.pp, "--ep": subject.ep, "--etp": subject.etp or 1}
     said = " ".join(f"{name} {size}" for name, size in asked.items() if size > 1)

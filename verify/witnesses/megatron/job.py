@@ -1,4 +1,4 @@
-"""What verify tells a Megatron rank to do, and what the rank tells back: both as JSON files."""
+"""A Megatron rank's task and its report, both JSON files."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from verify.witnesses.megatron.layout import ParallelSizes
+from converters.megatron.parallel import ParallelSizes
 
 Verdict = Literal["equal", "differs", "unwritten", "unknown"]
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """One rank's task. `store` is the file that the ranks meet through, `report` where the outcome goes.
+    """One rank's task. The ranks meet through the file `store`; the outcome goes to `report`.
 
-    `checkpoint` holds the weights, `hf` the config of a checkpoint that carries none; without `source`, the checkpoint's
-    own bytes, read without Megatron, are what its parameters are compared with. `dtype` is that of the parameters.
+    `hf` gives the config of a checkpoint that carries none. The parameters (of `dtype`) are compared with `source`, or
+    without one with the checkpoint's own bytes, read without Megatron.
     """
 
     checkpoint: str
@@ -47,7 +47,7 @@ class TensorSeen:
     """One parameter or persistent buffer of a rank, against the slice that it ought to hold.
 
     `unwritten`: every element is still the poison set before loading. `unknown`: no rule, or nothing to compare with.
-    `largest` is the largest absolute difference; `layer` the other layer whose values it holds, where one could be told.
+    `largest` is the largest absolute difference; `layer` the other layer whose values it holds, where one was found.
     """
 
     local: str

@@ -1,7 +1,7 @@
 """Builds the real megatron-core GPTModel of a checkpoint, as one rank of a parallel layout holds it.
 
-Works with megatron-core 0.16 and 0.19, on a GPU (NCCL) and without one (gloo). Only the processes of the witness import it:
-it changes torch in ways that must not leak.
+Works with megatron-core 0.16 and 0.19, on a GPU (NCCL) and without one (gloo). It patches torch for the whole process,
+so only the witness's own processes import it.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any
 
 import torch
 import torch._dynamo
-
-import verify.witnesses.megatron.imports  # noqa: F401 - first
-
-# isort: split
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.fusions import fused_softmax
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from converters.config.dims import ModelDims
 from converters.megatron.arguments import megatron_args
-from verify.witnesses.megatron.layout import ParallelSizes, padded_vocab
-from verify.witnesses.megatron.variants import VARIANTS
+from converters.megatron.parallel import ParallelSizes, padded_vocab
+from verify.witnesses.megatron.imports import importing_megatron
+
+with importing_megatron():
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.fusions import fused_softmax
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    from verify.witnesses.megatron.variants import VARIANTS
 
 # Megatron-LM arguments that its `core_transformer_config_from_args` hands to TransformerConfig under another name.
 _RENAMED = {
@@ -45,7 +45,7 @@ _RENAMED = {
 
 @dataclass(frozen=True)
 class Build:
-    """How to build: parallel sizes, the dtype of parameters, and which layer spec (Transformer Engine or Megatron's own)."""
+    """How to build: parallel sizes, dtype of parameters, and layer spec (Transformer Engine's or Megatron's own)."""
 
     sizes: ParallelSizes
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class Build:
 
 
 class _CpuForCuda(TorchFunctionMode):
-    """Makes on the CPU what is asked for on the device "cuda" by that name."""
+    """Puts on the CPU what is made with `device="cuda"`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wanted = dict(kwargs or {})
@@ -111,7 +111,7 @@ def lay_out(sizes: ParallelSizes) -> None:
 
 
 def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Build) -> TransformerConfig:
-    """TransformerConfig from Megatron-LM arguments, as Megatron-LM itself makes it, with everything off that needs a GPU or randomness."""
+    """TransformerConfig from Megatron-LM arguments, as Megatron-LM makes it, without randomness or GPU features."""
     kind = MLATransformerConfig if dims.mla else TransformerConfig
     known = {field.name for field in fields(kind)}
     values = {_RENAMED.get(key, key): value for key, value in args.items()}
@@ -150,7 +150,7 @@ def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Build) -
 
 
 def build_chunks(dims: ModelDims, build: Build) -> list[GPTModel]:
-    """This rank's model, one GPTModel a virtual pipeline stage, with parameters of `build.dtype` whose values mean nothing.
+    """This rank's model, one GPTModel a virtual pipeline stage, with arbitrary parameters of `build.dtype`.
 
     Router biases stay fp32, as Megatron keeps them in training.
     """
@@ -178,19 +178,19 @@ def _refuse_two_output_layers(chunk: GPTModel) -> None:
     )
     if tied_last_stage and chunk.output_layer.weight is not None:
         raise RuntimeError(
-            "this megatron-core neither saves nor loads tied embeddings with multi-token prediction over several pipeline stages: "
-            "use one stage, or leave out --mtp-num-layers"
+            "this megatron-core neither saves nor loads tied embeddings with multi-token prediction over several "
+            "pipeline stages: use one stage, or leave out --mtp-num-layers"
         )
 
 
 def block_spec(
     dims: ModelDims, config: TransformerConfig, build: Build, stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The layers of this rank: Megatron's own spec, with the modules that a family's architecture has in place of the usual ones.
+    """The spec of this rank's layers: Megatron's own, changed as the model's architecture needs.
 
-    Each layer's spec knows the layer's number, from 0, as `metainfo["layer"]`.
+    Each layer's spec has the layer's number, from 0, in `metainfo["layer"]`.
     """
-    # From 0.19 on the standard spec refuses a config with another attention, which is for the variants to put in.
+    # From 0.19 on the standard spec refuses a config with another attention, which a variant puts in below.
     standard = copy.copy(config)
     standard.experimental_attention_variant = None
     spec = get_gpt_decoder_block_spec(standard, build.transformer_engine, normalization="RMSNorm", vp_stage=stage)
@@ -232,20 +232,20 @@ def _build(
 
 @contextlib.contextmanager
 def _default_device() -> Iterator[None]:
-    # Megatron's local norms are plain torch modules, which know nothing of the GPU that the other parameters are made on.
+    # Megatron's local norms are plain torch modules, made on torch's default device.
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         yield
 
 
 def logits(model: GPTModel, tokens: Tensor) -> Tensor:
-    """Logits [batch, sequence, padded vocabulary] of token ids [batch, sequence], on a model that is whole on one rank."""
+    """Logits [batch, sequence, padded vocabulary] of token ids [batch, sequence]. This rank holds the whole model."""
     return all_logits(model, tokens)[-1]
 
 
 def all_logits(model: GPTModel, tokens: Tensor) -> list[Tensor]:
-    """Logits [batch, sequence, padded vocabulary] of every multi-token prediction layer in turn, and last those of the model itself.
+    """Logits [batch, sequence, padded vocabulary] of each multi-token prediction layer, and last of the model itself.
 
-    A multi-token prediction layer predicts the token after the next; it also sees the next token, with 0 after the last.
+    Such a layer predicts the token after the next; it also sees the next token, with 0 after the last.
     """
     length = tokens.shape[1]
     positions = torch.arange(length, device=tokens.device).expand_as(tokens)
@@ -259,7 +259,7 @@ def all_logits(model: GPTModel, tokens: Tensor) -> list[Tensor]:
     hook = model.output_layer.register_forward_hook(keep)
     try:
         with torch.no_grad():
-            # megatron-core 0.16 cannot run multi-token prediction layers without labels; it uses them for the loss alone.
+            # megatron-core 0.16 cannot run multi-token prediction layers without labels, which only the loss uses.
             model(tokens, positions, hidden, labels=tokens if model.mtp_process else None)
     finally:
         hook.remove()

@@ -1,7 +1,8 @@
-"""Ranks of a real Megatron that load a checkpoint: `python -m verify.witnesses.megatron.process FOLDER RANK...`, each by FOLDER/job-RANK.json.
+"""Ranks of a real Megatron that load a checkpoint: `python -m verify.witnesses.megatron.process FOLDER RANK...`.
 
-Builds the model, poisons every parameter, loads strictly with Megatron's own `dist_checkpointing`, and compares what it
-then holds with the slices predicted from the reference. An exception ends the process; its journal says what that means.
+A rank reads FOLDER/job-RANK.json, builds the model, poisons every parameter, loads strictly with Megatron's own
+`dist_checkpointing`, and compares what it holds with the slices predicted from the reference. An exception ends it; the
+phase log says what that means.
 """
 
 from __future__ import annotations
@@ -18,14 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-import verify.witnesses.megatron.imports  # noqa: F401 - first
-
-# isort: split
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.models.gpt import GPTModel
-from megatron.core.package_info import __version__
 from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
@@ -36,10 +29,19 @@ from converters.open import open_megatron
 from converters.planner import dims_of, rules_of, to_megatron
 from converters.stored import as_stored
 from verify.evidence.plain import plain
-from verify.witnesses.ending import Journal, Phase, journal_of
+from verify.witnesses.bits import poison
+from verify.witnesses.ending import Phase, PhaseLog, ending_path
+from verify.witnesses.megatron.imports import importing_megatron
 from verify.witnesses.megatron.job import RankJob, RankReport, TensorSeen
-from verify.witnesses.megatron.model import Build, build_chunks, connect
-from verify.witnesses.megatron.slices import Position, compare_all, poison
+from verify.witnesses.megatron.slices import Position, compare_all
+
+with importing_megatron():
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.package_info import __version__
+
+    from verify.witnesses.megatron.model import Build, build_chunks, connect
 
 
 def reference_of(source: str, hf: str | None) -> Checkpoint:
@@ -72,15 +74,18 @@ COMPARE = Phase("comparing what was loaded")
 
 
 def _ignore(phase: Phase) -> None:
-    """For callers that keep no journal."""
+    """For callers that keep no phase log."""
 
 
 def load(
     chunks: list[GPTModel], checkpoint: str, enter: Callable[[Phase], None] = _ignore
 ) -> tuple[int, set[str], set[str], list[str]]:
-    """Megatron's load: keys requested, keys on disk that no rank requested, keys requested that the disk lacks, names refused.
+    """Loads with Megatron.
 
-    `return_all` finds what `raise_all` finds, on all ranks, but goes on, so that the values can be looked at too.
+    Returns how many keys were requested, the keys on disk that no rank requested, the keys requested that the disk
+    lacks, and the names that `load_state_dict` refused.
+
+    `return_all` finds what `raise_all` finds, on all ranks, but goes on, so that values can be compared too.
     """
     enter(LOAD)
     common = dist_checkpointing.load_common_state_dict(checkpoint)
@@ -131,8 +136,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     enter(BUILD)
     chunks = build_chunks(dims, Build(job.sizes, getattr(torch, job.dtype), job.transformer_engine))
     for chunk in chunks:
-        for tensor in held_by(chunk).values():
-            poison(tensor)
+        poison(held_by(chunk).values())
     requested, missing, unexpected, refused = load(chunks, job.checkpoint, enter)
     enter(COMPARE)
     at = position(dims.experts, job.sizes.ep, not job.transformer_engine)
@@ -152,8 +156,8 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
 
 
 def _run(job: RankJob) -> None:
-    with Journal(journal_of(Path(job.report))) as journal:
-        witness(job, journal.enter).save(Path(job.report))
+    with PhaseLog(ending_path(Path(job.report))) as phases:
+        witness(job, phases.enter).save(Path(job.report))
     torch.distributed.destroy_process_group()
 
 

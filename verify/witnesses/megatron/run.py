@@ -17,15 +17,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from ckptkit.formats.hf.side_files import main_dtype
+from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, with_remainder
 from converters.planner import MCORE, dialect_of, dims_of, to_megatron
-from verify.check import Unable
 from verify.evidence.expected import config_of
-from verify.witnesses.ending import Ending, how_it_ended, journal_of
+from verify.skip import Unable
+from verify.witnesses.ending import Ending, ending_path, how_it_ended
 from verify.witnesses.megatron.job import RankJob, RankReport
-from verify.witnesses.megatron.layout import ParallelSizes, check_sizes, default_etp, with_remainder
 
 if TYPE_CHECKING:
     from verify.evidence.subject import Subject
@@ -66,14 +64,18 @@ class Failure:
 def sizes_of(subject: Subject) -> ParallelSizes:
     """The parallel sizes asked for, known to be possible; costs nothing, so it can be called before anything is read.
 
-    Raises Unable where Megatron is not installed or the checkpoint is no Megatron one, CkptkitError where the model does not
-    divide into these sizes.
+    Raises Unable where Megatron is not installed or the checkpoint is no Megatron one, CkptkitError where the model
+    does not divide into these sizes.
     """
     if subject.kind == "hf":
         raise Unable("this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source")
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise Unable("megatron-core is not installed: pip install megatron-core")
     dims = dims_of(config_of(subject))
+    if dims.qk_norm_full and subject.tp > dims.groups:
+        raise Unable(
+            f"no norm over all heads of more ranks than query groups is built here: give at most --tp {dims.groups}"
+        )
     etp = default_etp(subject.tp, subject.ep) if subject.etp is None else subject.etp
     sizes = with_remainder(
         ParallelSizes(subject.tp, subject.pp, subject.ep, etp if dims.experts else 1, subject.vpp), dims.layers
@@ -85,8 +87,8 @@ def sizes_of(subject: Subject) -> ParallelSizes:
 def run_megatron(subject: Subject) -> MegatronRun:
     """Loads the checkpoint of `subject` into real Megatron, in as many processes as its parallel sizes need.
 
-    On GPUs (NCCL) where there are enough of them, else on the CPU (gloo). Raises as `sizes_of`, and CkptkitError where the
-    source does not fit its own config.
+    On GPUs (NCCL) where there are enough of them, else on the CPU (gloo). Raises as `sizes_of`, and CkptkitError where
+    the source does not fit its own config.
     """
     sizes = sizes_of(subject)
     if (dialect := dialect_of(config_of(subject), subject.checkpoint.specs)) != MCORE:
@@ -95,14 +97,18 @@ def run_megatron(subject: Subject) -> MegatronRun:
     release = tuple(map(int, found.split(".")[:2]))
     if dims.indexer and release < _INDEXER_SINCE:
         raise Unable(
-            f"the indexer of megatron-core {found} wants other rows than that of 0.19, which this checkpoint is for; install 0.19"
+            f"the indexer of megatron-core {found} wants other rows than that of 0.19, which this checkpoint is "
+            "for; install 0.19"
         )
     if dims.mla and dims.mla.q_rank is None and release >= _QUERY_NORM_SINCE:
         raise Unable(
-            f"megatron-core {found} puts a norm before linear_q_proj, which no model without q_lora_rank has; install one before 0.19"
+            f"megatron-core {found} puts a norm before linear_q_proj, which no model without q_lora_rank has; "
+            "install one before 0.19"
         )
     if subject.source is not None and subject.source_kind == "hf":
         to_megatron(subject.source, str(subject.source_path))
+    import torch
+
     gpu = torch.cuda.device_count() >= sizes.world
     with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
         jobs = [_job(subject, sizes, rank, Path(scratch), gpu) for rank in range(sizes.world)]
@@ -137,7 +143,8 @@ def _job(subject: Subject, sizes: ParallelSizes, rank: int, scratch: Path, gpu: 
 def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float) -> dict[int, Failure]:
     """Runs a process a job to the end and says why the first ones to fail failed; empty when all reported.
 
-    On the CPU they are forked from one that has imported Megatron, which takes longer than to load a small model. CUDA bears no fork.
+    On the CPU they are forked from one that has imported Megatron, which takes longer than to load a small model.
+    CUDA bears no fork.
     """
     processes = (
         {job.rank: _start([job], scratch, gpu) for job in jobs} if gpu else {jobs[0].rank: _start(jobs, scratch, gpu)}
@@ -158,12 +165,13 @@ def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float)
         }
 
     said = causes(words(first)) or causes(words(soon_after)) or words(first)
-    return {rank: Failure(words, Ending.load(journal_of(reports[rank]))) for rank, words in said.items()}
+    return {rank: Failure(words, Ending.load(ending_path(reports[rank]))) for rank, words in said.items()}
 
 
 # What gloo, NCCL and torch's store say of a rank that is gone.
 _LOST = re.compile(
-    r"Connection (?:reset|closed) by peer|Connection closed|Broken pipe|remote process exited|failed to recv|sendBytes failed|recvValue failed"
+    r"Connection (?:reset|closed) by peer|Connection closed|Broken pipe|remote process exited|failed to recv"
+    r"|sendBytes failed|recvValue failed"
 )
 
 
@@ -195,7 +203,7 @@ def _start(jobs: Sequence[RankJob], scratch: Path, gpu: bool) -> subprocess.Pope
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills what still runs of a process and of those that it forked, which a process that was itself killed leaves behind."""
+    """Kills what still runs of a process and of those that it forked, which outlive it when it is killed."""
     if process.poll() != 0:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -208,7 +216,7 @@ _Codes = dict[int, int | None]
 def _wait(
     ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]], scratch: Path, deadline: float
 ) -> tuple[_Codes, _Codes]:
-    """Exit codes of the ranks that failed first, None for those still running at the deadline; and of all that had failed soon after.
+    """Exit codes of the ranks that failed first, None for those running at the deadline; and all that had soon after.
 
     Empty when all went well. Whoever waits for a rank that fails may be seen to fail before it.
     """
@@ -234,13 +242,13 @@ def _codes(ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]
 
 
 def _code(file: Path, ended: int | None) -> int | None:
-    """Exit code of a rank: as the process that forked it wrote it down, or that of its own process; None while it runs."""
+    """Exit code of a rank: as its parent wrote it down, or that of its own process; None while it runs."""
     return int(file.read_text()) if file.exists() else ended
 
 
 def _last_words(errors: Path, report: Path, code: int) -> str:
     """The exception that ended a rank, or the last lines of its stderr that say something where it left none."""
-    if ending := Ending.load(journal_of(report)).said:
+    if ending := Ending.load(ending_path(report)).said:
         said = [line.strip() for line in ending.splitlines()]
     else:
         lines = [

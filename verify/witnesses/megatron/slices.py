@@ -1,6 +1,6 @@
-"""What each parameter of a Megatron rank ought to hold, predicted from global tensors, and whether it does.
+"""What each parameter of a Megatron rank must hold, predicted from global tensors, and whether it does.
 
-Nothing here asks Megatron how it reshards: only its own numbers of layers, experts and ranks are used.
+Megatron's resharding is never asked, only its numbers of layers, experts and ranks.
 """
 
 from __future__ import annotations
@@ -9,20 +9,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
 from converters.megatron.module_names import CUT_IN_LOCAL_SPEC
 from converters.ops.basic import Copy
 from converters.planner import Rule
+from verify.witnesses.bits import poisoned, unequal
 from verify.witnesses.megatron.job import TensorSeen
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)")
-
-# No checkpoint holds this NaN: what still has it after loading was never written.
-_POISON = {1: 0x7D, 2: 0x7FDE, 4: 0x7FDEADDE, 8: 0x7FDEADDEADDEADDE}
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -40,18 +36,8 @@ class Position:
     local_spec: bool = False
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """The elements as integers, so that NaN equals itself and 0.0 differs from -0.0."""
-    return tensor.contiguous().view(_BITS[tensor.dtype.itemsize])
-
-
-def poison(tensor: Tensor) -> None:
-    """Overwrites a tensor in place with a NaN that no checkpoint holds."""
-    tensor.view(_BITS[tensor.dtype.itemsize]).fill_(_POISON[tensor.dtype.itemsize])
-
-
 def expected_slice(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> tuple[Tensor, Tensor]:
-    """The part of a global tensor that a rank ought to hold, cast to the dtype it holds it in, and that part of `local`.
+    """The part of a global tensor that a rank must hold, in the dtype of `local`, and that part of `local`.
 
     Both are the same shape unless something is wrong. Rows of padding in the vocabulary are left out.
     """
@@ -71,10 +57,10 @@ def compare(local_name: str, rule: Rule, whole: Tensor, local: Tensor, at: Posit
     seen = TensorSeen(local_name, rule.megatron, "equal", held.nbytes, held.numel())
     if expected.shape != held.shape:
         return replace(seen, verdict="differs", differing=held.numel())
-    differing = int((bits(expected) != bits(held)).sum())
+    differing = int(unequal(expected, held).sum())
     if not differing:
         return seen
-    if bool((bits(local) == _POISON[local.dtype.itemsize]).all()):
+    if poisoned(local).all():
         return replace(seen, verdict="unwritten", differing=differing)
     largest = float((expected.double() - held.double()).abs().max())
     return replace(seen, verdict="differs", differing=differing, largest=largest)
@@ -125,6 +111,6 @@ def _whose_layer(
     found = []
     for name in others:
         expected, held = expected_slice(rules[name], reference.read([name])[name], local, at)
-        if expected.shape == held.shape and torch.equal(bits(expected), bits(held)):
+        if expected.shape == held.shape and not unequal(expected, held).any():
             found.append(int(_LAYER.fullmatch(name)[2]))  # type: ignore[index]
     return found[0] if len(found) == 1 else None

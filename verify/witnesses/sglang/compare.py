@@ -1,4 +1,4 @@
-"""Compares the parameters of a loaded SGLang model with the tensors they should have been loaded from, place by place."""
+"""Compares the parameters of a loaded SGLang model with the tensors that belong there, slot by slot."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch import Tensor
 from converters.config.dims import ModelDims
 from converters.planner import dims_of
 from converters.registry import family_of
-from verify.witnesses.sglang.bits import difference, place, poisoned
-from verify.witnesses.sglang.job import Trouble
+from verify.witnesses.bits import difference, poisoned
+from verify.witnesses.sglang.job import Observation
 from verify.witnesses.sglang.slots import Slot, block_rows, is_draft, left_empty, promised_names, slot_of
+from verify.witnesses.sglang.writes import place
 
 
 @dataclass
@@ -23,8 +24,8 @@ class Comparison:
     """What one pass over the reference found; `equal` are the names whose bits are where they should be."""
 
     equal: dict[str, int] = field(default_factory=dict)
-    differing: list[Trouble] = field(default_factory=list)
-    rounded: list[Trouble] = field(default_factory=list)
+    differing: list[Observation] = field(default_factory=list)
+    rounded: list[Observation] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Model:
 def compare(
     model: Model, reference: Iterable[tuple[str, Tensor]], wanted: Callable[[Slot], bool] = lambda slot: True
 ) -> Comparison:
-    """Every tensor of the reference against its slot, bit for bit in the dtype that SGLang holds; names without one are left out."""
+    """Compares each tensor of the reference that has a slot with what SGLang holds there, bit for bit in its dtype."""
     result = Comparison()
     for name, tensor in reference:
         slot = model.slot(name)
@@ -86,12 +87,12 @@ def compare(
             continue
         expected = tensor.to(region.device).to(region.dtype)
         if what := difference(region, expected):
-            result.differing.append(Trouble(name, slot.param, what))
+            result.differing.append(Observation(name, slot.param, what))
             continue
         result.equal[name] = tensor.nbytes
         if region.dtype != tensor.dtype and difference(expected.cpu().to(tensor.dtype), tensor.cpu()):
             result.rounded.append(
-                Trouble(name, slot.param, f"{_short(tensor.dtype)} rounded to {_short(region.dtype)}")
+                Observation(name, slot.param, f"{_short(tensor.dtype)} rounded to {_short(region.dtype)}")
             )
     return result
 
@@ -100,7 +101,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def unwritten(model: Model, landed: Mapping[str, set[str]], equal: Mapping[str, int]) -> Iterator[Trouble]:
+def unwritten(model: Model, landed: Mapping[str, set[str]], equal: Mapping[str, int]) -> Iterator[Observation]:
     """Every place that still holds the poison, by the HF name that belongs there, or by SGLang's where none does."""
     owners = model.owners
     wanting = (name for name in owners.values() if not left_empty(name, model.config))
@@ -115,7 +116,7 @@ def unwritten(model: Model, landed: Mapping[str, set[str]], equal: Mapping[str, 
         mask = masks[owners[place(model.tensors[slot.param])]]
         if name not in equal and (count := int(mask[slot.index].sum())):
             given = "the checkpoint gave it, SGLang dropped it" if name in landed else "the checkpoint never gave it"
-            yield Trouble(
+            yield Observation(
                 name, slot.param, f"{count} of {mask[slot.index].numel()} elements were never written: {given}"
             )
     # Afterwards, since q, k and v of one layer may share a place (weight_shape).
@@ -123,14 +124,14 @@ def unwritten(model: Model, landed: Mapping[str, set[str]], equal: Mapping[str, 
         masks[owners[place(model.tensors[slot.param])]][slot.index] = False
     for name, mask in masks.items():
         if count := int(mask.sum()):
-            yield Trouble(
+            yield Observation(
                 name, name, f"{count} of {mask.numel()} elements were never written, and no HF tensor belongs there"
             )
 
 
 def dropped(
     model: Model, landed: Mapping[str, set[str]], equal: Mapping[str, int], reference: Iterable[str]
-) -> Iterator[Trouble]:
+) -> Iterator[Observation]:
     """Names that were given and written nowhere, were written where they do not belong, or were never asked for."""
     owners = model.owners
     for name in dict.fromkeys([*landed, *reference]):
@@ -139,26 +140,26 @@ def dropped(
         if name in equal or is_draft(name, model.dims, model.config) or family_of(model.config).carries(name):
             continue
         if name not in landed:
-            yield Trouble(name, slot.param, "SGLang never read it")
+            yield Observation(name, slot.param, "SGLang never read it")
         elif not landed[name]:
-            yield Trouble(name, slot.param, "it was given to load_weights and written nowhere")
+            yield Observation(name, slot.param, "it was given to load_weights and written nowhere")
         elif own is None or owners.get(place(own)) not in landed[name]:
-            yield Trouble(name, slot.param, f"it was written to {', '.join(sorted(landed[name]))}")
+            yield Observation(name, slot.param, f"it was written to {', '.join(sorted(landed[name]))}")
 
 
-def dead_routers(model: Model) -> Iterator[Trouble]:
+def dead_routers(model: Model) -> Iterator[Observation]:
     """Routers that cannot choose between experts, by HF name: unwritten, not finite, all zero or constant."""
     for layer in model.dims.moe:
         name = f"model.layers.{layer}.mlp.gate.weight"
         region = model.region(model.slot(name))
         if region is None:
-            yield Trouble(name, name, "SGLang has no such parameter")
+            yield Observation(name, name, "SGLang has no such parameter")
         elif count := int(poisoned(region).sum()):
-            yield Trouble(name, name, f"{count} of {region.numel()} elements were never written")
+            yield Observation(name, name, f"{count} of {region.numel()} elements were never written")
         elif not region.isfinite().all():
-            yield Trouble(name, name, "not finite")
+            yield Observation(name, name, "not finite")
         elif region.min() == region.max():
-            yield Trouble(
+            yield Observation(
                 name,
                 name,
                 "all zero" if region.any().logical_not() else f"every element is {region.flatten()[0].item()}",

@@ -1,4 +1,4 @@
-"""What the witness does in the place of SGLang's loading: poison, the model's own `load_weights`, comparison, repacking."""
+"""What the witness runs instead of SGLang's loading: poison, the model's own `load_weights`, comparison, repacking."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verify.witnesses.ending import Journal
-from verify.witnesses.sglang.bits import WriteRecord, poison
+from verify.witnesses.bits import poison
+from verify.witnesses.ending import PhaseLog
 from verify.witnesses.sglang.compare import Comparison, Model, compare, dead_routers, dropped, unwritten
-from verify.witnesses.sglang.job import SglangReport, Trouble
+from verify.witnesses.sglang.job import Observation, SglangReport
 from verify.witnesses.sglang.load import COMPARE, LOAD, REPACK, Weights
 from verify.witnesses.sglang.marlin import (
     after_repacking,
@@ -24,6 +24,7 @@ from verify.witnesses.sglang.marlin import (
     repacked_parameters,
 )
 from verify.witnesses.sglang.slots import is_draft
+from verify.witnesses.sglang.writes import WriteRecord
 
 
 class _NotFound(logging.Handler):
@@ -41,24 +42,24 @@ class _NotFound(logging.Handler):
 
 @dataclass
 class Examination:
-    """One loading, and what it showed; called by SGLang's loader with the model, the weights and the device.
+    """One load and what it showed; SGLang's loader calls it with the model, the weights and the device.
 
-    `reference` gives every tensor that should be in the model, each time anew; `alter` stands between weights and model.
+    `reference` gives every tensor that must be in the model, at each call anew; `alter` changes the weights.
     """
 
     config: Mapping[str, Any]
     fused_shared: bool
     reference: Callable[[], Iterable[tuple[str, Tensor]]]
     alter: Callable[[Weights], Weights]
-    journal: Journal
+    phases: PhaseLog
     parameters: int = 0
     landed: Mapping[str, set[str]] = field(default_factory=dict)
     comparison: Comparison = field(default_factory=Comparison)
-    unwritten: tuple[Trouble, ...] = ()
-    dropped: tuple[Trouble, ...] = ()
-    routers: tuple[Trouble, ...] = ()
+    unwritten: tuple[Observation, ...] = ()
+    dropped: tuple[Observation, ...] = ()
+    routers: tuple[Observation, ...] = ()
     log: tuple[str, ...] = ()
-    repacked: tuple[Trouble, ...] | None = None
+    repacked: tuple[Observation, ...] | None = None
     repacked_seen: int = 0
     unchecked: tuple[str, ...] = ()
 
@@ -68,11 +69,11 @@ class Examination:
         poison(seen.tensors[name] for name in seen.owners.values())
         handler = _NotFound()
         logging.getLogger("sglang").addHandler(handler)
-        self.journal.enter(LOAD)
+        self.phases.enter(LOAD)
         with WriteRecord(seen.owners) as record:
             model.load_weights(record.feed(self.alter(weights)))  # type: ignore[operator]
         logging.getLogger("sglang").removeHandler(handler)
-        self.journal.enter(COMPARE)
+        self.phases.enter(COMPARE)
         self.log = tuple(handler.lines)
         self.landed = record.landed
         self._examine(self._seen(model))
@@ -91,8 +92,8 @@ class Examination:
         self.routers = tuple(dead_routers(seen))
 
     def _repack(self, model: torch.nn.Module) -> None:
-        """The quantization methods, module by module as SGLang's loader calls them; then everything else must be as before."""
-        troubles: list[Trouble] = []
+        """Runs the quantization methods module by module, as SGLang's loader does; all else must stay as it was."""
+        troubles: list[Observation] = []
         changed: set[str] = set()
         free: set[str] = set()
         for name, module in model.named_modules():
@@ -104,9 +105,9 @@ class Examination:
             changed |= {f"{name}.{parameter}" for parameter in repacked_parameters(module)}
             free |= {f"{name}.{parameter}" for parameter in free_to_change(module)}
             before = before_repacking(module)
-            self.journal.enter(REPACK)
+            self.phases.enter(REPACK)
             method.process_weights_after_loading(module)
-            self.journal.enter(COMPARE)
+            self.phases.enter(COMPARE)
             troubles += after_repacking(module, name, before)
         after = self._seen(model)
         again = compare(after, self.reference(), lambda slot: slot.param not in changed)

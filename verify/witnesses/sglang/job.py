@@ -1,4 +1,4 @@
-"""What verify tells the SGLang witness to do, and what the witness tells back: both as JSON files."""
+"""The SGLang witness's task and its report, both JSON files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 class SglangJob:
     """`checkpoint` is loaded; `hf` gives the config of a Megatron one that carries none.
 
-    `source`, an unquantized HF directory, is what a Megatron checkpoint's values are compared with; without it, its own.
-    `scratch` is an empty directory for the meeting point of SGLang's process group and for a Megatron checkpoint's config.
+    A Megatron checkpoint's values are compared with `source`, an unquantized HF directory, or without one with its own.
+    `scratch` is an empty directory for SGLang's process group and for a Megatron checkpoint's config.
     """
 
     checkpoint: str
@@ -33,8 +33,8 @@ class SglangJob:
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """What is wrong with one HF tensor (or, where none is known, one SGLang parameter); `param` is SGLang's name for its place."""
+class Observation:
+    """What is wrong with an HF tensor, or an SGLang parameter that belongs to none; `param` is SGLang's name."""
 
     tensor: str
     param: str
@@ -45,11 +45,12 @@ class Trouble:
 class SglangReport:
     """What the witness saw.
 
-    `fused_shared`: GLM's shared expert was kept as one more routed expert. `fed`: how many names `load_weights` was given.
-    `unwritten`: places that still hold the poison. `dropped`: names that were given and landed nowhere, or elsewhere.
-    `differing`: places whose bits are not the file's. `rounded`: places of a smaller dtype than the file's, that lose bits.
-    `routers`: dead ones. `draft`: names left to a draft model. `log`: what SGLang said of unknown names. `repacked`: what is
-    wrong after the quantization methods ran, None where they were not run. `unchecked`: what they turned into a layout that is not known here.
+    `fused_shared`: GLM's shared expert was kept as one more routed expert. `fed`: how many names `load_weights` was
+    given. `unwritten`: slots that still hold the poison. `dropped`: names that were given and written nowhere, or
+    elsewhere. `differing`: slots whose bits are not the file's. `rounded`: slots of a smaller dtype, which lost bits.
+    `routers`: dead ones. `draft`: names left to a draft model. `log`: what SGLang said of unknown names. `repacked`:
+    what is wrong after the quantization methods ran, None where they did not run. `unchecked`: what they turned into a
+    layout that is not known here.
     """
 
     version: str
@@ -62,14 +63,14 @@ class SglangReport:
     tensors: int
     bytes: int
     routers_seen: int
-    unwritten: tuple[Trouble, ...]
-    dropped: tuple[Trouble, ...]
-    differing: tuple[Trouble, ...]
-    rounded: tuple[Trouble, ...]
-    routers: tuple[Trouble, ...]
+    unwritten: tuple[Observation, ...]
+    dropped: tuple[Observation, ...]
+    differing: tuple[Observation, ...]
+    rounded: tuple[Observation, ...]
+    routers: tuple[Observation, ...]
     draft: tuple[str, ...]
     log: tuple[str, ...]
-    repacked: tuple[Trouble, ...] | None
+    repacked: tuple[Observation, ...] | None
     repacked_seen: int
     unchecked: tuple[str, ...] = ()
 
@@ -83,5 +84,5 @@ class SglangReport:
         values: dict[str, Any] = json.loads(path.read_text())
         for key in ("unwritten", "dropped", "differing", "rounded", "routers", "repacked"):
             if values[key] is not None:
-                values[key] = tuple(Trouble(**trouble) for trouble in values[key])
+                values[key] = tuple(Observation(**trouble) for trouble in values[key])
         return SglangReport(**{**values, **{key: tuple(values[key]) for key in ("draft", "log", "unchecked")}})

@@ -1,7 +1,7 @@
 """Builds the real SGLang model of an HF config in this process and loads it through the model's own `load_weights`.
 
-On a machine without a GPU the model is built on the CPU and loading stops before the quantization methods repack weights,
-which needs CUDA kernels; with a GPU they run. Seen with SGLang 0.5.16 and 0.5.23. Nothing here is imported before SGLang is wanted.
+Without a GPU the model is built on the CPU, and loading stops before the quantization methods repack weights with CUDA
+kernels. Works with SGLang 0.5.16 and 0.5.23, which is imported inside the functions alone.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verify.witnesses.ending import Journal, Phase
+from verify.witnesses.ending import Phase, PhaseLog
 
 Weights = Iterator[tuple[str, Tensor]]
 
-# What SGLang raises before a model's constructor runs is about how we set it up, except of the quantization_config that it reads.
+# What SGLang raises before a model's constructor runs is about our set-up, except what it says of quantization_config.
 SET_UP = Phase("setting SGLang up")
 BUILD = Phase("building the model", ("sglang.srt.models", "sglang.srt.layers.quantization"))
 LOAD = Phase("loading the weights", ("sglang",))
@@ -30,7 +30,7 @@ def publish(model_path: Path, fused_shared: bool) -> Any:
     """Makes the arguments of an SGLang server for this model those of this process, and returns them.
 
     Tensor parallel size 1, and nothing that only serving needs.
-    `fused_shared`: keep the shared expert as one more routed expert, as `sglang_slots.fuses_shared` says.
+    `fused_shared`: keep the shared expert as one more routed expert, as `slots.fuses_shared` says.
     """
     from sglang.srt import runtime_context, server_args
 
@@ -56,7 +56,7 @@ def publish(model_path: Path, fused_shared: bool) -> Any:
 
 
 def configure(model_path: Path, scratch: Path, fused_shared: bool) -> tuple[Any, Any]:
-    """Sets SGLang up in this process for one rank: its server arguments, process groups and flags. Returns the arguments and the ModelConfig."""
+    """Sets SGLang up in this process for one rank. Returns its server arguments and its ModelConfig."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers import dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
@@ -73,7 +73,7 @@ def configure(model_path: Path, scratch: Path, fused_shared: bool) -> tuple[Any,
 
 
 def _called(function: Callable[..., Any], **offered: Any) -> Any:
-    """Calls with those of the arguments that the function's own signature has: what SGLang's set-up functions take changes with releases."""
+    """Calls with the arguments that the function's signature has, since that changes with SGLang's releases."""
     taken = inspect.signature(function).parameters
     return function(**{name: value for name, value in offered.items() if name in taken})
 
@@ -91,9 +91,10 @@ def start_process_groups(scratch: Path) -> None:
 
 
 def allow_building_on_cpu() -> None:
-    """Answers for a missing GPU where SGLang asks for one to build a model: each matters only to the forward pass, which is not run.
+    """Lets SGLang build a model without a GPU, which only the forward pass needs.
 
-    The rotary embedding would import vLLM's kernels; compressed-tensors and GLM's fusion of shared experts ask for a capability.
+    The rotary embedding would import vLLM's kernels; compressed-tensors and GLM's fusion of shared experts ask for a
+    compute capability.
     """
     if torch.cuda.is_available():
         return
@@ -103,9 +104,8 @@ def allow_building_on_cpu() -> None:
 
     base._is_cpu = True
     CompressedTensorsConfig._check_scheme_supported = lambda *_, **__: True
-    if hasattr(
-        Glm4MoeForCausalLM, "determine_num_fused_shared_experts"
-    ):  # up to 0.5.16 the model decides, in 0.5.23 the loader asks its class
+    # Up to 0.5.16 the model decides; in 0.5.23 the loader asks its class.
+    if hasattr(Glm4MoeForCausalLM, "determine_num_fused_shared_experts"):
         Glm4MoeForCausalLM.determine_num_fused_shared_experts = _fuse_as_told
     else:
         Glm4MoeForCausalLM.shared_experts_fusion_disable_reason = classmethod(lambda *_: None)
@@ -125,13 +125,13 @@ def load(
     fused_shared: bool,
     feed: Weights | None,
     loading: Callable[[torch.nn.Module, Weights, torch.device], None],
-    journal: Journal,
+    phases: PhaseLog,
 ) -> torch.nn.Module:
-    """The model class that SGLang chooses for `model_path`, built by SGLang's default loader, which leaves loading to `loading`.
+    """Builds the model that SGLang chooses for `model_path` with SGLang's default loader, and loads it by `loading`.
 
     `loading` gets the model, the weights (`feed`, or what SGLang reads from `model_path` itself) and the device.
     """
-    journal.enter(SET_UP)
+    phases.enter(SET_UP)
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -149,5 +149,6 @@ def load(
         torch.cuda.set_device(0)
     args, model_config = configure(model_path, scratch, fused_shared)
     loader = Loader(LoadConfig(load_format="auto"))
-    journal.enter(BUILD)
-    return loader.load_model(model_config=model_config, device_config=DeviceConfig(args.device))  # type: ignore[no-any-return]
+    phases.enter(BUILD)
+    model: torch.nn.Module = loader.load_model(model_config=model_config, device_config=DeviceConfig(args.device))
+    return model

@@ -1,9 +1,9 @@
-"""Packed INT4 weights as SGLang's Marlin kernels want them, computed here from what was loaded, to hold against what SGLang made.
+"""Packed INT4 weights in the layout of SGLang's Marlin kernels, computed from what was loaded.
 
-Running SGLang's own repacking kernel a second time would prove nothing, so its layout is written out again, from the format:
-a tile is 16 input rows by 64 output columns; each of 32 GPU threads owns 8 values in each of the tile's four 16-column blocks
-(IST Austria's Marlin; vLLM and SGLang `gptq_marlin_repack`). Zero points stand in the order of the threads too, then in that of the
-nibbles which the kernel takes apart (SGLang `marlin_zero_points`); of experts they are stored in AWQ's order to begin with.
+Running SGLang's repacking kernel a second time would prove nothing, so this computes the layout from the format: a tile
+is 16 input rows by 64 output columns; each of 32 GPU threads owns 8 values in each of the tile's four 16-column blocks
+(IST Austria's Marlin; vLLM and SGLang `gptq_marlin_repack`). Zero points are in the order of the threads too, then in
+that of the nibbles which the kernel takes apart (SGLang `marlin_zero_points`); those of experts start in AWQ's order.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV, WEIGHT_ZERO_POINT
-from verify.witnesses.sglang.bits import difference
-from verify.witnesses.sglang.job import Trouble
+from verify.witnesses.bits import difference
+from verify.witnesses.sglang.job import Observation
 
 _TILE_ROWS, _TILE_COLUMNS, _BLOCK, _WORD = 16, 64, 16, 8
 _NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -26,7 +26,7 @@ _REPACKED = tuple(
 
 
 def _tile_order() -> Tensor:
-    """For each of a tile's 1024 places, the value that goes there; a tile's values are counted block by block, row by row."""
+    """For each of a tile's 1024 places, the number of its value, counted block by block and row by row."""
     order = []
     for thread in range(32):
         column, row = thread // 4, 2 * (thread % 4)
@@ -36,7 +36,7 @@ def _tile_order() -> Tensor:
 
 
 def marlin_weight(packed: Tensor) -> Tensor:
-    """Words [inputs / 8, outputs], eight input rows a word, lowest bits first -> words [inputs / 16, 2 x outputs] int32."""
+    """Words [inputs / 8, outputs], eight input rows each, low bits first -> words [inputs / 16, 2 x outputs] int32."""
     shifts = 4 * torch.arange(_WORD, device=packed.device)
     values = ((packed.long().unsqueeze(1) >> shifts[None, :, None]) & 15).reshape(-1, packed.shape[1])
     inputs, outputs = values.shape
@@ -46,8 +46,10 @@ def marlin_weight(packed: Tensor) -> Tensor:
 
 
 def marlin_scales(scales: Tensor) -> tuple[Tensor, ...]:
-    """Scales [groups, outputs] in the order of Marlin's threads: 8 x 8 columns transposed; where there is one group, it may
-    also stand in the order of channel-wise scales."""
+    """Scales [groups, outputs] in the order of Marlin's threads: 8 x 8 columns transposed.
+
+    A single group may also be in the order of channel-wise scales.
+    """
     transposed = scales.reshape(-1, 8, 8).transpose(1, 2).reshape(scales.shape)
     if scales.shape[0] > 1:
         return (transposed,)
@@ -56,7 +58,7 @@ def marlin_scales(scales: Tensor) -> tuple[Tensor, ...]:
 
 
 def marlin_zero_points(packed: Tensor, *, awq: bool) -> Tensor:
-    """Words [groups, outputs / 8] int32, eight output rows a word, in their own order or in AWQ's -> the same in Marlin's order."""
+    """Words [groups, outputs / 8] int32, eight output rows each, in row or AWQ order -> the same in Marlin's order."""
     shifts = 4 * torch.arange(_WORD, device=packed.device)
     codes = (packed.long().unsqueeze(-1) >> shifts) & 15
     if awq:
@@ -80,7 +82,7 @@ def free_to_change(module: torch.nn.Module) -> list[str]:
 
 
 def other_layout(module: torch.nn.Module) -> str | None:
-    """The scheme of a packed module whose layout cannot be checked here: kernels that are not Marlin's, or columns in activation order."""
+    """The scheme of a packed module whose layout is not checked: no Marlin kernel, or columns in activation order."""
     scheme = getattr(module, "scheme", None)
     ordered = getattr(scheme, "has_g_idx", False) or getattr(scheme, "actorder", None) == "group"
     known = type(scheme).__name__ in _MARLIN and not ordered
@@ -88,14 +90,15 @@ def other_layout(module: torch.nn.Module) -> str | None:
 
 
 def before_repacking(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Copies of what will be repacked, inputs first: [inputs / 8, outputs], [groups, outputs] and [groups, outputs / 8], or one such an expert."""
-    found = (
-        {} if other_layout(module) else {name: tensor.clone() for name, tensor in repacked_parameters(module).items()}
-    )
-    return {name: tensor.t() if tensor.dim() == 2 else tensor for name, tensor in found.items()}
+    """Copies of what will be repacked, inputs first: [inputs / 8, outputs], [groups, outputs], [groups, outputs / 8].
+
+    Those of experts have one such matrix for each expert.
+    """
+    found = {} if other_layout(module) else repacked_parameters(module)
+    return {name: (tensor.t() if tensor.dim() == 2 else tensor).clone() for name, tensor in found.items()}
 
 
-def after_repacking(module: torch.nn.Module, prefix: str, before: Mapping[str, Tensor]) -> Iterator[Trouble]:
+def after_repacking(module: torch.nn.Module, prefix: str, before: Mapping[str, Tensor]) -> Iterator[Observation]:
     """Every weight, scale and zero point of a module that is not what Marlin needs."""
     for name, old in before.items():
         new = getattr(module, name).detach()
@@ -105,7 +108,7 @@ def after_repacking(module: torch.nn.Module, prefix: str, before: Mapping[str, T
             found = [difference(now, one) for one in _wanted(name, was)]
             if None not in found:
                 where = f"{prefix}.{name}" if expert is None else f"{prefix}.{name}[{expert}]"
-                yield Trouble(where, where, str(found[0]))
+                yield Observation(where, where, str(found[0]))
 
 
 def _wanted(name: str, was: Tensor) -> tuple[Tensor, ...]:

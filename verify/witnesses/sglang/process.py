@@ -1,10 +1,10 @@
-"""Real SGLang as a witness: `python -m verify.witnesses.sglang.process JOB.json` loads a checkpoint into SGLang's own model and reports.
+"""Real SGLang as a witness: `python -m verify.witnesses.sglang.process JOB.json` loads a checkpoint and reports.
 
-Every parameter and persistent buffer is poisoned before the model's own `load_weights` runs. Afterwards three records that
-do not depend on one another are held together: which elements still hold the poison; which storage was written while each
-incoming tensor was being loaded (watched at the level of torch operations, so no loader can hide a write or skip one
-unseen); and whether each tensor's bits stand where our own prediction (`sglang_slots`) puts them. SGLang's mapping of names
-is never asked. With CUDA the quantization methods then repack weights, and that is checked too.
+Every parameter and persistent buffer is poisoned before the model's own `load_weights` runs. Afterwards three
+independent records are compared: which elements still hold the poison; which storage was written while each incoming
+tensor was loaded (seen at the level of torch operations, so no loader can hide a write); and whether each tensor's bits
+are where our own prediction (`slots`) puts them. SGLang's mapping of names is never asked. With CUDA the quantization
+methods then repack weights, and that is checked too.
 
 An HF directory is read by SGLang's own weight iterator and, for the comparison, by the safetensors library. A Megatron
 checkpoint is streamed Megatron -> HF -> SGLang as a live weight update does, with no HF copy of the weights on disk.
@@ -27,7 +27,7 @@ from ckptkit.formats.hf.side_files import copy_side_files, write_config
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.experts import is_fused, unfuse
 from converters.planner import to_hf
-from verify.witnesses.ending import Journal, journal_of
+from verify.witnesses.ending import PhaseLog, ending_path
 from verify.witnesses.sglang.examine import Examination
 from verify.witnesses.sglang.job import SglangJob, SglangReport
 from verify.witnesses.sglang.load import Weights, load
@@ -35,28 +35,28 @@ from verify.witnesses.sglang.slots import fuses_shared
 
 
 def run(job: SglangJob, alter: Callable[[Weights], Weights] = lambda weights: weights) -> None:
-    """Loads the checkpoint and writes the report; where that fails, the journal says how. `alter` stands between the checkpoint and SGLang."""
-    with Journal(journal_of(Path(job.report))) as journal:
-        witness(job, alter, journal).save(Path(job.report))
+    """Loads the checkpoint and writes the report, or an `Ending`. `alter` changes the weights for SGLang."""
+    with PhaseLog(ending_path(Path(job.report))) as phases:
+        witness(job, alter, phases).save(Path(job.report))
 
 
-def witness(job: SglangJob, alter: Callable[[Weights], Weights], journal: Journal) -> SglangReport:
+def witness(job: SglangJob, alter: Callable[[Weights], Weights], phases: PhaseLog) -> SglangReport:
     """Loads the checkpoint into SGLang. Raises whatever SGLang raises."""
     location = locate(job.checkpoint)
     scratch = Path(job.scratch)
     if location.kind == "hf":
         fused = fuses_shared(HfCheckpoint(location.path).specs)
         examination = Examination(
-            read_json(location.path / "config.json"), fused, lambda: safetensors_of(location.path), alter, journal
+            read_json(location.path / "config.json"), fused, lambda: safetensors_of(location.path), alter, phases
         )
-        return examination.report(load(location.path, scratch, fused, None, examination, journal))
+        return examination.report(load(location.path, scratch, fused, None, examination, phases))
     checkpoint = TorchDistCheckpoint(location.path, hf=job.hf)
     view = to_hf(checkpoint, job.checkpoint)
     copy_side_files(checkpoint.hf_path, scratch / "model")
     write_config(scratch / "model", checkpoint.config, view.specs)
     source = source_of(Path(job.source)) if job.source else view
-    examination = Examination(checkpoint.config, False, lambda: stream(source), alter, journal)
-    return examination.report(load(scratch / "model", scratch, False, stream(view), examination, journal))
+    examination = Examination(checkpoint.config, False, lambda: stream(source), alter, phases)
+    return examination.report(load(scratch / "model", scratch, False, stream(view), examination, phases))
 
 
 def safetensors_of(root: Path) -> Iterator[tuple[str, Tensor]]:

@@ -13,16 +13,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ckptkit.formats.hf.reader import read_json
-from verify.check import Unable
+from converters.registry import FAMILIES
 from verify.evidence.expected import config_of, is_quantized
 from verify.evidence.subject import Subject
-from verify.witnesses.ending import Ending, how_it_ended, journal_of
+from verify.skip import Unable
+from verify.witnesses.ending import Ending, ending_path, how_it_ended
 from verify.witnesses.sglang.job import SglangJob, SglangReport
-from verify.witnesses.sglang.slots import PLACED, unplaced
+from verify.witnesses.sglang.slots import unplaced
 
-# The class in which the table of `sglang_slots` was seen to hold. For a name that is no class of its own SGLang would take transformers'
-# class, and to find it run the Python files that `auto_map` names, which come with the checkpoint.
-_CLASS_OF = {"glm4_moe": "Glm4MoeForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 _START_S = 900  # importing SGLang and building its kernels on a cold machine
 _BYTES_A_SECOND = 20e6  # slower than any disk worth waiting for
 _LAST_LINES = 8
@@ -38,19 +36,18 @@ class SglangRun:
 
 
 def run_sglang(subject: Subject) -> SglangRun:
-    """Loads the subject into real SGLang, in a subprocess whose output goes nowhere but into the description of how it ended.
+    """Loads the subject into real SGLang, in a subprocess whose output only serves to describe how it ended.
 
-    Raises Unable where SGLang is not installed or would take a class or a layout that ckptkit does not know, CkptkitError where the config
-    is of no supported family.
+    Raises Unable where SGLang is not installed or would take a class or a layout that ckptkit does not know,
+    CkptkitError where the config is of no supported family.
     """
     if find_spec("sglang") is None:
         raise Unable("SGLang is not installed here: pip install sglang")
     config = config_of(subject)
     model_type = config["model_type"]
-    if model_type not in PLACED:
-        raise Unable(
-            f"where SGLang keeps the tensors of {model_type!r} is not written down yet (it is for {', '.join(sorted(PLACED))})"
-        )
+    if not FAMILIES[model_type].sglang.placed:
+        placed = ", ".join(sorted(name for name, family in FAMILIES.items() if family.sglang.placed))
+        raise Unable(f"where SGLang keeps the tensors of {model_type!r} is not written down yet (it is for {placed})")
     _check_class(config)
     if subject.kind == "hf" and (why := unplaced(config)):
         raise Unable(why)
@@ -74,7 +71,7 @@ def outcome(ended: str | None, report: Path, log: Path) -> SglangRun:
     """What became of a witness that was to write `report`; `ended`: how it ended, None when well."""
     if ended is None and report.exists():
         return SglangRun(SglangReport.load(report))
-    ending = Ending.load(journal_of(report))
+    ending = Ending.load(ending_path(report))
     if ending.verdict:
         return SglangRun(None, crash=f"{ended}; {ending.said}")
     how = f"{ended or 'no report'}; {ending.said or last_words(log)}"
@@ -84,16 +81,21 @@ def outcome(ended: str | None, report: Path, log: Path) -> SglangRun:
 
 
 def _check_class(config: Mapping[str, Any]) -> None:
-    """Raises Unable unless SGLang has to choose the class that is known here."""
-    wanted, named = _CLASS_OF[config["model_type"]], config.get("architectures")
+    """Raises Unable unless SGLang has to choose the class that is known here.
+
+    For a name that is no class of its own SGLang would take transformers' class, and to find it run the Python files
+    that `auto_map` names, which come with the checkpoint.
+    """
+    (wanted,), named = FAMILIES[config["model_type"]].architectures, config.get("architectures")
     if named != [wanted]:
         raise Unable(
-            f"config.json has architectures {named!r:.80}, not ['{wanted}']: SGLang would run another class, or code that comes with the checkpoint"
+            f"config.json has architectures {named!r:.80}, not ['{wanted}']: SGLang would run another class, or "
+            "code that comes with the checkpoint"
         )
 
 
 def _source(subject: Subject) -> str | None:
-    """What a Megatron checkpoint's values are held against, where it is unquantized HF; an HF one's are held against its own files."""
+    """The unquantized HF directory that a Megatron checkpoint's values are held against, if any."""
     path = subject.source_path
     if subject.kind == "hf" or path is None or subject.source_kind != "hf":
         return None

@@ -1,9 +1,9 @@
-"""Where SGLang must keep each HF tensor, predicted from its name and the model's sizes alone, never from SGLang's loader.
+"""Where SGLang must keep each HF tensor, predicted from its name and the model's sizes, never from SGLang's loader.
 
-Layout at tensor parallel size 1 (SGLang 0.5.16 and 0.5.23, `layers/linear.py`, `layers/moe/fused_moe_triton/layer.py`, the
-compressed-tensors W4A16 schemes and `fp8.py`): q, k, v rows are stacked in `qkv_proj`, gate and up rows in `gate_up_proj`; expert e is
-`w13_weight[e]` (gate rows above up rows) and `w2_weight[e]`. Packed expert weights and their scales lie transposed. The scales of
-FP8 blocks are stacked as the rows are, each part rounded up to whole blocks.
+Layout at tensor parallel size 1 (SGLang 0.5.16 and 0.5.23, `layers/linear.py`, `layers/moe/fused_moe_triton/layer.py`,
+the compressed-tensors W4A16 schemes and `fp8.py`): q, k, v rows are stacked in `qkv_proj`, gate and up rows in
+`gate_up_proj`; expert e is `w13_weight[e]` (gate rows above up rows) and `w2_weight[e]`. Packed expert weights and
+their scales are transposed. Scales of FP8 blocks are stacked as the rows are, each part rounded up to whole blocks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.dims import ModelDims
+from converters.hf_names import FUSED, GATE_UP, QKV
 from converters.planner import expected_hf
 from quant.formats.part_names import (
     INT4_PARTS,
@@ -28,15 +29,12 @@ from quant.formats.part_names import (
 )
 from verify.evidence.expected import weights_of
 
-# The model types whose SGLang class the table of this module was held against (tests/verify/test_sglang.py, tests/gpu).
-PLACED = frozenset({"glm4_moe", "qwen2", "qwen3_moe"})
-
 _SHARED = re.compile(r"(.+\.mlp)\.shared_experts\.((?:gate|up|down)_proj\.\w+)")
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(\w+)")
 _VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
 _ZEROS_A_WORD = 8
 
-# Allocated for every packed layer of experts and read only with activation ordering; SGLang fills or drops them after loading.
+# Allocated for every packed layer of experts, but read only with activation ordering.
 _G_IDX = re.compile(r".+\.mlp\.experts\.w(?:13|2)_(?:weight_g_idx|g_idx_sort_indices)")
 
 
@@ -57,8 +55,8 @@ class Slot:
 def fuses_shared(names: Iterable[str]) -> bool:
     """Whether SGLang must keep the shared expert of GLM-4.5 as one more routed expert: where it is packed like those.
 
-    Two facts of SGLang 0.5.16's `glm4_moe.py` leave no choice. A packed shared expert of its own cannot be built (the code
-    asks for its `weight`); one in BF16 beside packed routed experts is dropped without a word unless fusion is disabled.
+    SGLang 0.5.16's `glm4_moe.py` leaves no choice. It cannot build a packed shared expert of its own (it asks for its
+    `weight`), and it drops one in BF16 beside packed routed experts without a word unless fusion is disabled.
     """
     return any(_SHARED.fullmatch(name) and name.endswith(PACKED) for name in names)
 
@@ -75,7 +73,10 @@ def unplaced(config: Mapping[str, Any]) -> str | None:
         and weights_of(config).get("num_bits") == 4
     ):
         return None
-    return f"where SGLang keeps weights quantized by {method!r} in this format is not written down yet (it is for packed INT4 and FP8 in blocks)"
+    return (
+        f"where SGLang keeps weights quantized by {method!r} in this format is not written down yet "
+        "(it is for packed INT4 and FP8 in blocks)"
+    )
 
 
 def block_rows(config: Mapping[str, Any]) -> int:
@@ -90,7 +91,7 @@ def block_rows(config: Mapping[str, Any]) -> int:
 
 
 def slot_of(name: str, dims: ModelDims, *, fused_shared: bool = False, block: int = 0) -> Slot:
-    """The slot of an HF tensor; `block`: as `block_rows` says. A name of no known kind is expected under that same name."""
+    """The slot of an HF tensor; `block` as from `block_rows`. One of unknown kind is expected under its own name."""
     if fused_shared and (match := _SHARED.fullmatch(name)):
         name = f"{match[1]}.experts.{dims.experts}.{match[2]}"
     if match := _EXPERT.fullmatch(name):
@@ -117,13 +118,11 @@ def _fused(path: str, projection: str, dims: ModelDims) -> tuple[str, int, int]:
     """Module in SGLang, first row there and number of rows; 0 rows: the tensor has a module of its own."""
     query, key = dims.heads * dims.head_dim, dims.groups * dims.head_dim
     ffn = dims.shared_ffn if path.endswith(".shared_experts") else dims.ffn
-    attention = {"q_proj": (0, query), "k_proj": (query, key), "v_proj": (query + key, key)}
-    mlp = {"gate_proj": (0, ffn), "up_proj": (ffn, ffn)}
-    if projection in attention:
-        return f"{path}.qkv_proj", *attention[projection]
-    if projection in mlp:
-        return f"{path}.gate_up_proj", *mlp[projection]
-    return f"{path}.{projection}".lstrip("."), 0, 0
+    rows = dict(zip((*QKV, *GATE_UP), (query, key, key, ffn, ffn), strict=True))
+    if projection not in rows:
+        return f"{path}.{projection}".lstrip("."), 0, 0
+    fused, shards = next((name, shards) for name, shards in FUSED.items() if projection in shards)
+    return f"{path}.{fused}", sum(rows[one] for one in shards[: shards.index(projection)]), rows[projection]
 
 
 def _expert_slot(experts: str, expert: int, projection: str, leaf: str, dims: ModelDims, block: int) -> Slot:
@@ -138,7 +137,7 @@ def _expert_slot(experts: str, expert: int, projection: str, leaf: str, dims: Mo
 
 
 def promised_names(config: Mapping[str, Any]) -> Iterator[str]:
-    """Every HF name that a checkpoint of this model may give SGLang: each weight plain, and as the parts of a quantized one."""
+    """Every HF name that a checkpoint of this model may hold: each weight plain, and its quantized parts."""
     for name in expected_hf(config):
         yield name
         module, _, leaf = name.rpartition(".")
@@ -153,6 +152,6 @@ def left_empty(param: str, config: Mapping[str, Any]) -> bool:
 
 
 def is_draft(name: str, dims: ModelDims, config: Mapping[str, Any]) -> bool:
-    """Whether the tensor belongs to the layers that predict further tokens: SGLang loads those into a draft model of its own."""
+    """Whether the tensor belongs to a multi-token prediction layer, which SGLang loads into a draft model."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return bool(config.get("num_nextn_predict_layers")) and match is not None and int(match[1]) >= dims.layers

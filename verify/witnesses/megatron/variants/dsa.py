@@ -1,7 +1,7 @@
-"""DeepSeek sparse attention on any machine: Megatron's own DSAttention and DSAIndexer around linear layers that need no Transformer Engine.
+"""DeepSeek sparse attention on any machine: Megatron's DSAttention and DSAIndexer without Transformer Engine.
 
-The Hadamard transform of the indexer's queries and keys, a CUDA kernel, is computed by its formula. The rest is Megatron's, but
-for the order of a head's dimensions before megatron-core 0.19 (`RotaryFirstIndexer`).
+The Hadamard transform of the indexer's queries and keys, a CUDA kernel, is computed by its formula. The rest is
+Megatron's, except the order of a head's dimensions before megatron-core 0.19 (`RotaryFirstIndexer`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from converters.config.dims import ModelDims
 from verify.witnesses.megatron.variants.variant import Variant
 
-# From megatron-core 0.19 on, the indexer rotates the first dimensions of a head, as the releases do, and knows both ways to pair them.
+# From megatron-core 0.19 on, the indexer rotates the first dimensions of a head, as the releases do.
 ROTARY_FIRST = "dsa_indexer_rope_interleaved" in inspect.signature(TransformerConfig).parameters
 
 
@@ -49,9 +49,9 @@ class LocalBackend(LocalSpecProvider):  # type: ignore[misc]
 
 
 class RotaryFirstIndexer(dsa.DSAIndexer):  # type: ignore[misc]
-    """Before 0.19: Megatron's indexer, rotating the dimensions that the release means, as 0.19 does. For tests of the mapping.
+    """Megatron's indexer before 0.19, rotating the dimensions that the release means. For tests of the mapping.
 
-    As it is, the indexer of these versions cannot compute the release (docs/mappings.md), so `verify` does not build it.
+    The unchanged one cannot compute the release (docs/mappings.md), so `verify` does not build it.
     """
 
     def __init__(self, *args: Any, interleaved: bool, **kwargs: Any) -> None:
@@ -66,7 +66,7 @@ class RotaryFirstIndexer(dsa.DSAIndexer):  # type: ignore[misc]
 
 
 def hadamard(tensor: Tensor) -> Tensor:
-    """The normalized Walsh-Hadamard transform of the last axis, a power of two long, as `rotate_activation` computes it."""
+    """The normalized Walsh-Hadamard transform of the last axis (a power of two), as `rotate_activation` computes it."""
     size, step = tensor.shape[-1], 1
     result = tensor
     while step < size:
@@ -91,7 +91,7 @@ def _adapt(
 
 
 def _local(dims: ModelDims, config: TransformerConfig, standard: ModuleSpec) -> ModuleSpec:
-    """Megatron's spec of sparse attention with local modules; where that does not build, the standard one around its core.
+    """Megatron's spec of sparse attention with local modules; where that does not build, its core in the standard spec.
 
     Before 0.19 its latent attention needs norms that are fused into linear layers; since then it wants, with tensor
     parallelism, the sequence parallelism that local norms do not know. Parameters have the same names in both.

@@ -1,7 +1,7 @@
-"""Q and k norms over all heads at once (MiniMax-M2), in the place of Megatron's, which are over one head.
+"""Q and k norms over all heads at once (MiniMax-M2) instead of Megatron's, which are over one head.
 
-Not in megatron-core: the trainers bring it. Here as Megatron-Bridge lays it out (`models/minimax_m2/layer_specs.py`): a rank holds
-the weights of its own heads, and the mean square is over the heads of all ranks.
+Not in megatron-core: trainers bring it. As in Megatron-Bridge (`models/minimax_m2/layer_specs.py`), a rank holds the
+weights of its own heads, and the mean square is over the heads of all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verify.witnesses.megatron.variants.variant import Variant
 
 
 class _NormOverHeads(torch.nn.Module):
-    """Root mean square norm of [sequence, batch, heads of this rank, head size] over the last two axes, of all ranks."""
+    """Root mean square norm of [sequence, batch, heads of this rank, head size] over the last two axes of all ranks."""
 
     def __init__(self, heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class _NormOverHeads(torch.nn.Module):
 
 
 class QueryNorm(_NormOverHeads):
-    """That of the queries. Megatron says the size of one head as `hidden_size`."""
+    """The norm of the queries. Megatron gives the size of one head as `hidden_size`."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float) -> None:
         super().__init__(config.num_attention_heads, hidden_size, eps)
 
 
 class KeyNorm(_NormOverHeads):
-    """That of the keys."""
+    """The norm of the keys."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float) -> None:
         super().__init__(config.num_query_groups, hidden_size, eps)

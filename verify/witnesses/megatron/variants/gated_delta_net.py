@@ -1,6 +1,6 @@
 """Linear attention: Megatron's own GatedDeltaNet in the layers that have it.
 
-Without the FLA package, whose kernels need a GPU, it runs Megatron's own recurrence in torch. Megatron builds its spec for
+Without the FLA package, whose kernels need a GPU, Megatron's recurrence in torch runs. Megatron builds the spec for
 Transformer Engine only; here it gets Megatron's linear layers, with the norm inside the input projection as there.
 """
 
@@ -60,8 +60,8 @@ def _l2norm(tensor: Tensor) -> Tensor:
 def _settings(dims: ModelDims) -> Mapping[str, Any]:
     if dims.linear is None:
         return {}
-    # Megatron's own recurrence is what it calls deterministic. Its function that makes the usual spec, in which the layers are
-    # then replaced, refuses (from 0.19) a config that names the variant.
+    # "Deterministic" selects Megatron's recurrence. From 0.19 on, the function that makes the standard spec, in which
+    # layers are then replaced, refuses a config that names the variant.
     return {"deterministic_mode": not _FLA, "experimental_attention_variant": None}
 
 

@@ -1,4 +1,4 @@
-"""Gemma 3: a rotary base for layers with a window and another for full ones, scaled embeddings, a gate of gelu's tanh approximation.
+"""Gemma 3: another rotary base in layers with a window, scaled embeddings, and a gate of gelu's tanh approximation.
 
 Not in megatron-core: Megatron-Bridge's model provider brings it (`models/gemma/gemma3_provider.py`).
 """

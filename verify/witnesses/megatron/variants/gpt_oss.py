@@ -1,4 +1,4 @@
-"""What Megatron-LM makes of arguments that GPT-OSS needs on its way to megatron-core: the gate of `--quick-geglu`, and YaRN.
+"""GPT-OSS: what Megatron-LM itself makes of `--quick-geglu` and YaRN before it calls megatron-core.
 
 Everything else of GPT-OSS is megatron-core's own: sinks, windows, clamps, and biases of experts and router.
 """

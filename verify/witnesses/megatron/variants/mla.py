@@ -1,7 +1,7 @@
 """Latent attention (MLA): Megatron's own MLASelfAttention, made to run with Megatron's own core attention too.
 
-Megatron gives its local spec of latent attention a DotProductAttention that takes no head sizes and expects values as wide as
-queries; only Transformer Engine's knows better.
+Megatron's local spec of latent attention has a DotProductAttention that takes no head sizes and expects values as wide
+as queries. Only Transformer Engine's takes other sizes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Megatron's base class builds one without sizes first and throws it away. Only the output's shape comes from them:
-        # the softmax scale is given.
+        # Megatron's base class first builds one without sizes and throws it away. They only shape the output, since the
+        # softmax scale is given.
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 

@@ -1,7 +1,7 @@
-"""Norms also after attention and MLP, before what they give is added to the residual stream.
+"""Norms also after attention and MLP, before their outputs are added to the residual stream.
 
-Not in megatron-core: GLM-4 has them as modules of the layer, as slime's patch of Megatron-LM adds them; Gemma 3 inside the linear
-layer whose output they take, as Megatron-Bridge does (`models/common/te_layers.py`).
+Not in megatron-core. GLM-4 has them as modules of the layer, as in slime's patch of Megatron-LM; Gemma 3 inside the
+linear layer whose output they take, as in Megatron-Bridge (`models/common/te_layers.py`).
 """
 
 from __future__ import annotations

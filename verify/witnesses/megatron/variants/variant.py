@@ -21,8 +21,10 @@ def _nothing(
 
 @dataclass(frozen=True)
 class Variant:
-    """`settings` are further values for TransformerConfig; `adapt` changes the layer specs of a rank in place; `finish` changes the
-    model that was built. All look at the dimensions first, and do nothing for models that are not of their kind.
+    """A change of Megatron's standard model. Each function does nothing for models that do not need the change.
+
+    `settings` gives further values for TransformerConfig, `adapt` changes the layer specs of a rank in place, and
+    `finish` changes the built model.
     """
 
     settings: Callable[[ModelDims], Mapping[str, Any]] = lambda dims: {}

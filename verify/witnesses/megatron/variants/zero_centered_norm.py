@@ -18,7 +18,7 @@ from verify.witnesses.megatron.variants.variant import Variant
 
 
 def zero_centered_rms_norm(tensor: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm over the last axis times one more than the weight, computed in float32, in the dtype of the tensor."""
+    """Root mean square norm over the last axis times (1 + weight), computed in float32, in the dtype of the tensor."""
     wide = tensor.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (1 + weight.float())).type_as(tensor)
 

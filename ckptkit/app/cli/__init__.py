@@ -1,0 +1,102 @@
+"""The command line. Exit codes: 0 nothing wrong, 1 findings, 2 bad usage or input, or inconclusive, 130 interrupted.
+
+A verb's module is imported when the verb is looked up, and imports what it runs when it runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import traceback
+from importlib import import_module
+
+import click
+
+from ckptkit.app.cli.output import echo
+from ckptkit.core.allocator import set_up_memory
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import printable
+
+_MODULES = {
+    "convert": "conversion",
+    "quantize": "conversion",
+    "inspect": "inspection",
+    "lint": "inspection",
+    "manifest": "inspection",
+    "verify": "verification",
+    "preflight": "verification",
+    "explain": "verification",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose verbs lie in the modules of this folder."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The verbs, in the order of --help."""
+        return sorted(_MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports a verb; None for a name that is none."""
+        if cmd_name not in _MODULES:
+            return None
+        found = getattr(import_module(f"{__name__}.{_MODULES[cmd_name]}"), cmd_name)
+        return found if isinstance(found, click.Command) else None
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="ckptkit")
+@click.option("--debug", is_flag=True, help="Show a traceback when something goes wrong.")
+def cli(debug: bool) -> None:
+    """Converts HF <-> Megatron checkpoints, quantizes them to INT4, and proves what Megatron and SGLang loaded."""
+
+
+def main() -> None:
+    """Entry point of the `ckptkit` command."""
+    debug = "--debug" in sys.argv
+    # Headers of large models are a million objects that stay: collecting at Python's own pace takes half of the time.
+    gc.set_threshold(200_000, 10, 10)
+    if debug:
+        logging.basicConfig()
+        logging.getLogger("verify").setLevel(logging.DEBUG)
+    set_up_memory()
+    try:
+        code = cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        _show_usage(error)
+        code = 2
+    except (KeyboardInterrupt, click.Abort) as error:
+        notes = getattr(error.__cause__ or error, "__notes__", ["nothing was left behind"])
+        echo("; ".join(["interrupted", *notes]), err=True)
+        code = 130
+    except Exception as error:  # noqa: BLE001 - Python's own exit code for an exception is 1, which here means findings
+        _show_error(error, debug)
+        code = 2
+    finally:
+        # The interpreter would collect everything once more as it ends: a second where model classes were imported.
+        gc.freeze()
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _show_usage(error: click.ClickException) -> None:
+    """Shows an error in the words of the command line, into which a shell may have put names of files."""
+    text = printable(error.format_message())
+    (click.UsageError(text, error.ctx) if isinstance(error, click.UsageError) else click.ClickException(text)).show()
+
+
+def _show_error(error: Exception, debug: bool) -> None:
+    if debug:
+        echo(*"".join(traceback.format_exception(error)).split("\n"), err=True)
+        return
+    if isinstance(error, CkptkitError):
+        said = error
+    elif isinstance(error, OSError):
+        said = CkptkitError(str(error), "check the path and its permissions")
+    else:
+        said = CkptkitError(
+            f"an error inside ckptkit: {type(error).__name__}: {error}",
+            "please report it, with the output of `ckptkit --debug ...`",
+        )
+    click.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    echo(*str(said).split("\n"), *getattr(error, "__notes__", []), err=True)

@@ -1,0 +1,118 @@
+"""The verbs that write checkpoints: `convert` and `quantize`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptkit.app.cli import options as common
+from ckptkit.app.cli.output import echo, echo_json
+from ckptkit.core.dtypes import torch_dtype
+from ckptkit.core.unused import refuse_int4_options
+
+if TYPE_CHECKING:
+    from ckptkit.app.conversion import ConversionResult
+    from ckptkit.app.run_options import RunOptions
+    from quant.formats.scheme import QuantScheme
+
+
+@click.command()
+@click.argument("src", type=common.PATH_OR_URL)
+@click.argument("dst", type=common.PATH_OR_URL)
+@click.option(
+    "--hf",
+    type=common.PATH_OR_URL,
+    help="HF directory that gives config, tokenizer and shard layout on the way back.",
+)
+@click.option(
+    "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "bfloat16", "float16", "float32"])
+)
+@click.option(
+    "--dialect",
+    type=click.Choice(["mcore", "slime"]),
+    help="Names of Megatron's tensors: megatron-core's own (the default) or slime's modules.",
+)
+@click.option("--quantize", "quantization", type=click.Choice(["w4a16"]), help="Megatron -> INT4 HF in one pass.")
+@common.int4
+@common.writing
+@common.as_json
+def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json: bool, **options: Any) -> None:
+    """Convert SRC to DST. An HF directory becomes Megatron torch_dist; a Megatron root, release/ or iter_*/ becomes HF.
+
+    An HF directory may be at a URL: s3://, gs://, hf://.
+
+    A quantized release (FP8, MXFP4, INT4) is dequantized on the way to Megatron.
+    """
+    from ckptkit.app.run_options import run_options
+
+    if not quantization:
+        refuse_int4_options(common.given(common.INT4))
+    scheme = _scheme(options, options["like"])
+    _run(run_options("convert", src, dst, scheme if quantization else None, **options), as_json)
+
+
+@click.command()
+@click.argument("src", type=common.PATH_OR_URL)
+@click.argument("dst", type=common.PATH_OR_URL)
+@common.int4
+@common.writing
+@common.as_json
+def quantize(src: str | Path, dst: str | Path, as_json: bool, **options: Any) -> None:
+    """Quantize the HF checkpoint SRC to INT4 W4A16 (compressed-tensors pack-quantized) at DST.
+
+    Each may be at a URL: s3://, gs://, hf://. A quantized release (FP8, MXFP4, INT4) is dequantized first; an INT4 one
+    keeps its scales where they still give its weights.
+    """
+    from ckptkit.app.run_options import run_options
+
+    scheme = _scheme(options, options["like"] or src)
+    _run(run_options("quantize", src, dst, scheme, **options), as_json)
+
+
+def _scheme(options: dict[str, Any], reference: str | Path | None) -> QuantScheme:
+    """Takes the options of a scheme out. Options not given default to those of the INT4 checkpoint at `reference`."""
+    from ckptkit.app.api import int4_scheme
+
+    size, scale_dtype = options.pop("group_size"), options.pop("scale_dtype")
+    return int4_scheme(
+        reference,
+        group_size=int(size) if size and size != "channel" else size,
+        grid=options.pop("grid"),
+        symmetric=False if options.pop("asymmetric") else None,
+        ignore=options.pop("ignore"),
+        search=options.pop("search"),
+        scale_dtype=None if scale_dtype == "auto" else torch_dtype(scale_dtype),
+    )
+
+
+def _run(options: RunOptions, as_json: bool) -> None:
+    from ckptkit.app.conversion import run
+
+    result = run(options)
+    if as_json:
+        forecast = result.forecast and asdict(result.forecast)
+        echo_json({**vars(result), "layout": dict(result.layout), "forecast": forecast})
+    else:
+        _print_result(result)
+
+
+def _print_result(result: ConversionResult) -> None:
+    for note in result.notes:
+        echo(f"note: {note}", err=True)
+    size = f"{result.tensors} tensors, {result.bytes / 1e9:.3f} GB"
+    if result.dequantized:
+        size += f", dequantized from {result.dequantized}"
+    if result.forecast is None:
+        echo(f"{result.destination} ({result.format}): {size}")
+        return
+    from ckptkit.app.forecast import lines
+
+    echo(f"would write {result.destination} ({result.format}): {size}")
+    for name in result.names:
+        echo(f"  {name}")
+    for file, names in result.layout.items():
+        echo(f"  {file}: {len(names)} tensors")
+    echo(*lines(result.forecast))

@@ -1,0 +1,104 @@
+"""The verbs about one checkpoint at rest: `inspect`, `lint` and `manifest`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckptkit.app.cli import options as common
+from ckptkit.app.cli.output import echo, echo_json
+from quant.selection.readers import ALL_READERS
+
+
+@click.command()
+@click.argument("path", type=common.PATH_OR_URL)
+@common.hf
+@click.option(
+    "--megatron-args",
+    "as_args",
+    is_flag=True,
+    help="Print the Megatron arguments of the model, as a launch script wants them, and nothing else.",
+)
+@common.as_json
+def inspect(path: str | Path, hf: str | Path | None, as_args: bool, as_json: bool) -> None:
+    """Say what lies at PATH: format, sizes, dtypes, configuration, every tensor with layers and experts folded."""
+    from ckptkit.app import inspection
+
+    facts = inspection.model_arguments(path, hf=hf) if as_args else inspection.inspect(path, hf=hf)
+    if as_json:
+        echo_json(facts)
+    elif as_args:
+        _print_arguments(facts)
+    else:
+        _print_facts(facts)
+
+
+def _print_arguments(arguments: Mapping[str, Any]) -> None:
+    from converters.megatron.flags import launch_flags
+
+    echo("MODEL_ARGS=(", *(f"    {line}" for line in launch_flags(arguments)), ")")
+
+
+def _print_facts(facts: Mapping[str, Any]) -> None:
+    for key, value in facts.items():
+        if isinstance(value, list):
+            echo(f"{key}:", *(f"  {line}" for line in value))
+        elif isinstance(value, dict):
+            echo(f"{key}: " + ", ".join(f"{name}={_short(one)}" for name, one in value.items()))
+        else:
+            echo(f"{key}: {value}")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@click.command()
+@click.argument("path", type=common.PATH)
+@click.option(
+    "--reader",
+    "readers",
+    multiple=True,
+    type=click.Choice(ALL_READERS),
+    help="Who must agree on what is packed. Repeatable. [default: all]",
+)
+@click.option(
+    "--fix",
+    is_flag=True,
+    help="Write the list that all readers take alike into config.json; the original stays as config.json.orig.",
+)
+@common.as_json
+def lint(path: Path, readers: tuple[str, ...], fix: bool, as_json: bool) -> None:
+    """Say how every reader takes the `ignore` list of the INT4 checkpoint at PATH. Reads no weights.
+
+    A lone config.json is enough.
+    """
+    from quant.lint.lint import lint as run
+    from quant.lint.text import lines
+
+    report = run(path, readers=readers or None, fix=fix)
+    if as_json:
+        echo_json(report.to_json())
+    else:
+        echo(*lines(report))
+    if report.failed and not report.fixed:
+        raise SystemExit(1)
+
+
+@click.command()
+@click.argument("path", type=common.PATH)
+@click.option("--output", type=common.PATH, help="Where to write it. [default: ckptkit.json at the root of PATH]")
+@common.local_hf
+@common.workers
+def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | None) -> None:
+    """Write a digest of every tensor and side file of PATH, HF or Megatron.
+
+    `verify --manifest` proves a copy with it, with no source at hand.
+    """
+    from ckptkit.app.api import make_manifest
+
+    echo(str(make_manifest(path, output, hf=hf, workers=workers)))

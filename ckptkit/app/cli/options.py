@@ -1,0 +1,193 @@
+"""Options that several verbs have."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.storage.url import place
+from quant.selection.readers import ALL_READERS
+
+
+class PathOrUrl(click.Path):
+    """A Path, or a URL as str: a Path would make one slash of its two."""
+
+    def convert(
+        self, value: str | os.PathLike[str], parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        found = place(os.fspath(value))
+        return found if isinstance(found, str) else super().convert(found, parameter, context)
+
+
+def _size(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """Bytes of `512MB` or `2GiB`. Raises click.BadParameter."""
+    if text is None:
+        return None
+    from ckptkit.app.run_options import parse_size
+
+    try:
+        return parse_size(text)
+    except CkptkitError as error:
+        raise click.BadParameter(f"{error.message}: {error.hint}") from error
+
+
+def _writable(context: click.Context, parameter: click.Parameter, paths: tuple[Path, ...]) -> tuple[Path, ...]:
+    """Refuses a report that could not be written before the work is done whose outcome it would hold."""
+    if paths:
+        from verify.reports import fault_of
+
+        for path in paths:
+            if (fault := fault_of(path)) is not None:
+                raise click.BadParameter(fault)
+    return paths
+
+
+def given(names: Collection[str]) -> list[str]:
+    """Which of the options with these parameter names are on the command line, as they are spelled there."""
+    context = click.get_current_context()
+    of_line = [
+        option
+        for option in context.command.params
+        if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
+    ]
+    return [option.opts[0] for option in of_line if option.name in names]
+
+
+def _together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Makes one decorator of several options, which --help lists in this order."""
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+PATH = click.Path(path_type=Path)
+PATH_OR_URL = PathOrUrl(path_type=Path)
+_HF_HELP = "HF directory with the config of a Megatron checkpoint that does not carry it."
+hf = click.option("--hf", type=PATH_OR_URL, help=_HF_HELP)
+local_hf = click.option("--hf", type=PATH, help=_HF_HELP)
+workers = click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help="Threads that read, compute and write. "
+    "[default: three more than there are cores, one for each 48 MiB of --memory at most]",
+)
+ray = click.option(
+    "--ray",
+    is_flag=False,
+    flag_value="auto",
+    metavar="[ADDRESS]",
+    help="Work on a Ray cluster: the one at ADDRESS or at hand, or a new one on this machine.",
+)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
+strict = click.option("--strict", is_flag=True, help="Exit 1 when a check was skipped.")
+reports = click.option(
+    "--report",
+    "reports",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    callback=_writable,
+    help="Also write the report to this file: .json, .md, .xml (JUnit), .sarif or .html. Repeatable.",
+)
+writing = _together(
+    workers,
+    click.option(
+        "--memory",
+        callback=_size,
+        default="512MB",
+        show_default=True,
+        help="Most bytes of tensors in flight: 512MB, 2GB.",
+    ),
+    click.option(
+        "--max-shard-size",
+        callback=_size,
+        help="Where a file of DST ends: 5GB, 512MiB or bytes. [default: as in the release, or after 5GB]",
+    ),
+    click.option("--file-bytes", callback=_size, hidden=True),  # the old name
+    ray,
+    click.option("--resume", is_flag=True, help="Go on with what a run that was cut off has finished."),
+    click.option(
+        "--overwrite",
+        is_flag=True,
+        help="Replace what is at DST, once the new one is whole; at a URL, once its first file is.",
+    ),
+    click.option(
+        "--dry-run",
+        is_flag=True,
+        help="Check everything; print the plan and what it will take. "
+        "Writes only a file to measure the disk with, which is removed at once.",
+    ),
+)
+parallel = _together(
+    *(
+        click.option(
+            f"--{name}",
+            default=1,
+            show_default=True,
+            type=click.IntRange(1),
+            help=f"{what} parallel size to verify with.",
+        )
+        for name, what in (("tp", "Tensor"), ("pp", "Pipeline"), ("ep", "Expert"))
+    )
+)
+INT4 = ("group_size", "grid", "asymmetric", "search", "scale_dtype", "like", "tp", "readers", "device", "ignore")
+int4 = _together(
+    click.option(
+        "--group-size",
+        type=click.Choice(["32", "64", "128", "channel"]),
+        help="Weights that share a scale; channel: a whole row. [default: as an INT4 source has it, or 128]",
+    ),
+    click.option(
+        "--grid",
+        type=click.Choice(["qmax7", "minmax"]),
+        help="Scale: absmax/7 (slime's QAT, Kimi) or absmax/7.5 (compressed-tensors). "
+        "[default: as ckptkit recorded it in an INT4 source, or qmax7]",
+    ),
+    click.option("--asymmetric", is_flag=True, default=None, help="A zero point for each scale; on the minmax grid."),
+    click.option(
+        "--search",
+        default="none",
+        show_default=True,
+        type=click.Choice(["none", "mse"]),
+        help="mse: clip the largest weights where that rounds the others less; on the minmax grid.",
+    ),
+    click.option(
+        "--scale-dtype",
+        default="auto",
+        show_default=True,
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        help="What scales are stored in; auto: the weight's own dtype.",
+    ),
+    click.option("--like", type=PATH_OR_URL, help="INT4 checkpoint of the same model: pack what it has packed."),
+    click.option(
+        "--tp", type=click.IntRange(1), help="Tensor parallel size that SGLang's INT4 kernels must be able to load."
+    ),
+    click.option(
+        "--reader",
+        "readers",
+        multiple=True,
+        type=click.Choice(ALL_READERS),
+        help="Who must agree on what is packed. Repeatable. [default: all]",
+    ),
+    click.option(
+        "--device",
+        default="cpu",
+        show_default=True,
+        type=click.Choice(["cpu", "cuda"]),
+        help="What computes; the bytes are the same.",
+    ),
+    click.option(
+        "--ignore",
+        multiple=True,
+        help="More modules to leave as they are: a module name, or `re:` and a regex. Repeatable.",
+    ),
+)

@@ -1,0 +1,126 @@
+"""The verbs that judge: `verify`, `preflight` and `explain`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptkit.app.cli import options as common
+from ckptkit.app.cli.output import echo, echo_json
+from quant.selection.readers import ALL_READERS
+
+if TYPE_CHECKING:
+    from verify.report import Report
+
+
+@click.command()
+@click.argument("checkpoint", type=common.PATH)
+@click.option("--source", type=common.PATH, help="What it was made from, HF or Megatron: every value is compared.")
+@common.local_hf
+@click.option(
+    "--against-megatron",
+    is_flag=True,
+    help="Load it into real Megatron, one process a rank, and compare every parameter.",
+)
+@click.option(
+    "--against-sglang", is_flag=True, help="Load it into the real SGLang model class and compare every parameter."
+)
+@click.option(
+    "--manifest",
+    type=common.PATH,
+    help="A ckptkit.json kept apart: every tensor and side file is compared with its digest.",
+)
+@common.parallel
+@click.option(
+    "--etp", type=click.IntRange(1), help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]"
+)
+@click.option("--vpp", default=1, show_default=True, type=click.IntRange(1), help="Virtual pipeline stages a rank.")
+@click.option(
+    "--reader",
+    "readers",
+    multiple=True,
+    type=click.Choice(ALL_READERS),
+    help="Whose reading of an INT4 checkpoint's `ignore` list counts. Repeatable. [default: sglang, slime and miles]",
+)
+@common.ray
+@common.reports
+@common.strict
+@common.as_json
+def verify(
+    checkpoint: Path,
+    against_megatron: bool,
+    against_sglang: bool,
+    readers: tuple[str, ...],
+    reports: tuple[Path, ...],
+    strict: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Prove CHECKPOINT: files, values, quantization, and what real Megatron and real SGLang make of it."""
+    against = frozenset(name for name, wanted in (("megatron", against_megatron), ("sglang", against_sglang)) if wanted)
+    from verify.run import verify as run
+
+    report = run(checkpoint, against=against, command=sys.argv, readers=readers or None, **options)
+    _print_report(report, as_json, strict, reports)
+
+
+@click.command()
+@click.option("--hf-checkpoint", type=common.PATH, help="What the rollout engine loads.")
+@click.option("--load", type=common.PATH, help="What the trainer loads.")
+@click.option("--ref-load", type=common.PATH, help="What the reference model loads.")
+@click.option("--ckpt-step", type=click.IntRange(0), help="The iteration to load instead of the latest.")
+@common.parallel
+@common.reports
+@common.strict
+@common.as_json
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- LAUNCH ARGUMENTS]")
+def preflight(
+    reports: tuple[Path, ...], strict: bool, as_json: bool, arguments: tuple[str, ...], **options: Any
+) -> None:
+    """Before a training job: which weights each side would really load, and whether they belong together.
+
+    Reads no weights. Of the launch script's own arguments, given behind --, those about parallel sizes and pipeline
+    stages are looked at. Where others name a path or a size, as overrides of a configuration do, the report is
+    inconclusive.
+    """
+    from verify.launch.preflight import preflight as run
+
+    if all(options[name] is None for name in ("hf_checkpoint", "load", "ref_load")):
+        raise click.UsageError("give at least one of --hf-checkpoint, --load and --ref-load")
+    if arguments and not arguments[0].startswith(("-", "+", "~")) and "=" not in arguments[0]:
+        raise click.UsageError(f"unexpected argument {arguments[0]!r}; launch arguments come behind --")
+    _print_report(run(arguments=arguments, **options), as_json, strict, reports)
+
+
+@click.command()
+@click.argument("code")
+def explain(code: str) -> None:
+    """Say what a check looks at, why it matters and what to do about a finding."""
+    from verify.explain import explain as run
+
+    echo(*run(code).split("\n"))
+
+
+def _print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Path, ...]) -> None:
+    from verify.reports import write_report
+    from verify.reports.render import render
+
+    try:
+        for path in reports:
+            write_report(report, path)
+    finally:
+        # What was found is said even where the disk is full.
+        if as_json:
+            echo_json(report.to_json())
+        else:
+            render(report)
+    skipped = [check.code for check in report.checks if check.status == "skipped"]
+    if strict and skipped:
+        echo(f"--strict: skipped {', '.join(skipped)}", err=True)
+    if report.status == "failed" or (strict and skipped and report.status == "passed"):
+        raise SystemExit(1)
+    if report.status == "inconclusive":
+        raise SystemExit(2)

@@ -1,0 +1,99 @@
+"""Runs a conversion or a quantization: opens its sources, refuses what cannot be, plans, and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptkit.app.execute import execute
+from ckptkit.app.forecast import Forecast, forecast
+from ckptkit.app.plan import make_plan
+from ckptkit.app.run_options import RunOptions, Sources
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import fold
+from ckptkit.formats.detect import Location, locate
+from ckptkit.formats.hf.remote import opened
+from ckptkit.storage.url import is_url
+from ckptkit.transfer.destination import check_destination
+from ckptkit.transfer.upload import check_upload
+from converters.passthrough import FOLDER
+
+
+@dataclass(frozen=True)
+class ConversionResult:
+    """What a run wrote, or with `dry_run` would write. `layout` maps HF shard files to the tensors in them.
+
+    `dequantized` says how a quantized source was quantized, in words; `forecast`, only with `dry_run`, what the run
+    will take; `notes`, what the user should know of the source.
+    """
+
+    source: str
+    destination: str
+    format: str
+    tensors: int
+    bytes: int
+    names: list[str] = field(default_factory=list)
+    layout: Mapping[str, list[str]] = field(default_factory=dict)
+    dequantized: str | None = None
+    forecast: Forecast | None = None
+    notes: tuple[str, ...] = ()
+
+
+def run(options: RunOptions) -> ConversionResult:
+    """Does what the options ask for. Raises CkptkitError for anything wrong with the input; then nothing is left."""
+    with ExitStack() as stack:
+        sources = {source: stack.enter_context(opened(source)) for source in dict.fromkeys(options.sources)}
+        location = locate(sources[options.src])
+        _check_destination(options, sources, location)
+        _check_direction(options, location)
+        plan = make_plan(options, sources)
+        if not options.dry_run:
+            execute(options, plan, sources)
+        specs = plan.view.specs
+        return ConversionResult(
+            str(plan.side_files),
+            str(options.dst),
+            plan.kind,
+            len(specs),
+            sum(spec.nbytes for spec in specs.values()),
+            fold(specs),
+            plan.layout if plan.kind == "hf" else {},
+            plan.dequantized,
+            forecast(options, plan) if options.dry_run else None,
+            plan.notes,
+        )
+
+
+def _check_destination(options: RunOptions, sources: Sources, location: Location) -> None:
+    """Raises CkptkitError where nothing may be written, for one because what is read there would be lost."""
+    if isinstance(options.dst, Path):
+        beside = [location.root / "hf", location.root / FOLDER] if location.kind == "megatron" else []
+        read = [location.path, *beside, *(sources[path].path for path in (options.hf, options.like) if path)]
+        check_destination(options.dst, read, overwrite=options.overwrite, resume=options.resume)
+    else:
+        check_upload(options.dst, options.overwrite, options.sources)
+
+
+def _check_direction(options: RunOptions, location: Location) -> None:
+    """Raises CkptkitError for options of the other direction."""
+    if location.kind == "megatron":
+        if options.verb == "quantize":
+            raise CkptkitError(
+                f"{options.src} is a Megatron checkpoint",
+                "`ckptkit convert SRC DST --quantize w4a16` exports and quantizes in one pass",
+            )
+        if options.dialect:
+            message = "--dialect is for the way to Megatron"
+            raise CkptkitError(message, "leave it out: on the way back the names tell it")
+    elif options.verb == "convert":
+        if options.hf:
+            message = "--hf is for the way back, from Megatron to HF"
+            raise CkptkitError(message, "leave it out: the source brings its own config")
+        if options.scheme:
+            message = "Megatron holds no INT4 weights"
+            raise CkptkitError(message, "`ckptkit quantize` makes an INT4 HF checkpoint from an HF one")
+        if is_url(options.dst):
+            message = f"{options.dst}: only HF directories are written to URLs, and no Megatron checkpoints"
+            raise CkptkitError(message, "write it to a disk, and copy it there")

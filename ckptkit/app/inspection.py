@@ -1,0 +1,106 @@
+"""Says what lies at a path or URL, from headers alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.specs import fold
+from ckptkit.core.unused import refuse_hf
+from ckptkit.formats.detect import Location, locate
+from ckptkit.formats.hf.reader import HfCheckpoint, stored_names
+from ckptkit.formats.hf.remote import config_at, opened
+from ckptkit.formats.hf.side_files import is_quantized
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from ckptkit.storage.directory import Directory
+from ckptkit.storage.url import is_url, place
+from converters.megatron.arguments import megatron_args
+from converters.megatron.legacy import LegacyCheckpoint
+from converters.megatron.unsaid import UNSAID, unsaid
+from converters.open import open_checkpoint
+from converters.planner import dims_of
+from converters.stored import as_stored
+
+
+def inspect(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
+    """Describes what lies at `path`: format, sizes, dtypes, dimensions, Megatron's arguments, folded tensor names."""
+    with _opened(path, hf) as (here, hf_here):
+        location = locate(here)
+        if location.kind == "hf":
+            refuse_hf(hf, path)
+        return _facts(location, open_checkpoint(here, hf=hf_here))
+
+
+def model_arguments(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
+    """Megatron-LM arguments (argparse names) of the model at `path`, from its HF config; a lone config.json is enough.
+
+    MTP layers that the config promises are left out where weights lie there and no tensor is of one. Where the
+    arguments alone would build another model, `no_argument_for` lists what they do not say. Raises CkptkitError for a
+    model that is not supported, or that Megatron has no arguments for.
+    """
+    if (config := config_at(place(path))) is not None:
+        refuse_hf(hf, path)
+        names = () if is_url(path) else stored_names(Path(path))
+        return _arguments(as_stored(config, names) if names else config)
+    with _opened(path, hf) as (here, hf_here):
+        checkpoint = open_checkpoint(here, hf=hf_here)
+        return _arguments(as_stored(checkpoint.config, checkpoint.specs))
+
+
+@contextmanager
+def _opened(path: str | Path, hf: str | Path | None) -> Iterator[tuple[Directory, Directory | None]]:
+    """A checkpoint and the HF directory named with it, each where it is read."""
+    with ExitStack() as stack:
+        yield stack.enter_context(opened(place(path))), stack.enter_context(opened(place(hf))) if hf else None
+
+
+def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
+    specs = checkpoint.specs
+    facts: dict[str, Any] = {"path": str(location.directory), "format": _format(location)}
+    facts["tensors"] = len(specs)
+    facts["bytes"] = sum(spec.nbytes for spec in specs.values())
+    facts["dtypes"] = dict(Counter(spec.dtype for spec in specs.values()))
+    if isinstance(checkpoint, HfCheckpoint):
+        facts["files"] = {file: len(shard.specs) for file, shard in checkpoint.shards.items()}
+        facts["config"] = _selected(checkpoint.config, lambda value: not isinstance(value, dict))
+        facts["quantization"] = _quantization(checkpoint)
+    elif isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
+        facts["iteration"] = location.path.name
+        if isinstance(checkpoint, LegacyCheckpoint):
+            facts["ranks"] = f"{len(checkpoint.files.ranks)} files of {checkpoint.files.sizes}"
+        facts["args"] = _selected(checkpoint.args, lambda value: isinstance(value, (int, float, str, list)))
+    facts["names"] = [f"{name} {_shape_of(name, checkpoint)}" for name in fold(specs)]
+    return facts
+
+
+def _quantization(checkpoint: HfCheckpoint) -> str | None:
+    if not is_quantized(checkpoint.config):
+        return None
+    from quant.formats.dequantize import described
+
+    return described(checkpoint.config, checkpoint.specs)
+
+
+def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    dims = dims_of(config)
+    lines = unsaid(dims)
+    return megatron_args(dims) | ({UNSAID: lines} if lines else {})
+
+
+def _format(location: Location) -> str:
+    if location.kind == "hf":
+        return "HF safetensors"
+    return "Megatron legacy torch (mp_rank_*)" if location.legacy else "Megatron torch_dist"
+
+
+def _selected(values: Mapping[str, Any], wanted: Callable[[Any], bool]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if wanted(value)}
+
+
+def _shape_of(folded: str, checkpoint: Checkpoint) -> str:
+    spec = checkpoint.specs.get(folded)
+    return f"{list(spec.shape)} {spec.dtype}" if spec else ""

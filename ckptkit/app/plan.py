@@ -1,0 +1,221 @@
+"""Plans a conversion or a quantization from headers alone: what is written, into which files, and from what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ckptkit.app.run_options import RunOptions, Sources
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.collector import import_apart, uncollected
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.join import Joined
+from ckptkit.core.plan import View
+from ckptkit.formats.detect import Location, locate
+from ckptkit.formats.files import FILE_BYTES, Files
+from ckptkit.formats.hf.reader import HfCheckpoint, has_weights
+from ckptkit.formats.hf.side_files import MANIFEST, layout_for, main_dtype, stored_layout
+from ckptkit.formats.hf.writer import SafetensorsFiles, cut_shards
+from ckptkit.formats.torch_dist.writer import TorchDistFiles
+from ckptkit.storage.directory import Directory
+from converters.experts import is_fused, only_fused, unfuse
+from converters.megatron.arguments import megatron_args
+from converters.megatron.rank_cuts import rank_cuts
+from converters.open import open_megatron
+from converters.passthrough import FOLDER, passthrough_beside, passthrough_of
+from converters.planner import MCORE, dims_of, to_hf, to_megatron
+from converters.stored import remarks, require_mtp
+from verify.evidence.plain import plain
+
+Layout = Mapping[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Output:
+    """Tensors, and the files that they go into."""
+
+    view: Checkpoint
+    files: Files
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """Everything that a run will write: `outputs`, the first with the model, the second with what passes through.
+
+    `side_files`: the HF directory whose config, tokenizer and code go into `side_folder` of the destination. `layout`:
+    how HF weights are, or on the way back will be, cut into files. `dequantized`: how a quantized source was quantized,
+    in words. `notes`: what the user should know of the source.
+    """
+
+    kind: Literal["hf", "megatron"]
+    source: Location
+    outputs: tuple[Output, ...]
+    side_files: Directory
+    layout: Layout
+    config: Mapping[str, Any] = field(default_factory=dict)
+    dequantized: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def view(self) -> Checkpoint:
+        """The model as it is written."""
+        return self.outputs[0].view
+
+    @property
+    def side_folder(self) -> str:
+        """Where side files go, below the destination."""
+        return "hf" if self.kind == "megatron" else ""
+
+    def files(self) -> dict[str, Output]:
+        """Every file to write, in order, and the output that it belongs to."""
+        return {file: output for output in self.outputs for file in output.files.names}
+
+
+@uncollected()
+def make_plan(options: RunOptions, sources: Sources | None = None) -> ConversionPlan:
+    """Plans what these options ask for. `sources` says where each source is read; None: at its own path.
+
+    Raises CkptkitError for anything wrong with the options or the source that can be seen without reading weights.
+    """
+    here = options.local_sources() if sources is None else sources
+    location = locate(here[options.src])
+    if options.verb == "quantize":
+        return _quantize(location, options, here)
+    if location.kind == "hf":
+        return _to_megatron(location, options)
+    return _to_hf(location, options, here)
+
+
+def _to_megatron(location: Location, options: RunOptions) -> ConversionPlan:
+    source = plain(location.directory)
+    dialect = options.dialect or MCORE
+    view = to_megatron(source, str(location.directory), options.cast_to, dialect)
+    args = megatron_args(dims_of(view.config), dialect) | _dtype_args(view)
+    # In the order in which it is written, which is also the order in which the way back will read it.
+    specs = {name: view.specs[name] for names in view.groups for name in names}
+    cuts = rank_cuts(view.config, dialect, specs)
+    outputs = [Output(view, TorchDistFiles(specs, args, options.max_shard_size or FILE_BYTES, cuts))]
+    if (untouched := passthrough_of(source, str(location.directory))) is not None:
+        outputs.append(Output(untouched, SafetensorsFiles(untouched.specs, _cut(untouched, options), FOLDER)))
+    return ConversionPlan(
+        "megatron",
+        location,
+        tuple(outputs),
+        location.directory,
+        _layout(source, options),
+        source.config,
+        dequantized=_format_words(source.source.config) if isinstance(source, View) else None,
+        notes=tuple(remarks(source.config, source.specs)),
+    )
+
+
+def _dtype_args(view: Checkpoint) -> dict[str, Any]:
+    dtype = main_dtype(view.specs)
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    return {"bf16": dtype == "bfloat16", "fp16": dtype == "float16", **sizes}
+
+
+def _to_hf(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
+    source = open_megatron(location, here[options.hf] if options.hf else None)
+    if has_weights(source.hf_path):
+        layout: Layout | None = _layout(plain(source.hf), options)
+    else:
+        layout = stored_layout(location.root / MANIFEST)
+    release = {name for names in (layout or {}).values() for name in names}
+    require_mtp(source.config, source.specs, release, str(location.path))
+    fused = is_fused(release) or only_fused(source.config)
+    packs = options.scheme is not None
+    if packs:
+        _refuse_int4(source.config)
+    view: Checkpoint = to_hf(
+        source, str(location.path), fused=fused and not packs, dtype=options.cast_to, release=release
+    )
+    if untouched := passthrough_beside(source, source.hf, location.root, plain):
+        view = Joined(view, untouched)
+    if layout is None or options.max_shard_size or (fused and packs):
+        layout = _cut(view, options)
+    plan = _hf_plan(view, layout, source.hf, location, options, here)
+    return replace(plan, notes=tuple(remarks(source.config, source.specs)))
+
+
+def _quantize(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
+    source = plain(location.directory)
+    view: Checkpoint = source
+    layout = _cut(source, options) if options.max_shard_size else _layout(source, options)
+    if is_fused(source.specs):
+        _refuse_int4(source.config)
+        view = View(source, unfuse(source.specs, source.config, options.src))
+        layout = _cut(view, options)
+    before = source.source if isinstance(source, View) else None
+    return replace(
+        _hf_plan(view, layout, location.directory, location, options, here, reference=_if_int4(before)),
+        dequantized=_format_words(before.config) if before is not None else None,
+        notes=tuple(remarks(source.config, source.specs)),
+    )
+
+
+def _if_int4(source: Checkpoint | None) -> Checkpoint | None:
+    """The source, when it is in INT4."""
+    if source is None:
+        return None
+    from quant.requantize import recorded
+
+    return source if recorded(source.config) else None
+
+
+def _refuse_int4(config: Mapping[str, Any]) -> None:
+    if only_fused(config):
+        raise CkptkitError(
+            f"INT4 {config['model_type']} is not supported: its experts are one tensor a layer, "
+            "and no reader knows them one by one",
+            "serve it as it is, or in the format of its release",
+        )
+
+
+def _hf_plan(
+    view: Checkpoint,
+    layout: Layout,
+    side_files: Directory,
+    location: Location,
+    options: RunOptions,
+    here: Sources,
+    reference: Checkpoint | None = None,
+) -> ConversionPlan:
+    layout = layout_for(view, layout)
+    if options.scheme is not None:
+        import_apart("quant.planner")
+        from quant.planner import packed_less, quantized, quantized_layout
+
+        before = view
+        like = HfCheckpoint(here[options.like]) if options.like else None
+        names = like.specs if like else packed_less(reference.specs, options.scheme.ignore) if reference else None
+        view = quantized(
+            view,
+            str(side_files),
+            options.scheme,
+            reference=like or reference,
+            like=names,
+            tp=options.tp,
+            readers=options.readers,
+            device=options.device,
+        )
+        layout = quantized_layout(layout, before.specs, view.specs)
+    outputs = (Output(view, SafetensorsFiles(view.specs, layout)),)
+    return ConversionPlan("hf", location, outputs, side_files, layout, view.config)
+
+
+def _format_words(config: Mapping[str, Any]) -> str:
+    """How a quantized release is quantized."""
+    from quant.formats.dequantize import format_of
+
+    return format_of(config).words
+
+
+def _layout(source: HfCheckpoint | View, options: RunOptions) -> Layout:
+    """How the source's weights are cut into files; anew where they are dequantized and so larger."""
+    return source.layout if isinstance(source, HfCheckpoint) else _cut(source, options)
+
+
+def _cut(view: Checkpoint, options: RunOptions) -> Layout:
+    return cut_shards(view.specs, options.max_shard_size or FILE_BYTES)

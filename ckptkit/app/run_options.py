@@ -1,0 +1,173 @@
+"""The options of one conversion or quantization, as data that means the same in every process."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckptkit.core.dtypes import COMPUTED
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.unused import refuse_int4_options
+from ckptkit.storage.directory import Directory
+from ckptkit.storage.fingerprint import fingerprint
+from ckptkit.storage.url import absolute, is_url, place
+from ckptkit.transfer.copy import IN_FLIGHT
+from converters.planner import DIALECTS
+from quant.selection.readers import ALL_READERS
+
+if TYPE_CHECKING:
+    from quant.formats.scheme import QuantScheme
+
+DTYPES = ("auto", *COMPUTED)
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+Sources = Mapping[str, Directory]  # where each source is read, by its path or URL
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What to write, from what, where, and with which resources. `run_options` makes one of what a user gave.
+
+    Up to `max_shard_size` the options decide what is written; those after it never change a byte.
+
+    src, hf, like: absolute paths or URLs. `hf` is the HF directory that gives config, tokenizer and shard layout on the
+        way back; None: what was stored on the way there. `like`, an INT4 HF directory of the same model, says what is
+        packed and gives scales where they still fit.
+    dst: a path, or a URL as str.
+    dtype: of DTYPES; "auto": as in the source.
+    dialect: how Megatron's tensors are named: "mcore" (None means this) as megatron-core does, "slime" as slime's
+        modules do. On the way back the names tell it.
+    scheme: how weights are quantized to INT4; None: they are not.
+    readers: those of `quant.selection.readers.READERS` who must agree on what is packed.
+    tp: a tensor parallel size that SGLang's INT4 kernels must be able to load.
+    device: what quantizes, "cpu" or "cuda"; the bytes are the same.
+    max_shard_size: bytes of plain weights after which a file of the output ends; None: as in the release, else 5 GB.
+    workers: threads (None: `ckptkit.transfer.copy.threads`), or with `ray` concurrent tasks (None: one a core).
+    memory: bytes of tensors in flight.
+    ray: the address of a Ray cluster; "auto": the one at hand, or a new one on this machine.
+    resume: go on with what a run of the same options finished before it was cut off.
+
+    Raises CkptkitError for options that contradict each other.
+    """
+
+    verb: Literal["convert", "quantize"]
+    src: str
+    dst: str | Path
+    hf: str | None = None
+    dtype: str = "auto"
+    dialect: str | None = None
+    scheme: QuantScheme | None = None
+    like: str | None = None
+    readers: tuple[str, ...] = ALL_READERS
+    tp: int | None = None
+    device: str = "cpu"
+    max_shard_size: int | None = None
+    workers: int | None = None
+    memory: int = IN_FLIGHT
+    ray: str | None = None
+    overwrite: bool = False
+    resume: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        if self.overwrite and self.resume:
+            raise CkptkitError("--resume goes on with what is there, --overwrite replaces it", "give one of them")
+        if self.resume and is_url(self.dst):
+            message = f"{self.dst}: what was cut off at a URL cannot be gone on with"
+            raise CkptkitError(message, "begin again with --overwrite")
+        urls = [path for path in (*self.sources, self.dst) if is_url(path)]
+        if self.ray is not None and urls:
+            raise CkptkitError(
+                f"--ray works on a file system that all nodes share, and {urls[0]} is a URL",
+                "copy to such a file system, or leave out --ray",
+            )
+        if self.dtype not in DTYPES:
+            raise CkptkitError(f"unknown dtype {self.dtype!r}", f"choose one of {', '.join(DTYPES)}")
+        if self.dialect is not None and self.dialect not in DIALECTS:
+            raise CkptkitError(f"unknown dialect {self.dialect!r}", f"choose one of {', '.join(DIALECTS)}")
+        if self.scheme is None:
+            spelled = {"like": "--like", "tp": "--tp", "readers": "--reader", "device": "--device"}
+            refuse_int4_options([option for name, option in spelled.items() if self._is_given(name)])
+
+    def _is_given(self, name: str) -> bool:
+        (default,) = (one.default for one in fields(self) if one.name == name)
+        return bool(getattr(self, name) != default)
+
+    @property
+    def sources(self) -> list[str]:
+        """Paths and URLs of what is read."""
+        return [path for path in (self.src, self.hf, self.like) if path]
+
+    @property
+    def cast_to(self) -> str | None:
+        """The dtype to write floating tensors in; None: as they are."""
+        return None if self.dtype == "auto" else self.dtype
+
+    def local_sources(self) -> Sources:
+        """Each source at its own path, for a run without URLs."""
+        return {source: Directory(Path(source)) for source in self.sources}
+
+    def command(self) -> list[str]:
+        """The command line of these options, less what changes no byte: for the manifest and for --resume."""
+        words = ["ckptkit", self.verb, self.src]
+        for name in ("hf", "dtype", "dialect", "like", "tp", "max_shard_size"):
+            if self._is_given(name):
+                words += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
+        if self._is_given("readers"):
+            words += [word for reader in self.readers for word in ("--reader", reader)]
+        return words + (_scheme_words(self.scheme, self.verb) if self.scheme else [])
+
+    def identity(self, sources: Sources) -> dict[str, Any]:
+        """What a resumed run must share with the one that died: version, command, and the files that are read."""
+        read = [sources[source] for source in self.sources]
+        return {"version": version("ckptkit"), "command": shlex.join(self.command()), "source": fingerprint(read)}
+
+
+def run_options(
+    verb: Literal["convert", "quantize"],
+    src: str | Path,
+    dst: str | Path,
+    scheme: QuantScheme | None = None,
+    *,
+    hf: str | Path | None = None,
+    like: str | Path | None = None,
+    max_shard_size: int | str | None = None,
+    file_bytes: int | str | None = None,
+    **options: Any,
+) -> RunOptions:
+    """Makes RunOptions of paths in any form, and of sizes in bytes or as "5GB". `file_bytes` is the old name of a size.
+
+    Raises CkptkitError as RunOptions does, and TypeError for an option that there is not.
+    """
+    size = max_shard_size if max_shard_size is not None else file_bytes
+    return RunOptions(
+        verb,
+        absolute(src),
+        place(dst),
+        scheme=scheme,
+        hf=absolute(hf) if hf else None,
+        like=absolute(like) if like else None,
+        max_shard_size=parse_size(size) if isinstance(size, str) else size,
+        **(options | {"readers": tuple(options.get("readers") or ALL_READERS)}),
+    )
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `5GB`, `512MiB` or a plain number. Raises CkptkitError."""
+    found = re.fullmatch(r"(\d+) ?([KMG]I?B|)", text.upper())
+    if not found or not int(found[1]):
+        raise CkptkitError(f"{text!r} is no size", "write 512MB, 2GB or a number of bytes")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def _scheme_words(scheme: QuantScheme, verb: str) -> list[str]:
+    words = ["--quantize", "w4a16"] if verb == "convert" else []
+    words += ["--group-size", str(scheme.group_size or "channel"), "--grid", scheme.grid]
+    words += [] if scheme.symmetric else ["--asymmetric"]
+    words += ["--search", scheme.search] if scheme.search != "none" else []
+    words += ["--scale-dtype", str(scheme.scale_dtype).removeprefix("torch.")] if scheme.scale_dtype else []
+    return words + [word for pattern in scheme.ignore for word in ("--ignore", pattern)]

@@ -1,0 +1,44 @@
+"""GLM-4-0414 (9B, 32B, Z1), dense.
+
+Norms also after attention and MLP, rotary in pairs over half of a head, gate and up in one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from converters.blocks.decoder import attention, embeddings
+from converters.config.dims import ModelDims, base_dims
+from converters.config.values import flag
+from converters.family import ModelFamily
+from converters.ops.basic import Copy, GateUpInOne
+from converters.rules import ParamMapping, decoder
+
+
+def read_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of a glm4 config. Source: transformers `Glm4Config`, `Glm4DecoderLayer`; o never has a bias."""
+    return base_dims(
+        {"partial_rotary_factor": 0.5, **config},
+        qkv_bias=flag(config, "attention_bias", True),
+        qk_norm=False,
+        rope_interleaved=True,
+        sandwich="layer",
+    )
+
+
+def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All rules of a glm4 model. The norms after attention and MLP have the names of slime's patch of Megatron-LM."""
+    at, norm = decoder(dims, dims.all_layers), (dims.hidden,)
+    return (
+        *embeddings(dims),
+        *attention(dims),
+        at.rule("post_self_attn_layernorm.weight", {"post_self_attn_layernorm.weight": norm}),
+        at.rule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": norm}),
+        at.rule("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": (2 * dims.ffn, dims.hidden)}, GateUpInOne()),
+        at.rule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (dims.hidden, dims.ffn)}, Copy(1)),
+        at.rule("post_mlp_layernorm.weight", {"post_mlp_layernorm.weight": norm}),
+    )
+
+
+FAMILIES = (ModelFamily(("glm4",), ("Glm4ForCausalLM",), read_dims, mappings),)

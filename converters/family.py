@@ -1,0 +1,198 @@
+"""What a model family is: every fact that is particular to one kind of model, as fields of `ModelFamily`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from converters.config.dims import ModelDims
+from converters.hf_names import FUSED, GATE_UP_DOWN
+from converters.rules import ParamMapping
+
+Rules = Callable[[ModelDims], tuple[ParamMapping, ...]]
+
+
+@dataclass(frozen=True)
+class FusedExperts:
+    """How a family keeps all experts of a layer in one tensor.
+
+    `gate_up_proj` and `down_proj`, and their biases `*_proj_bias`.
+
+    By default a weight is [experts, rows, columns], the rows of gate above those of up. `transposed`: [experts,
+    columns, rows]; `interleaved`: gate and up take turns, row by row. `always`: no reader knows these experts one by
+    one. `renamed`: a fused save calls the whole block otherwise than the release does, and is refused.
+    """
+
+    transposed: bool = False
+    interleaved: bool = False
+    always: bool = False
+    renamed: bool = False
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A multi-token prediction layer. `prefix`: how its names begin in the release.
+
+    `sglang`: how they begin in SGLang; None where that cannot be told from the model's own names. `entry`: the entry of
+    `ignore` that leaves the layer out for every reader. `layer`: how the names of its decoder layer begin. `joint`: its
+    module that joins the embedding and the hidden state.
+    """
+
+    prefix: str
+    sglang: str | None
+    entry: str
+    layer: str
+    joint: str
+
+
+def no_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
+    """The draft layers of a model that never has any."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Release:
+    """How releases of a family spell and quantize its modules.
+
+    `root` stands before the names of the language model's modules, `head` is the output embedding. `nested`: the sizes
+    of the language model are in `text_config`; `flat`: or at the top, in configs from before transformers 4.52.
+    `drafts`: its multi-token prediction layers, from the language model's config and `root`. `linears_outside`: the
+    Linear layers outside the language model, by every name that an `ignore` list may know them by, from config.json;
+    None where they are not known. `published_ignore`: lists of released INT4 checkpoints.
+
+    The rest says how transformers spells the same: `model_type` of its class for the language model (empty: the
+    family's own), `moe` and `experts`: the release's names for the block with the experts and for an expert's gate, up
+    and down projection, `classes`: transformers' classes of modules that are no Linear, by their kind in
+    `ParamMapping`.
+    """
+
+    root: str = "model."
+    head: str = "lm_head"
+    nested: bool = False
+    flat: bool = False
+    drafts: Callable[[Mapping[str, Any], str], tuple[Draft, ...]] = no_drafts
+    linears_outside: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
+    published_ignore: tuple[frozenset[str], ...] = ()
+    model_type: str = ""
+    moe: str = "mlp"
+    experts: tuple[str, str, str] = GATE_UP_DOWN
+    classes: Mapping[str, str] = field(default_factory=dict)
+
+    def text(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The config of the language model. Raises CkptkitError when it is not where it should be."""
+        text = config.get("text_config", config if self.flat else None) if self.nested else config
+        if not isinstance(text, Mapping):
+            raise CkptkitError(
+                f"config.json: {config.get('model_type')} has no text_config", "restore config.json from the release"
+            )
+        return text
+
+    def name(self, module: str) -> str:
+        """The name in the release of a module of transformers' class for the language model."""
+        return self.root + module.replace(".mlp.", f".{self.moe}.")
+
+    def own_name(self, module: str) -> str:
+        """The name in transformers' whole model of a module of the release's language model."""
+        own = module.removeprefix(self.root).replace(f".{self.moe}.", ".mlp.")
+        return f"{'model.language_model.' if self.nested else 'model.'}{own}"
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Linear layers that SGLang's class can hold dense only.
+
+    `pattern`: a pattern of their names, `entry`: the entry of `ignore` that leaves them out, `reason`: why.
+    """
+
+    pattern: str
+    entry: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SglangClass:
+    """SGLang's class of a model. Source: `sglang/srt/models/*.py` of SGLang 0.5.16.
+
+    `fused`: the fused layers that it declares in `packed_modules_mapping`, and so takes apart before it looks at
+    `ignore`; any other fused layer is looked up by its own name. `root`: how a released module's name begins, and what
+    SGLang has instead. `entries`: beginnings that SGLang rewrites in plain entries of `ignore` (`hf_to_sglang_mapper`);
+    the first that fits counts. `outside`: parts of names that it spells otherwise in layers outside the language model;
+    None: it never asks about those. `dense`: what it cannot hold as INT4. `joins_shared_expert`: on CUDA it makes the
+    shared expert one of the routed ones, unless told not to. `placed`: where it keeps every tensor was held against
+    `verify/witnesses/sglang/slots.py`.
+    """
+
+    fused: tuple[str, ...] = ()
+    root: tuple[str, str] = ("", "")
+    entries: tuple[tuple[str, str], ...] = ()
+    outside: tuple[tuple[str, str], ...] | None = None
+    dense: tuple[Dense, ...] = ()
+    joins_shared_expert: bool = False
+    placed: bool = False
+
+    @cached_property
+    def packed_modules(self) -> Mapping[str, tuple[str, ...]]:
+        """Its `packed_modules_mapping`: the shards of each fused layer."""
+        return {name: FUSED[name] for name in self.fused}
+
+    def layer(self, module: str) -> str:
+        """The name in SGLang of a module that it does not fuse."""
+        old, new = self.root
+        return new + module.removeprefix(old) if module.startswith(old) else module
+
+    def layer_outside(self, layer: str) -> str | None:
+        """The name in SGLang of a layer outside the language model; None where it never asks about it."""
+        if self.outside is None:
+            return None
+        for old, new in self.outside:
+            layer = layer.replace(old, new)
+        return layer
+
+    def entry(self, pattern: str) -> str:
+        """An entry of `ignore` as SGLang holds it against its layers' names."""
+        for old, new in self.entries:
+            if pattern.startswith(old):
+                return new + pattern.removeprefix(old)
+        return pattern
+
+
+QKV_GATE_UP = ("qkv_proj", "gate_up_proj")
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """One kind of model: its exact `model_type`s, how its config is read, its rules, and how others spell it.
+
+    `architectures`: the classes that its language models are published under, as config.json spells them; SGLang runs
+    the first.
+
+    `mappings` names Megatron tensors as megatron-core's own modules do; `dialects` holds the rules of stacks that train
+    with modules of their own, by the stack's name. `carried`: how HF names begin (of a vision tower) that no Megatron
+    language model holds; these tensors are kept beside the Megatron weights and come back byte for byte.
+    `carried_ends`: the same for endings of names (values that every reader computes for itself, in releases that have
+    them). `dropped`: names that are not converted on purpose. `fused`: what its fused experts look like.
+    `language_models`: the `model_type`s of a language model alone that may be stored under the names of the multimodal
+    model, with the `model_type` of that.
+
+    `release`: how releases are spelled and quantized; None where INT4 is not supported. `sglang`: its class in SGLang.
+    """
+
+    model_types: tuple[str, ...]
+    architectures: tuple[str, ...]
+    read_dims: Callable[[Mapping[str, Any]], ModelDims]
+    mappings: Rules
+    dialects: Mapping[str, Rules] = field(default_factory=dict)
+    carried: tuple[str, ...] = ()
+    carried_ends: tuple[str, ...] = ()
+    dropped: Callable[[ModelDims], frozenset[str]] = lambda dims: frozenset()
+    fused: FusedExperts = FusedExperts()
+    language_models: Mapping[str, str] = field(default_factory=dict)
+    release: Release | None = Release()
+    sglang: SglangClass = SglangClass()
+
+    def carries(self, name: str) -> bool:
+        """Whether a tensor of the release is only carried."""
+        return name.startswith(self.carried) or name.endswith(self.carried_ends)

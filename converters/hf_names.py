@@ -1,0 +1,42 @@
+"""Names in HF checkpoints that several packages must read alike.
+
+Shards that engines fuse, layers, and routed experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+QKV = ("q_proj", "k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
+GATE_UP_DOWN = (*GATE_UP, "down_proj")
+LATENT_DOWN = ("q_a_proj", "kv_a_proj_with_mqa")
+
+# Layers that an engine builds as one from several of a checkpoint, where all of those are there.
+FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "qkv_proj": QKV,
+        "gate_up_proj": GATE_UP,
+        "fused_qkv_a_proj_with_mqa": LATENT_DOWN,
+        "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+        "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    }
+)
+
+# A name inside a layer: what stands before the layer's number, the number, and the rest.
+IN_LAYER = re.compile(r"(.*?\blayers\.)(\d+)\.(.+)")
+_EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)\d+")
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a name is inside; None outside the layers."""
+    match = IN_LAYER.match(name)
+    return int(match[2]) if match else None
+
+
+def tail(module: str) -> str:
+    """A module's name inside its layer, with its expert's number left out."""
+    match = IN_LAYER.match(module)
+    return _EXPERT_NUMBER.sub("#", match[3] if match else module)

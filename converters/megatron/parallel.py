@@ -1,0 +1,152 @@
+"""Megatron's parallel sizes, and what of a model does not divide over them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ckptkit.core.errors import CkptkitError
+from converters.config.dims import ModelDims
+from converters.megatron.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Tensor, pipeline, expert and virtual pipeline parallel sizes; `etp` is the tensor parallel size inside experts.
+
+    `first`, `last`, `embedding`, `loss` and `layout` distribute the layers over the pipeline as in `Pipeline`; without
+    them every stage has the same number.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    vpp: int = 1
+    first: int | None = None
+    last: int | None = None
+    embedding: bool = False
+    loss: bool = False
+    layout: str | None = None
+
+    @property
+    def world(self) -> int:
+        """The smallest number of ranks that Megatron accepts.
+
+        `initialize_model_parallel` wants a multiple of tp x pp for the dense part and of etp x ep x pp for the experts.
+        """
+        return self.pp * math.lcm(self.tp, self.etp * self.ep)
+
+    def __str__(self) -> str:
+        more = "".join(
+            f" {name}{size}" for name, size in (("EP", self.ep), ("ETP", self.etp), ("VPP", self.vpp)) if size > 1
+        )
+        ends = (("first", self.first), ("last", self.last))
+        stages = "".join(f", {name} stage {layers} layers" for name, layers in ends if layers is not None)
+        return f"TP{self.tp} PP{self.pp}{more}{stages}{f', {self.layout}' if self.layout else ''}"
+
+    def pipeline(self, dims: ModelDims) -> Pipeline:
+        """How the layers of a model are distributed."""
+        return Pipeline(
+            dims.layers,
+            self.pp,
+            self.vpp,
+            self.first,
+            self.last,
+            self.embedding,
+            self.loss,
+            self.layout,
+            dims.mtp_layers,
+        )
+
+
+def default_etp(tp: int, ep: int) -> int:
+    """Expert tensor parallel size when none is given: Megatron's default, that of `tp`, but 1 with expert parallelism.
+
+    Launch scripts of MoE models set it to 1 there, and it keeps the number of ranks small.
+    """
+    return tp if ep == 1 else 1
+
+
+def with_remainder(sizes: ParallelSizes, layers: int) -> ParallelSizes:
+    """Gives the last pipeline stage what is left over where the layers do not divide, as slime does.
+
+    Source: its `tools/convert_hf_to_torch_dist.py`: every stage but the last has ceil(layers / pp) layers.
+    """
+    last = layers - math.ceil(layers / sizes.pp) * (sizes.pp - 1)
+    uneven = layers % sizes.pp and sizes.vpp == 1 and last > 0
+    return replace(sizes, last=last) if uneven else sizes
+
+
+def padded_vocab(vocab: int, tp: int) -> int:
+    """Rows of the embedding as Megatron-LM pads them: to a multiple of 128 x tp (`make_vocab_size_divisible_by`)."""
+    return math.ceil(vocab / (128 * tp)) * 128 * tp
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why Megatron refuses a model at the parallel size `option` (tp, ep or etp), and the next move."""
+
+    option: str
+    message: str
+    expected: str
+    actual: str
+    hint: str
+
+
+def refusals(dims: ModelDims, sizes: ParallelSizes) -> Iterator[Refusal]:
+    """Everything but its layers for which Megatron refuses to share a model out over these sizes.
+
+    There may be more tensor parallel ranks than query groups, as a multiple of them: each then holds a part of a
+    group's rows. Source: megatron-core's `TransformerConfig`, `Attention` and parallel linear layers.
+    """
+    tp, ep, etp = sizes.tp, sizes.ep, sizes.etp
+    yield from _undivided("num_attention_heads", "attention heads", dims.heads, "tp", tp)
+    if tp % dims.groups == 0:
+        rows = dims.head_dim * (dims.heads * (2 if dims.attention_gate else 1) + 2 * dims.groups)
+        yield from [] if dims.mla else _undivided("rows of linear_qkv", "rows of linear_qkv", rows, "tp", tp)
+    elif not dims.mla:
+        yield from _undivided("num_key_value_heads", "query groups", dims.groups, "tp", tp)
+    if dims.linear:
+        yield from _undivided("linear_num_key_heads", "key heads of linear attention", dims.linear.key_heads, "tp", tp)
+    if dims.dense:
+        yield from _undivided("intermediate_size", "rows of the dense MLP", dims.ffn, "tp", tp)
+    if not dims.experts:
+        if ep > 1:
+            said, hint = f"--ep {ep}, but this model has no experts", "a dense model has no experts: leave --ep out"
+            yield Refusal(
+                "ep", said, f"the number of experts that divides by ep = {ep}", "the number of experts = 0", hint
+            )
+        return
+    yield from _undivided("moe_intermediate_size", "rows of an expert", dims.expert_ffn, "etp", etp)
+    yield from _undivided("the shared experts' size", "rows of the shared experts", dims.shared_ffn, "tp", tp)
+    yield from _undivided("the number of experts", "experts", dims.experts, "ep", ep)
+    if dims.mlp_bias and etp > 1:
+        said, hint = "the experts of this model have biases", f"Megatron has those only with --etp 1{_IN_A_LAUNCH}"
+        yield Refusal("etp", f"--etp {etp}, but {said}", f"etp = 1, because {said}", f"etp = {etp}", hint)
+
+
+_IN_A_LAUNCH = " (in a launch --expert-tensor-parallel-size, which is that of tp where not given)"
+
+
+def _undivided(setting: str, what: str, size: int, option: str, ranks: int) -> Iterator[Refusal]:
+    """The refusal of a size, called `setting` in a config and `what` in words, that the ranks do not divide."""
+    if size % ranks:
+        message = f"{size} {what} do not divide by --{option} {ranks}"
+        hint = f"choose a --tp that divides {size}" if option == "tp" else f"choose an --{option} that divides {size}"
+        hint += _IN_A_LAUNCH if option == "etp" else ""
+        yield Refusal(option, message, f"{setting} that divides by {option} = {ranks}", f"{setting} = {size}", hint)
+
+
+def check_sizes(sizes: ParallelSizes, dims: ModelDims) -> None:
+    """Raises CkptkitError where a model cannot be cut into these parts, naming both numbers."""
+    for refusal in refusals(dims, sizes):
+        raise CkptkitError(refusal.message, refusal.hint)
+    chunks = sizes.pp * sizes.vpp
+    even = sizes.first is None and sizes.last is None and sizes.layout is None and not (sizes.embedding or sizes.loss)
+    if even and dims.layers % chunks:
+        option = "--pp" if sizes.vpp == 1 else "--pp x --vpp"
+        hint = f"choose a {option} that divides {dims.layers}"
+        raise CkptkitError(f"{dims.layers} layers do not divide by {option} {chunks}", hint)
+    sizes.pipeline(dims).stages  # noqa: B018 - a cached property that raises

@@ -1,0 +1,82 @@
+"""The modules of a model, sorted by what INT4 may do with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from converters.family import Dense, Draft
+from converters.hf_names import layer_of, tail
+
+
+@dataclass(frozen=True)
+class ClassTree:
+    """Modules of a model by the names of its release, with one name an expert and projection.
+
+    `linears`: every Linear layer of the language model. Among them: `head`, the output embedding; `experts`, the
+    projections of routed experts; and `gates`, which stand directly beside the experts to choose or weigh them. No INT4
+    reader packs head or gates. `others`: modules of another class whose `weight` has two or more axes, with that class.
+    `drafts`: multi-token prediction layers, for which transformers has no classes. `outside`: how modules that are no
+    part of the language model begin. `dense`: what SGLang's class cannot hold as INT4. `spelled`: every Linear of the
+    whole model, by each name that transformers has for it and lists may use. `whole`: whether all modules are known,
+    but for draft layers; False where those outside the language model are not.
+    """
+
+    linears: frozenset[str]
+    head: str
+    gates: frozenset[str]
+    experts: frozenset[str]
+    others: Mapping[str, str]
+    drafts: tuple[Draft, ...] = ()
+    outside: tuple[str, ...] = ()
+    dense: tuple[Dense, ...] = ()
+    spelled: frozenset[str] = frozenset()
+    whole: bool = True
+
+    @cached_property
+    def packable(self) -> frozenset[str]:
+        """Modules that may be INT4."""
+        return frozenset(name for name in self.linears if self.reason_to_keep(name) is None)
+
+    @cached_property
+    def tails(self) -> frozenset[str]:
+        """Names of Linear layers inside a decoder layer, with expert numbers left out."""
+        return frozenset(tail(name) for name in self.linears - self.gates)
+
+    @cached_property
+    def last_tails(self) -> frozenset[str]:
+        """As `tails`, and modules of other classes, of the last decoder layer alone."""
+        layers = {name: layer_of(name) or 0 for name in [*self.linears, *self.others] if layer_of(name) is not None}
+        last = max(layers.values(), default=0)
+        return frozenset(tail(name) for name, layer in layers.items() if layer == last)
+
+    def reason_to_keep(self, module: str) -> str | None:
+        """Why this module is never INT4; None when it may be."""
+        if module in self.others:
+            return f"{self.others[module]} is no Linear"
+        if module == self.head:
+            return "output embedding"
+        if module in self.gates:
+            return "beside the experts: a router or a gate"
+        if self.draft_of(module):
+            return "draft layer"
+        if module.startswith(self.outside or ("\0",)):
+            return "outside the language model"
+        if module not in self.linears:
+            return "no module of the model"
+        dense = self.dense_for(module)
+        return dense.reason if dense else None
+
+    def dense_for(self, module: str) -> Dense | None:
+        """Why SGLang's class cannot hold a module as INT4, if it cannot."""
+        return (
+            None
+            if module in self.experts
+            else next((dense for dense in self.dense if re.fullmatch(dense.pattern, module)), None)
+        )
+
+    def draft_of(self, module: str) -> Draft | None:
+        """The draft layer that holds a module, if one does."""
+        return next((draft for draft in self.drafts if module.startswith(draft.prefix)), None)

@@ -1,0 +1,218 @@
+"""Legacy checkpoints that are incomplete, damaged, mixed or of another model: refused, with file and tensor."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixture_types import PathOf
+from legacy_states import FILE, State, loaded, rank_files, rewrite
+from megatron_saves import SAVES
+
+from ckptkit.app.api import convert
+from ckptkit.core.errors import CkptkitError
+from converters.megatron.legacy import LegacyCheckpoint
+
+
+def norm(state: State) -> None:
+    state["model"]["decoder.layers.3.self_attention.q_layernorm.weight"][7] += 0.5
+
+
+def router(state: State) -> None:
+    state["model"]["decoder.layers.6.mlp.router.expert_bias"][11] += 1
+
+
+def copy_of_the_embedding(state: State) -> None:
+    state["model1"]["output_layer.weight"][3, 4] += 1
+
+
+@pytest.mark.parametrize(
+    ("label", "change", "rank", "said"),
+    [
+        (
+            "legacy, experts",
+            norm,
+            "mp_rank_01_000_001",
+            "mp_rank_01_000_001/{FILE}: decoder.layers.3.self_attention.q_layernorm.weight differs from",
+        ),
+        (
+            "legacy, experts cut",
+            router,
+            "mp_rank_01_001",
+            "mp_rank_01_001/{FILE}: decoder.layers.6.mlp.router.expert_bias differs from",
+        ),
+        (
+            "legacy, two chunks a stage",
+            copy_of_the_embedding,
+            "mp_rank_01_001",
+            "mp_rank_01_001/{FILE}: output_layer.weight differs from",
+        ),
+    ],
+)
+def test_copies_that_disagree(
+    saved: Path, copy_of: PathOf, releases: PathOf, tmp_path: Path, label: str, change: Any, rank: str, said: str
+) -> None:
+    root = copy_of(saved / label)
+    rewrite(root, change, rank)
+    with pytest.raises(CkptkitError) as error:
+        convert(root, tmp_path / "back", hf=releases(SAVES[label][0]))
+    assert said.format(FILE=FILE) in error.value.message
+    assert not (tmp_path / "back").exists()
+
+
+def argument(name: str, value: Any) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        setattr(state["args"], name, value)
+
+    return change
+
+
+def entry(name: str, value: Any) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        state[name] = value
+
+    return change
+
+
+def tensor(name: str, value: Any) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        state["model"][name] = value
+
+    return change
+
+
+def without(name: str) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        del state["model"][name]
+
+    return change
+
+
+PROJ, LAST = "decoder.layers.4.self_attention.linear_proj.weight", "mp_rank_01_001_001"
+LAST_STAGE = ["mp_rank_00_001_000", LAST]
+NEXT_LAYER = "decoder.layers.7.self_attention.linear_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "said"),
+    [
+        (entry("iteration", 20), [LAST], f"{LAST}/{FILE} was saved with iteration 20, mp_rank_00_000_000 with 10"),
+        (
+            argument("tensor_model_parallel_size", 4),
+            [LAST],
+            f"{LAST}/{FILE} was saved with parallel sizes TP4 PP2 EP2 ETP1, mp_rank_00_000_000 with TP2 PP2 EP2 ETP1",
+        ),
+        (argument("num_layers", 24), [LAST], "num_layers 24"),
+        (
+            argument("num_layers", 24),
+            [],
+            "was saved with num_layers 24, expert_model_parallel_size 2; config.json has 12 layers and 12 experts",
+        ),
+        (argument("tensor_model_parallel_size", 1), [], "mp_rank_01_000_001 is no rank of TP1 PP2 EP2 ETP1"),
+        (argument("tensor_model_parallel_size", 4), [], "lacks mp_rank_02_000_EEE, mp_rank_03_000_EEE"),
+        (argument("expert_tensor_parallel_size", 2), [], "lacks mp_rank_TT_000_000, mp_rank_TT_000_001"),
+        (argument("expert_tensor_parallel_size", 4), [], "ranks of different expert shards have one file name"),
+        (argument("moe_extended_tp", True), [], "--moe-extended-tp"),
+        (argument("pipeline_model_parallel_size", "2"), [], "pipeline_model_parallel_size is '2'"),
+        (argument("decoder_first_pipeline_num_layers", 6), [], "does not hold the 6 layers"),
+        (argument("decoder_first_pipeline_num_layers", 13), [], "-1 layers do not divide"),
+        (argument("tensor_model_parallel_size", 10**12), [], "tensor_model_parallel_size is 1000000000000"),
+        (argument("virtual_pipeline_model_parallel_size", 5), [], "do not divide into 5 chunks"),
+        (argument("pipeline_model_parallel_layout", "Et*5|t*7L"), [], "together with other pipeline arguments"),
+        (entry("checkpoint_version", 2.0), [], "checkpoint_version 2.0 is not supported"),
+        (entry("args", None), [], "holds no training arguments"),
+        (entry("model1", {}), [LAST], "holds model, model1"),
+        (entry("model", None), [LAST], "holds model"),
+        (
+            entry("model", {"language_model": {"encoder": {}}}),
+            [],
+            "language_model is a dict of its own: a model from before megatron-core",
+        ),
+        (tensor("decoder.layers.3.mlp.experts.weight1", torch.ones(2)), [], "holds all experts of a rank (GroupedMLP)"),
+        (tensor(PROJ, None), [LAST], f"{PROJ} is NoneType, no plain tensor"),
+        (
+            tensor(PROJ, torch.ones(128, 161, dtype=torch.bfloat16)),
+            [LAST],
+            "[128, 161] bfloat16; config.json and the training arguments say [128, 160]",
+        ),
+        (
+            tensor(PROJ, torch.ones(128, 160)),
+            [LAST],
+            "[128, 160] float32; config.json and the training arguments say [128, 160] bfloat16",
+        ),
+        (tensor("decoder.adapter.weight", torch.ones(2)), [LAST], "decoder.adapter.weight"),
+        (tensor(NEXT_LAYER, torch.ones(128, 160, dtype=torch.bfloat16)), [LAST], "does not hold the 7 layers"),
+        (
+            tensor("decoder.layers.1.mlp.experts.local_experts.6.linear_fc1.weight", torch.ones(2)),
+            [LAST],
+            "the rank has only 6 experts",
+        ),
+        (
+            without(PROJ),
+            [LAST],
+            "decoder.layers.9.self_attention.linear_proj.weight lacks the part of tensor parallel rank 1",
+        ),
+        (
+            without("decoder.final_layernorm.weight"),
+            LAST_STAGE,
+            "lacks 1 tensor(s) that its config promises: decoder.final_layernorm.weight",
+        ),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(
+    saved: Path, copy_of: PathOf, releases: PathOf, tmp_path: Path, change: Any, ranks: list[str], said: str
+) -> None:
+    root = copy_of(saved / "legacy, experts")
+    rewrite(root, change, *ranks)
+    with pytest.raises(CkptkitError) as error:
+        convert(root, tmp_path / "back", hf=releases("glm4_moe"))
+    assert said in error.value.message
+    assert error.value.hint
+
+
+def test_files_that_are_missing_or_damaged(saved: Path, copy_of: PathOf, releases: PathOf, tmp_path: Path) -> None:
+    root, hf = copy_of(saved / "legacy, experts"), releases("glm4_moe")
+    path = rank_files(root)["mp_rank_01_001_001"]
+    content = path.read_bytes()
+    weight = content.index(loaded(path)["model"][PROJ][5].view(torch.uint8).numpy().tobytes())
+
+    def refused() -> str:
+        with pytest.raises(CkptkitError) as error:
+            convert(root, tmp_path / "back", hf=hf)
+        return error.value.message
+
+    path.write_bytes(content[: len(content) // 2])
+    assert f"{path} at byte 0" in refused()
+    flipped = bytearray(content)
+    flipped[weight] ^= 1
+    path.write_bytes(flipped)
+    assert f"{path} at byte 0: its bytes do not match their checksum" in refused()
+    torch.save(loaded_bytes(content, tmp_path), path, _use_new_zipfile_serialization=False)
+    assert f"{path} is in the format that torch wrote before 1.6" in refused()
+    path.unlink()
+    assert f"{path}: No such file" in refused()
+    path.parent.rmdir()
+    assert refused().endswith("lacks mp_rank_01_001_EEE, mp_rank_TT_001_001")
+    shutil.rmtree(root / "iter_0000010" / "mp_rank_00_001_000")
+    assert refused().endswith("lacks mp_rank_00_001_EEE, mp_rank_01_001_EEE, mp_rank_TT_001_000, mp_rank_TT_001_001")
+
+
+def loaded_bytes(content: bytes, scratch: Path) -> State:
+    (scratch / "content.pt").write_bytes(content)
+    return loaded(scratch / "content.pt")
+
+
+def test_the_config_must_be_named(saved: Path, releases: PathOf, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="the HF config of this model is not stored beside it"):
+        convert(saved / "legacy", tmp_path / "back")
+    with pytest.raises(CkptkitError, match="was saved with num_layers 12"):
+        hf = tmp_path / "hf"
+        shutil.copytree(releases("qwen2-tied"), hf)
+        (hf / "config.json").write_text(
+            (hf / "config.json").read_text().replace('"num_hidden_layers": 12', '"num_hidden_layers": 13')
+        )
+        _ = LegacyCheckpoint(saved / "legacy" / "release", hf=hf).specs

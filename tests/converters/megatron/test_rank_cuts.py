@@ -1,0 +1,266 @@
+"""Chunks end where tensor-parallel ranks cut: what a rank reads, counted by torch's own reader, what Megatron loads, and the same bytes on the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from fixture_types import PathOf
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ckptkit.app.api import convert
+from ckptkit.app.plan import make_plan
+from ckptkit.app.run_options import RunOptions
+from ckptkit.core.extents import Reader
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from ckptkit.formats.torch_dist.writer import TorchDistFiles
+from ckptkit.formats.torch_save import blob
+from ckptkit.storage import read as raw
+from ckptkit.transfer import copy as copying
+from converters.megatron import rank_cuts
+from converters.open import open_checkpoint
+from converters.planner import rules_of
+from verify.check import Tally
+from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from verify.evidence.subject import Subject
+from verify.witnesses.megatron import run as megatron_run
+
+Streamed = Callable[[], list[raw.FileExtent]]
+# Where a rank's part begins, and its size.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+ATTENTION, MLP = "decoder.layers.0.self_attention", "decoder.layers.0.mlp"
+needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
+
+
+@pytest.fixture
+def in_chunks(releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PathOf:
+    """`in_chunks(name)`: the Megatron checkpoint of a model, whose small tensors are cut as large ones are."""
+
+    def make(name: str) -> Path:
+        monkeypatch.setattr(rank_cuts, "_SMALLEST", 1)
+        convert(releases(name), tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+def read_by(metadata: Metadata, key: str, boxes: Sequence[Box]) -> int:
+    """Elements of all chunks that a rank with these boxes reads, by torch's own plan of the load."""
+    entry = metadata.state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata)
+    asked = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+    items = create_read_items_for_chunk_list(key, entry, asked)
+    return sum(
+        chunk.sizes.numel()
+        for chunk in entry.chunks
+        if any(item.storage_index.offset == chunk.offsets for item in items)
+    )
+
+
+# glm4_moe: 10 heads in 2 groups of head_dim 32, hidden size 128, ffn 288, ffn of the shared expert 96.
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("key", "boxes"),
+    [
+        (f"{ATTENTION}.linear_qkv.weight", lambda rank: [((224 * rank, 0), (224, 128))]),
+        (f"{ATTENTION}.linear_qkv.bias", lambda rank: [((224 * rank,), (224,))]),
+        (f"{ATTENTION}.linear_proj.weight", lambda rank: [((0, 160 * rank), (128, 160))]),
+        (f"{MLP}.linear_fc1.weight", lambda rank: [((144 * rank, 0), (144, 128)), ((288 + 144 * rank, 0), (144, 128))]),
+        (f"{MLP}.linear_fc2.weight", lambda rank: [((0, 144 * rank), (128, 144))]),
+        (
+            "decoder.layers.5.mlp.shared_experts.linear_fc1.weight",
+            lambda rank: [((48 * rank, 0), (48, 128)), ((96 + 48 * rank, 0), (48, 128))],
+        ),
+        ("decoder.layers.5.mlp.shared_experts.linear_fc2.weight", lambda rank: [((0, 48 * rank), (128, 48))]),
+    ],
+)
+def test_a_rank_of_two_reads_its_part_and_no_more(
+    in_chunks: PathOf, key: str, boxes: Callable[[int], list[Box]], rank: int
+) -> None:
+    metadata = FileSystemReader(in_chunks("glm4_moe") / "release").read_metadata()
+    own = sum(torch.Size(sizes).numel() for _, sizes in boxes(rank))
+    assert read_by(metadata, key, boxes(rank)) == own
+    assert metadata.state_dict_metadata[key].size.numel() == 2 * own  # type: ignore[union-attr]
+
+
+def test_a_rank_of_eight_reads_its_part_and_no_more(in_chunks: PathOf) -> None:
+    metadata = FileSystemReader(in_chunks("glm4_moe") / "release").read_metadata()
+    for rank in range(8):
+        assert read_by(metadata, f"{MLP}.linear_fc2.weight", [((0, 36 * rank), (128, 36))]) == 128 * 36
+        gate_up: list[Box] = [((36 * rank, 0), (36, 128)), ((288 + 36 * rank, 0), (36, 128))]
+        assert read_by(metadata, f"{MLP}.linear_fc1.weight", gate_up) == 2 * 36 * 128
+
+
+def test_kinds_of_rows_that_have_keys_of_their_own(in_chunks: PathOf) -> None:
+    """Qwen3-Next's in_proj: each kind of row is a key, which ranks share."""
+    path = in_chunks("qwen3_next") / "release"
+    metadata = FileSystemReader(path).read_metadata()
+    keys = [key for key in metadata.state_dict_metadata if ".layers.0.self_attention.in_proj.weight." in key]
+    assert len(keys) == 6
+    for key in keys:
+        rows, columns = metadata.state_dict_metadata[key].size  # type: ignore[union-attr]
+        for rank in range(2):
+            assert read_by(metadata, key, [((rows // 2 * rank, 0), (rows // 2, columns))]) == rows // 2 * columns
+
+
+def test_a_vocabulary_is_cut_more_finely_because_ranks_pad_it_before_they_cut(in_chunks: PathOf) -> None:
+    metadata = FileSystemReader(in_chunks("glm4_moe") / "release").read_metadata()
+    # 352 rows, padded to 512 for two ranks: the second holds the last 96.
+    assert read_by(metadata, "output_layer.weight", [((0, 0), (256, 128))]) == 256 * 128
+    assert read_by(metadata, "output_layer.weight", [((256, 0), (96, 128))]) == 96 * 128
+
+
+def test_small_tensors_and_what_every_rank_holds_are_whole(converted: PathOf, in_chunks: PathOf) -> None:
+    small = TorchDistCheckpoint(converted("glm4_moe") / "release").metadata.tensors
+    assert {len(stored.chunks) for key, stored in small.items() if ".experts.experts." not in key} == {1}
+    cut = TorchDistCheckpoint(in_chunks("glm4_moe") / "release").metadata.tensors
+    whole = {
+        key.partition(".layers.5.")[2] for key, stored in cut.items() if ".layers.5." in key and len(stored.chunks) == 1
+    }
+    assert whole == {
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.q_layernorm.weight",
+        "self_attention.k_layernorm.weight",
+        "pre_mlp_layernorm.weight",
+        "mlp.linear_fc1.layer_norm_weight",  # its other name
+        "mlp.router.weight",
+        "mlp.router.expert_bias",
+    }
+    # One chunk an expert, however large.
+    assert len(cut["decoder.layers.5.mlp.experts.experts.linear_fc1.weight"].chunks) == 12
+
+
+@needs_megatron
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "deepseek_v3"])
+def test_megatron_loads_chunks(in_chunks: PathOf, releases: PathOf, name: str) -> None:
+    path = in_chunks(name)
+    cut = [
+        stored
+        for key, stored in TorchDistCheckpoint(path / "release").metadata.tensors.items()
+        if len(stored.chunks) > 1 and ".experts." not in key
+    ]
+    assert len(cut) > 30
+    subject = Subject(path, releases(name), tp=2)
+    assert [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, Tally())] == []
+
+
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> Streamed:
+    """From when this is called on tensors that stay as they are go through a buffer, a small one. Returns the extents that are read."""
+
+    def start() -> list[raw.FileExtent]:
+        read, found = raw.FileExtent.read, list[raw.FileExtent]()
+
+        def watched(self: raw.FileExtent, reader: Reader, start: int, nbytes: int) -> memoryview:
+            found.append(self)
+            return read(self, reader, start, nbytes)
+
+        monkeypatch.setattr(copying, "BATCH", 0)
+        monkeypatch.setattr(raw, "BUFFER", 8192)
+        monkeypatch.setattr(blob, "AT_ONCE", 0)
+        monkeypatch.setattr(raw.FileExtent, "read", watched)
+        return found
+
+    return start
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "deepseek_v3", "qwen2-tied"])
+def test_columns_are_cut_from_pieces_of_rows(
+    in_chunks: PathOf, releases: PathOf, tmp_path: Path, streamed: Streamed, name: str
+) -> None:
+    path = in_chunks(name)
+    extents = streamed()
+    convert(releases(name), tmp_path / "streamed")
+    files = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
+    assert [file for file in files if (tmp_path / "streamed" / file).read_bytes() != (path / file).read_bytes()] == []
+    # Columns of rows, of several pieces.
+    (projection,) = (
+        spec
+        for spec in open_checkpoint(releases(name)).specs.values()
+        if spec.name.endswith("layers.0.self_attn.o_proj.weight")
+    )
+    assert sum(extent.nbytes == projection.nbytes for extent in extents) > 2
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "deepseek_v3", "qwen2-tied"])
+@pytest.mark.parametrize("pieces", [False, True])
+def test_the_way_back(
+    in_chunks: PathOf, releases: PathOf, tmp_path: Path, streamed: Streamed, name: str, pieces: bool
+) -> None:
+    path = in_chunks(name)
+    extents = streamed() if pieces else []
+    convert(path, tmp_path / "back")
+    true, found = models.tensors(releases(name)), models.tensors(tmp_path / "back")
+    assert {key: (tensor.dtype, tensor.shape) for key, tensor in found.items()} == {
+        key: (tensor.dtype, tensor.shape) for key, tensor in true.items()
+    }
+    assert all(torch.equal(found[key], tensor) for key, tensor in true.items())
+    assert (len(extents) > 3) == pieces
+
+
+def test_files_that_are_read_again_to_go_on_after_a_crash(in_chunks: PathOf, releases: PathOf) -> None:
+    path = in_chunks("qwen3_next")
+    (output, *_) = make_plan(RunOptions("convert", str(releases("qwen3_next")), "out")).outputs
+    reader = TorchDistCheckpoint(path / "release")
+    found = {name: tensor for file in output.files.names for name, tensor in output.files.read(file, path)}
+    assert found.keys() == reader.specs.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, reader.read([name])[name])
+
+
+# Qwen3-8B as published, without weights.
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+
+
+def qwen3_8b_boxes(key: str, size: tuple[int, ...], rank: int, ranks: int) -> list[Box]:
+    """What Megatron's rank holds of a tensor."""
+    if key.endswith(("word_embeddings.weight", "output_layer.weight")):
+        rows = -(-size[0] // (128 * ranks)) * 128  # the default of --make-vocab-size-divisible-by
+        return [((rows * rank, 0), (max(0, min(rows, size[0] - rows * rank)), size[1]))]
+    if key.endswith("linear_qkv.weight"):
+        return [((size[0] // ranks * rank, 0), (size[0] // ranks, size[1]))]
+    if key.endswith("linear_fc1.weight"):
+        rows = size[0] // 2 // ranks
+        return [((half + rows * rank, 0), (rows, size[1])) for half in (0, size[0] // 2)]
+    if key.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return [((0, size[1] // ranks * rank), (size[0], size[1] // ranks))]
+    return [((0,) * len(size), size)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_what_ranks_of_a_large_model_read(ranks: int) -> None:
+    specs = {rule.megatron: TensorSpec(rule.megatron, rule.megatron_shape, "bfloat16") for rule in rules_of(QWEN3_8B)}
+    cut, whole = (
+        TorchDistFiles(specs, {}, cuts=cuts)._metadata() for cuts in (rank_cuts.rank_cuts(QWEN3_8B, "mcore", specs), {})
+    )
+    for rank in range(ranks):
+        own = reads = reads_whole = 0
+        for key, spec in specs.items():
+            boxes = qwen3_8b_boxes(key, spec.shape, rank, ranks)
+            own += sum(torch.Size(sizes).numel() for _, sizes in boxes)
+            reads, reads_whole = reads + read_by(cut, key, boxes), reads_whole + read_by(whole, key, boxes)
+        total = sum(torch.Size(spec.shape).numel() for spec in specs.values())
+        assert reads_whole == total
+        assert own <= reads <= 1.05 * own

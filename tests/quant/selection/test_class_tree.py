@@ -1,0 +1,94 @@
+"""Which modules are Linear layers: what families say, held against the classes of transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import CASES
+from families.table import config_of
+
+from ckptkit.core.errors import CkptkitError
+from converters.registry import FAMILIES
+from quant.selection.class_tree import class_tree, family_tree, release_of
+from quant.selection.meta_tree import meta_tree
+from quant.selection.tree import ClassTree
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = {name: config_of(case) for name, case in CASES.items()}
+PACKABLE = [name for name, config in CONFIGS.items() if FAMILIES[config["model_type"]].release]
+
+
+def of_family(config: dict[str, Any]) -> ClassTree:
+    return family_tree(FAMILIES[config["model_type"]], release_of(config), config)
+
+
+def of_transformers(config: dict[str, Any]) -> ClassTree:
+    return meta_tree(FAMILIES[config["model_type"]], release_of(config), config)
+
+
+@pytest.mark.parametrize("name", PACKABLE)
+def test_family_names_the_modules_of_transformers_classes(name: str) -> None:
+    found, expected = of_family(CONFIGS[name]), of_transformers(CONFIGS[name])
+    assert found == expected
+    assert list(found.others.items()) == list(expected.others.items())  # the order of default `ignore` entries
+
+
+VISION = {
+    "gemma3": [{}, {"num_hidden_layers": 3}, {"vision_use_head": False}],
+    "qwen3_5": [{}, {"depth": 3}],
+    "qwen3_vl-tied": [{}, {"depth": 3, "deepstack_visual_indexes": [0]}, {"deepstack_visual_indexes": []}],
+}
+
+
+@pytest.mark.parametrize(("name", "vision"), [(name, vision) for name, several in VISION.items() for vision in several])
+def test_family_names_the_vision_tower_of_transformers_class(name: str, vision: dict[str, Any]) -> None:
+    config = CONFIGS[name] | {"vision_config": vision}
+    found = of_family(config)
+    assert (found.spelled, found.whole) == (of_transformers(config).spelled, True)
+
+
+def test_modules_of_a_config_without_its_vision_tower_are_not_all_known() -> None:
+    config = {key: value for key, value in CONFIGS["qwen3_vl-tied"].items() if key != "vision_config"}
+    assert of_family(config) == of_transformers(config)
+    assert not of_family(config).whole
+
+
+def test_config_that_the_family_does_not_convert_is_asked_of_transformers() -> None:
+    config = CONFIGS["qwen3-untied"] | {"attention_bias": True}
+    with pytest.raises(CkptkitError, match="attention_bias is not supported"):
+        of_family(config)
+    assert class_tree(config) == class_tree(CONFIGS["qwen3-untied"])
+
+
+def test_a_router_that_the_family_calls_a_linear_differs_from_transformers() -> None:
+    config = CONFIGS["qwen3_moe"]
+    family = FAMILIES["qwen3_moe"]
+    wrong = replace(family, mappings=lambda dims: tuple(replace(rule, kind="Linear") for rule in family.mappings(dims)))
+    assert family_tree(wrong, release_of(config), config) != of_transformers(config)
+
+
+def test_an_unknown_model_type_has_no_class_tree() -> None:
+    with pytest.raises(
+        CkptkitError, match="model_type 'no_such_model': which of its tensors are Linear layers is not known"
+    ):
+        class_tree({"model_type": "no_such_model"})
+    with pytest.raises(CkptkitError, match="model_type 'gpt_oss': which of its tensors"):
+        class_tree(CONFIGS["gpt_oss"])
+
+
+def test_modules_of_a_family_are_told_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "configs.json").write_text(json.dumps([CONFIGS[name] for name in PACKABLE]))
+    code = (
+        "import json, sys; from quant.selection.class_tree import class_tree\n"
+        "trees = [class_tree(config) for config in json.load(open(sys.argv[1]))]\n"
+        "print(len(trees), sorted({'torch', 'transformers', 'compressed_tensors'} & sys.modules.keys()))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "configs.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{len(PACKABLE)} []\n"

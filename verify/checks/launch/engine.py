@@ -1,0 +1,40 @@
+"""What several checks of a launch ask of its rollout engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from verify.check import Skip
+from verify.evidence.side_files import SideFiles
+from verify.evidence.subject import Subject
+
+
+def engine_of(subject: Subject) -> Path:
+    """The --hf-checkpoint of the launch. Raises Skip where there is none."""
+    if subject.launch is None or subject.launch.hf_checkpoint is None:
+        raise Skip("only preflight of a launch with --hf-checkpoint looks at it")
+    return subject.launch.hf_checkpoint
+
+
+def engine_config(root: Path) -> Mapping[str, Any]:
+    """config.json of the engine; empty where it is missing or cannot be read."""
+    try:
+        return SideFiles(root).config
+    except CkptkitError:
+        return {}
+
+
+def unless_skipped(look: Callable[[Subject], object]) -> Callable[[Subject], str | None]:
+    """Makes the reason of a `Skip` that `look` raises the reason why a check does not apply."""
+
+    def reason(subject: Subject) -> str | None:
+        try:
+            look(subject)
+        except Skip as skip:
+            return str(skip)
+        return None
+
+    return reason

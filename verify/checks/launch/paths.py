@@ -1,0 +1,120 @@
+"""CK711 to CK714 and CK717: the paths of a launch hold what each side would load, and all its words are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verify.check import Skip, Tally, Unable, check
+from verify.checks.launch.engine import unless_skipped
+from verify.evidence.subject import Subject
+from verify.issue import Issue
+from verify.launch.launch import Launch, sides_of
+
+# The fact that lists the words of a launch that matter and are not read.
+NOT_READ = "not read"
+
+
+def _launch(subject: Subject) -> Launch:
+    if subject.launch is None:
+        raise Skip("only preflight looks at a launch")
+    return subject.launch
+
+
+def _issues(subject: Subject, tally: Tally, option: str) -> Iterator[Issue]:
+    """What is wrong with the path of an option, once for all sides that load it."""
+    sides = sides_of(_launch(subject))
+    tally.compared(0, len(sides))
+    yield from dict.fromkeys(issue for side in sides for about, issue in side.issues if about == option)
+
+
+@check(
+    "CK711",
+    "--load is what the actor loads",
+    stage="launch",
+    rationale=(
+        "Where --load has no tracker file, the actor takes --ref-load without a word: "
+        "a resumed run starts again, or from the wrong weights."
+    ),
+    fix="Give the directory that holds latest_checkpointed_iteration.txt, not one of its iterations.",
+    unless=unless_skipped(_launch),
+)
+def load_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """`--load` has a tracker that resolves, or is a supported HF directory; an empty one is a warning."""
+    yield from _issues(subject, tally, "--load")
+
+
+@check(
+    "CK712",
+    "--ref-load is what the reference loads",
+    stage="launch",
+    rationale=(
+        "Of an iteration directory, which has no tracker, Megatron makes random weights with a warning: "
+        "the KL term pulls towards noise. Others stop."
+    ),
+    fix="Give the directory that `ckptkit convert` wrote, the one with latest_checkpointed_iteration.txt.",
+    unless=unless_skipped(_launch),
+)
+def reference_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """`--ref-load` has a tracker that resolves, or is a supported HF directory."""
+    yield from _issues(subject, tally, "--ref-load")
+
+
+@check(
+    "CK713",
+    "--ckpt-step is an iteration that is there",
+    stage="launch",
+    rationale=(
+        "--ckpt-step replaces what the tracker says; "
+        "an iteration that was deleted since is found missing only after the job started."
+    ),
+    fix="Choose an iteration that is there, or leave --ckpt-step out.",
+    unless=unless_skipped(_launch),
+)
+def step_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """The directory `iter_N` of `--ckpt-step N`."""
+    yield from _issues(subject, tally, "--ckpt-step")
+
+
+@check(
+    "CK714",
+    "--hf-checkpoint is an HF directory",
+    stage="launch",
+    rationale="The rollout engine and the tokenizer come from it; engine and trainer must hold the same model.",
+    fix="Give the HF directory of the model that --load or --ref-load was converted from.",
+    unless=unless_skipped(_launch),
+)
+def rollout_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """`--hf-checkpoint` has a config.json."""
+    yield from _issues(subject, tally, "--hf-checkpoint")
+
+
+def _words(subject: Subject) -> Launch:
+    launch = _launch(subject)
+    if not launch.words:
+        raise Skip("no launch arguments were given")
+    return launch
+
+
+@check(
+    "CK717",
+    "every path and size among the launch arguments is read",
+    stage="launch",
+    rationale=(
+        "A size that only a configuration file or an override says is not the one that was looked at: "
+        "the job may stop after the GPUs were booked."
+    ),
+    fix=(
+        "Give paths and sizes as options of preflight, or as the options of Megatron-LM, slime and SGLang; "
+        "the reasons say which words were not read."
+    ),
+    unless=unless_skipped(_words),
+)
+def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Options that name a checkpoint, a parallel size or a file of settings, and overrides as Hydra has them."""
+    launch = _words(subject)
+    tally.compared(0, len(launch.words))
+    if lines := launch.unread:
+        tally.facts[NOT_READ] = lines
+        more = f", and {len(lines) - 1} more" if lines[1:] else ""
+        raise Unable(f"not read among the launch arguments: {lines[0]}{more}")
+    yield from ()

@@ -1,0 +1,108 @@
+"""What is packed in an INT4 checkpoint, held against what every reader looks for by its `ignore` list.
+
+It brings transformers with it, which takes seconds: whoever may not need it imports it late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.core.specs import TensorSpec
+from quant.formats.part_names import PACKED, packed_in
+from quant.formats.scheme import read_scheme
+from quant.selection.class_tree import class_tree
+from quant.selection.matrices import Matrix, matrices_named, matrices_of
+from quant.selection.portable import Divergence, Question, advice, said
+from quant.selection.published import is_published
+from quant.selection.readers import RULES, severity_of
+from quant.selection.tree import ClassTree
+from verify.issue import Issue
+from verify.report import Severity
+
+# slime packs by names alone, so it says nothing of what the model's classes make of the list.
+_BY_CLASS = frozenset(RULES) - {"slime"}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The modules of an INT4 checkpoint that readers do not find as they look for them.
+
+    `forbidden`: packed, though the model's classes rule it out, with the reason. `unwanted`: packed, and no reader that
+    knows classes looks for it packed. `missing`: unquantized, or not there, and all of them look for it packed.
+    `issues`: one for each reader that takes the list otherwise than the files are. `looked_at`: modules that are packed
+    or should be.
+    """
+
+    looked_at: int
+    forbidden: Mapping[str, str]
+    unwanted: Sequence[str]
+    missing: Sequence[str]
+    issues: Sequence[Issue]
+
+
+def agreement(
+    specs: Mapping[str, TensorSpec], config: Mapping[str, Any], asked: Sequence[str] | None, updated: bool = False
+) -> Agreement:
+    """What the packed modules among `specs` are to the readers of `ignore`.
+
+    Which disagreement is an error is for `severity_of`; `asked` and `updated` are as there. Raises CkptkitError as
+    `read_scheme` and `class_tree` do.
+    """
+    ignore, tree, stored = read_scheme(config).ignore, class_tree(config), set(packed_in(specs))
+    matrices = [*matrices_of(specs, tree, config), *_absent(specs, tree, config)]
+    packed = [matrix.module in stored for matrix in matrices]
+    question = Question(matrices, packed, config, tuple(RULES))
+    found = question.divergences(ignore)
+    everybody = _for_everybody(found)
+    forbidden = {
+        matrix.module: matrix.kept for matrix, packs in zip(matrices, packed, strict=True) if packs and matrix.kept
+    }
+    said_already = everybody | {f"{module}.weight" for module in forbidden}
+    others = [one for one in found if one.tensor not in said_already]
+    missing = [
+        matrix.module
+        for matrix, packs in zip(matrices, packed, strict=True)
+        if matrix.tensor in everybody and not packs
+    ]
+    unwanted = [module for module in stored if f"{module}.weight" in everybody and module not in forbidden]
+    published = is_published(str(config.get("model_type")), ignore, tree)
+    severities = {reader: severity_of(reader, asked, published=published, updated=updated) for reader in RULES}
+    return Agreement(
+        len(stored) + len(missing),
+        forbidden,
+        sorted(unwanted),
+        sorted(missing),
+        list(_issues(others, question, ignore, severities)),
+    )
+
+
+def _absent(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
+    """Linear layers of the model that are stored under no name of their own, such as fused experts.
+
+    The output layer is left out: a tied one is not stored.
+    """
+    absent = (
+        name
+        for name in sorted(tree.linears - {tree.head})
+        if f"{name}.weight" not in specs and name + PACKED not in specs
+    )
+    return matrices_named((f"{name}.weight" for name in absent), tree, config)
+
+
+def _for_everybody(found: Collection[Divergence]) -> set[str]:
+    """Tensors that every reader with classes takes otherwise than they are: then it is no matter of spelling."""
+    readers: dict[str, set[str]] = {}
+    for one in found:
+        readers.setdefault(one.tensor, set()).add(one.reader)
+    return {tensor for tensor, who in readers.items() if who >= _BY_CLASS}
+
+
+def _issues(
+    found: Sequence[Divergence], question: Question, ignore: Sequence[str], severities: Mapping[str, Severity]
+) -> Iterator[Issue]:
+    hint = advice(found, question, ignore) if found else ""
+    for reader in dict.fromkeys(one.reader for one in found):
+        actual = "; ".join(said(one for one in found if one.reader == reader))
+        yield Issue("an ignore list that every reader takes alike", actual, hint, severity=severities[reader])

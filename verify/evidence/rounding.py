@@ -1,0 +1,201 @@
+"""How far packed INT4 weights are off their source, dequantized with compressed-tensors' own unpacking.
+
+The bound on the error of a rounded weight, in steps (one step is the scale of its group):
+- Inside the grid rounding is to the nearest code, so the error is at most 1/2.
+- At the clamped end. qmax7 has scale absmax/7, so nothing is clamped. minmax has scale absmax/7.5 and codes -8..7: the
+  largest positive weight stands at 7.5 and becomes 7, again 1/2; the largest negative one, at -7.5, becomes -8 or -7.
+- Rounding on the way, with u the unit roundoff of the dtype that the quantizer computes and stores scales in (2^-8 for
+  bfloat16). A rounded scale puts the end of the grid up to 7.5 u further out. A quotient weight/scale below 8 is
+  rounded by up to half its spacing, 4 u. Together below 12 u.
+- Clipping. A search (`observer_kwargs.search`) shrinks a range to no less than 0.81 of itself: a weight may stand up to
+  7.5 / 0.81 - 7.5 steps beyond the symmetric grid, or 15 / 0.81 - 15 beyond the asymmetric one.
+- Asymmetric grids. Range and scale are each rounded: 30 u at the end of 15 steps. The quotient, below 16, takes 8 u,
+  its sum with the zero point 4 u, the quotient that the zero point is rounded from at most 6 u more. Together 48 u.
+
+A step that is too large hides behind this bound, so where config.json names the grid the scale itself is compared too:
+absmax/7 (qmax7, at least 1e-5) or absmax/7.5 (minmax), each rounded a few times on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.core.specs import TensorSpec
+from converters.planner import expected_hf
+from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
+from verify.evidence.expected import config_of, packed_parts, weights_of
+from verify.evidence.packed import Format, format_of, part_shapes
+from verify.evidence.subject import Subject
+from verify.evidence.values import in_hf_space
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# The code, as a number, that the largest weight of a group stands at before it is rounded.
+_LARGEST = {"qmax7": 7.0, "minmax": 7.5}
+_FLOOR = 1e-4
+# The smallest part of a group's range that a search keeps (`quant.formats.search`).
+_NARROWEST = 0.81
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far one packed weight is off its source, in quantization steps, and how far it may be.
+
+    `scale_off`: by how much, as a part of itself, the worst scale differs from that of the grid that config.json names.
+    `nbytes`: the size of its parts.
+    """
+
+    steps: float
+    limit: float
+    scale_off: float
+    nbytes: int
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is too far off; also where that cannot be said, as of NaN."""
+        return not self.steps <= self.limit
+
+
+def rounding_of(subject: Subject) -> dict[str, Rounding]:
+    """How far every packed weight with sound parts is off the source, by the HF name of the plain weight.
+
+    The checkpoint must be packed, in a known format, and its source must not be. Raises CkptkitError where one of the
+    two cannot be read.
+    """
+    config, specs = config_of(subject), subject.checkpoint.specs
+    form, source = format_of(config), subject.source
+    if form is None or source is None:
+        return {}
+    source = in_hf_space(source, subject.source_path or subject.path)
+    shapes, found = expected_hf(config), dict[str, Rounding]()
+    modules = {module for module in packed_in(specs) if _fits(module, specs, config, form, shapes)}
+    for group in source.groups:
+        names = [name for name in group if name.removesuffix(".weight") in modules]
+        for name, original in source.read(names).items() if names else ():
+            # A source of another size is another model, which CK702 says.
+            if tuple(original.shape) == shapes[name]:
+                module = name.removesuffix(".weight")
+                parts = subject.checkpoint.read([f"{module}.{part}" for part in packed_parts(config)])
+                found[name] = _rounding(parts, module, form, original, config)
+    return found
+
+
+def _rounding(
+    parts: Mapping[str, Tensor], module: str, form: Format, original: Tensor, config: Mapping[str, Any]
+) -> Rounding:
+    scale, grid = parts[module + SCALE], grid_of(config)
+    steps = worst_steps(parts, module, form, original)
+    limit = bound_in_steps(scale.dtype, form.symmetric, is_searched(config))
+    off = scale_off(scale, original, form, grid) if grid and steps <= limit else 0.0
+    return Rounding(steps, limit, off, sum(tensor.nbytes for tensor in parts.values()))
+
+
+def _fits(
+    module: str,
+    specs: Mapping[str, TensorSpec],
+    config: Mapping[str, Any],
+    form: Format,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> bool:
+    """Whether all parts are there with the right shapes; where not, CK104 or CK303 has said so."""
+    shape = shapes.get(f"{module}.weight")
+    if shape is None or len(shape) != 2:
+        return False
+    wanted = part_shapes(form, shape, module)
+    found = [(specs.get(f"{module}.{part}"), wanted[part]) for part in packed_parts(config)]
+    return all(spec is not None and spec.shape == want and spec.dtype in dtypes for spec, (want, dtypes) in found)
+
+
+def dequantized(
+    parts: Mapping[str, Tensor], module: str, form: Format, shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """float32 weights [rows, groups, group] and scales [rows, groups] of one module; a short last group ends in 0."""
+    # Imported here because it brings transformers with it, which takes seconds.
+    import torch
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    codes = grouped(unpack_from_int32(parts[module + PACKED], form.bits, torch.Size(shape)).float(), form)
+    scale = parts[module + SCALE].float()
+    if not form.symmetric:
+        rows, groups, stored = shape[0], form.groups(shape[1]), parts[module + ZERO_POINT]
+        if form.sglang_experts and ".experts." in module:
+            zero = _in_rows(unpack_from_int32(stored, form.bits, torch.Size((groups, rows))))
+        else:
+            zero = unpack_from_int32(stored, form.bits, torch.Size((rows, groups)), packed_dim=0)
+        codes = codes - zero.unsqueeze(-1)
+    return codes * scale.unsqueeze(-1), scale
+
+
+def _in_rows(zero_point: Tensor) -> Tensor:
+    """Zero points [groups, rows] with the rows of each word in AWQ's order, as [rows, groups] in their own order.
+
+    Source: SGLang `moe_awq_to_marlin_zero_points`.
+    """
+    words = zero_point.reshape(len(zero_point), -1, 8)
+    return words[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(zero_point.shape).T
+
+
+def grouped(weight: Tensor, form: Format) -> Tensor:
+    """[rows, columns] as [rows, groups, group], the last group filled up with zeros."""
+    rows, columns = weight.shape
+    group = form.group or columns
+    short = -columns % group
+    import torch
+
+    return (torch.nn.functional.pad(weight, (0, short)) if short else weight).reshape(rows, -1, group)
+
+
+def bound_in_steps(dtype: torch.dtype, symmetric: bool, searched: bool = False) -> float:
+    """The largest error of a correctly rounded weight, in steps, where scales are stored in `dtype`."""
+    import torch
+
+    unit_roundoff = torch.finfo(dtype).eps / 2
+    clipped = (7.5 if symmetric else 15) * (1 / _NARROWEST - 1) if searched else 0.0
+    return 0.5 + clipped + (12 if symmetric else 48) * unit_roundoff
+
+
+def is_searched(config: Mapping[str, Any]) -> bool:
+    """Whether config.json says that scales were searched for, and so clip the largest weights."""
+    said = weights_of(config).get("observer_kwargs")
+    return isinstance(said, Mapping) and said.get("search", "none") != "none"
+
+
+def grid_of(config: Mapping[str, Any]) -> str | None:
+    """The symmetric grid that ckptkit wrote into config.json; None where it names none, or scales were searched for."""
+    said = weights_of(config).get("observer_kwargs")
+    if not isinstance(said, Mapping) or is_searched(config) or weights_of(config).get("symmetric", True) is False:
+        return None
+    return said.get("grid") if said.get("grid") in _LARGEST else None
+
+
+def scale_off(scale: Tensor, original: Tensor, form: Format, grid: str) -> float:
+    """By how much, as a part of itself, the worst scale [rows, groups] differs from that of `grid`; 0 where none does.
+
+    A few roundings to the dtypes of weights and scales are allowed for. Left out are groups so small that the grid's
+    floor decides, and those whose scale is not a positive number, which CK304 names.
+    """
+    import torch
+
+    wanted = grouped(original.float(), form).abs().amax(dim=-1) / _LARGEST[grid]
+    allowed = 4 * (torch.finfo(scale.dtype).eps + torch.finfo(original.dtype).eps)
+    off = ((scale.float() - wanted).abs() / wanted)[(wanted > _FLOOR) & scale.isfinite() & (scale > 0)]
+    worst = float(off.max()) if off.numel() else 0.0
+    return worst if worst > allowed else 0.0
+
+
+def worst_steps(parts: Mapping[str, Tensor], module: str, form: Format, original: Tensor) -> float:
+    """The largest distance of a dequantized weight from `original` [rows, columns], in steps of its own group.
+
+    Groups whose scale is not a positive number are left out; CK304 names them.
+    """
+    weights, scale = dequantized(parts, module, form, tuple(original.shape))
+    short = weights.shape[1] * weights.shape[2] - original.shape[1]
+    error = (grouped(original.float(), form) - weights).abs()
+    if short:
+        error[:, -1, -short:] = 0
+    steps = (error.amax(dim=-1) / scale)[scale.isfinite() & (scale > 0)]
+    return float(steps.max()) if steps.numel() else 0.0

@@ -1,0 +1,44 @@
+"""One thing that is wrong, as whoever sees it says it, and how it becomes findings of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptkit.core.specs import summarize
+from verify.evidence.folding import alike
+from verify.report import Finding, Severity
+
+
+@dataclass(frozen=True)
+class Issue:
+    """What should be, what is, and the next move.
+
+    `names` are the tensors concerned: those that differ in layer and expert numbers only become one finding, or all of
+    them where `together` is set; of no names there is no finding. None: it concerns `count` things that are no tensors.
+    """
+
+    expected: str
+    actual: str
+    hint: str = ""
+    names: Collection[str] | None = None
+    file: Path | str | None = None
+    rank: str | None = None
+    severity: Severity = "error"
+    together: bool = False
+    count: int = 1
+
+    def findings(self, code: str) -> Iterator[Finding]:
+        """The findings of the check `code`, with names folded."""
+        file = None if self.file is None else str(self.file)
+        for text, count in self._folded():
+            yield Finding(code, self.expected, self.actual, self.hint, text, count, file, self.rank, self.severity)
+
+    def _folded(self) -> Iterator[tuple[str | None, int]]:
+        if self.names is None:
+            yield None, self.count
+        elif self.together and self.names:
+            yield summarize(self.names), len(self.names)
+        else:
+            yield from ((summarize(group), len(group)) for group in alike(self.names))

@@ -1,0 +1,52 @@
+"""One side of a training job: the weights that it would load, and what is wrong with the paths to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import read_json
+from converters.registry import family_of
+from verify.issue import Issue
+from verify.report import Severity
+
+# The option whose path is wrong, and what is wrong with it.
+PathIssue = tuple[str, Issue]
+
+
+def path_issue(
+    option: str, path: Path, expected: str, actual: str, hint: str, severity: Severity = "error"
+) -> PathIssue:
+    """What is wrong with the path that an option gives."""
+    return option, Issue(f"{option}: {expected}", actual, hint, file=path, severity=severity)
+
+
+@dataclass(frozen=True)
+class Side:
+    """The actor, the reference or the rollout engine: the weights it would load, and why these.
+
+    Without weights (`path` is None) it starts from random ones where `random` is set, and stops otherwise.
+    """
+
+    role: str
+    kind: Literal["hf", "megatron"] | None
+    path: Path | None
+    why: str
+    issues: tuple[PathIssue, ...] = ()
+    random: bool = False
+
+    def __str__(self) -> str:
+        without = "starts from RANDOM weights" if self.random else "cannot start"
+        what = f"loads {self.path} ({'HF' if self.kind == 'hf' else 'Megatron'})" if self.path else without
+        return f"{self.role} {what}: {self.why}"
+
+
+def is_supported_hf(path: Path) -> bool:
+    """Whether a directory has a config.json of a supported family."""
+    try:
+        family_of(read_json(path / "config.json"))
+    except CkptkitError:
+        return False
+    return True

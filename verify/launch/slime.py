@@ -1,0 +1,129 @@
+"""What the sides of a job of slime, miles or Megatron-LM load.
+
+Source: slime `utils/arguments.py` and `backends/megatron_utils/checkpoint.py`, Megatron `training/checkpointing.py`.
+- `--load` counts as Megatron only with a tracker file in it, as HF only with a supported config.json; otherwise the
+  actor silently takes `--ref-load` instead.
+- Megatron reads the tracker: `release`, or a number N for `iter_N`. `--ckpt-step N` replaces a number; 0 means none.
+  The reference, without an option of its own, takes the same step.
+- Without a tracker slime and miles stop: with an assertion where the directory is empty or absent, else because it is
+  no HF directory. Only of a directory called `iter_NNNNNNN` they take Megatron's word, which prints a warning and
+  trains from random weights, as Megatron-LM's own scripts do of any directory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.detect import ITERATION, TRACKER, is_legacy, tracked
+from verify.launch.sides import PathIssue, Side, is_supported_hf, path_issue
+
+_ROLLOUT = "rollout engine"
+_VERL = " (verl loads it itself: say so behind --, by its use_dist_checkpointing and dist_checkpointing_path)"
+
+
+def actor(load: Path | None, ref_load: Path | None, step: int | None) -> Side:
+    """The actor: `--load`, or `--ref-load` where that holds no checkpoint."""
+    if load and (load / TRACKER).exists():
+        return trainer("actor", "--load", load, step)
+    if load and is_supported_hf(load):
+        return Side("actor", "hf", load, "--load has no tracker but a supported config.json")
+    issues = (_empty_load(load, ref_load),) if load else ()
+    if ref_load is None:
+        why = f"--load {load} holds no checkpoint and --ref-load is not given, so slime and miles stop"
+        return Side("actor", None, None, why, issues)
+    side = trainer("actor", "--ref-load", ref_load, step)
+    why = f"--load {load} holds no checkpoint, so --ref-load is taken" if load else "--load is not given"
+    return replace(side, why=f"{why}; {side.why}", issues=(*issues, *side.issues))
+
+
+def trainer(role: str, option: str, root: Path, step: int | None) -> Side:
+    """The reference, or whichever `role` loads the iteration that Megatron finds in `root`, or `root` itself as HF."""
+    if not (root / TRACKER).exists():
+        return _untracked(role, option, root, step)
+    # Megatron loads release/ whatever the step is.
+    if step and (root / TRACKER).read_text(errors="replace").strip() != "release":
+        return _step(role, root, step, option)
+    try:
+        path = tracked(root)
+    except CkptkitError as error:
+        issue = path_issue(option, root / TRACKER, "a tracker that names a directory", error.message, error.hint or "")
+        return Side(role, None, None, f"Megatron stops: {error.message}", (issue,))
+    return Side(role, "megatron", path, f"the tracker of {option} says {path.name}")
+
+
+def rollout(path: Path) -> Side:
+    """The rollout engine, which loads `--hf-checkpoint`."""
+    if (path / "config.json").exists():
+        return Side(_ROLLOUT, "hf", path, "--hf-checkpoint")
+    megatron = (path / TRACKER).exists() or (path / ".metadata").exists() or is_legacy(path)
+    found = "a Megatron checkpoint" if megatron else "no config.json in it"
+    actual, hint = found if path.exists() else "no such directory", "give the HF directory of the same model"
+    issue = path_issue("--hf-checkpoint", path, "an HF directory with config.json", actual, hint)
+    return Side(_ROLLOUT, None, None, f"--hf-checkpoint {path} is no HF directory: {actual}", (issue,))
+
+
+def _empty_load(load: Path, ref_load: Path | None) -> PathIssue:
+    """What is wrong with a `--load` without a checkpoint. Where it is empty or absent, a first run starts like that."""
+    inside = sorted(entry.name for entry in load.iterdir()) if load.is_dir() else []
+    expected = f"{TRACKER} or a supported config.json"
+    if ITERATION.fullmatch(load.name) or ".metadata" in inside or is_legacy(load):
+        step = f" --ckpt-step {int(load.name[5:])}" if ITERATION.fullmatch(load.name) else ""
+        return _iteration_given("--load", load, expected, step)
+    if iterations := _iterations(inside):
+        hint = f"write `release` or the number into {load / TRACKER}, if that save is whole"
+        actual = f"{', '.join(iterations)} but no tracker: the last save did not finish"
+        return path_issue("--load", load, expected, actual, hint)
+    if inside:
+        hint = "give the directory of the checkpoint"
+        return path_issue("--load", load, expected, f"neither, but {len(inside)} other entries", hint)
+    actual = "an empty directory" if load.is_dir() else "no such directory"
+    if ref_load is None:
+        return path_issue("--load", load, expected, actual, "check the path, or give --ref-load")
+    hint = "right for the first start of a run; check the path if it should resume"
+    return path_issue("--load", load, expected, actual, hint, "warning")
+
+
+def _iteration_given(option: str, path: Path, expected: str, step: str = "") -> PathIssue:
+    verl = _VERL if (path / ".metadata").exists() else ""
+    hint = f"give its parent: {option} {path.parent}{step}{verl}"
+    return path_issue(option, path, expected, "an iteration directory, which has no tracker", hint)
+
+
+def _iterations(names: list[str]) -> list[str]:
+    return [name for name in names if ITERATION.fullmatch(name) or name == "release"]
+
+
+def _untracked(role: str, option: str, root: Path, step: int | None) -> Side:
+    """A directory without a tracker: HF, or nothing that a trainer loads."""
+    expected, random = f"a directory with {TRACKER}", False
+    if ITERATION.fullmatch(root.name) or (root / ".metadata").exists() or is_legacy(root):
+        issue = _iteration_given(option, root, expected)
+        random = bool(ITERATION.fullmatch(root.name)) and not step
+    elif is_supported_hf(root):
+        return Side(role, "hf", root, f"{option} has no tracker but a supported config.json")
+    else:
+        actual = "no tracker in it" if root.exists() else "no such directory"
+        issue = path_issue(option, root, expected, actual, "check the path")
+    why = "Megatron finds no tracker and only prints a warning" if random else _stops(root)
+    return Side(role, None, None, f"{option} {root} has no tracker; {why}", (issue,), random)
+
+
+def _stops(root: Path) -> str:
+    if not root.is_dir() or not any(root.iterdir()):
+        return "slime and miles stop, since it is empty or not there"
+    if ITERATION.fullmatch(root.name):
+        return "Megatron stops, since it holds no iterations"
+    stops = "slime and miles stop, since they read it as an HF directory"
+    return f"{stops}; Megatron-LM itself would start from random weights"
+
+
+def _step(role: str, root: Path, step: int, option: str) -> Side:
+    path = root / f"iter_{step:07d}"
+    if path.is_dir():
+        return Side(role, "megatron", path, f"--ckpt-step {step} of {option}")
+    there = ", ".join(_iterations(sorted(entry.name for entry in root.iterdir()))) or "nothing"
+    hint = "choose an iteration that is there, or leave --ckpt-step out"
+    issue = path_issue("--ckpt-step", root, f"{path.name}/", f"only {there}", hint)
+    return Side(role, None, None, f"Megatron stops: {path} is not there", (issue,))

@@ -1,0 +1,14 @@
+"""How a check says that it did not look."""
+
+from __future__ import annotations
+
+
+class Skip(Exception):  # noqa: N818
+    """Raised by a check that has nothing to look at here; the message is the reason that the report gives."""
+
+
+class Unable(Skip):
+    """Raised by a check that cannot look at what it was asked to: a package is missing, a tool of ours broke.
+
+    Unless something else is found wrong, the report is then inconclusive, with this message as its reason.
+    """
