@@ -23,13 +23,12 @@ from ckptkit.storage.directory import Directory
 from converters.megatron.module_names import CUT_IN_LOCAL_SPEC, global_name
 from converters.megatron.pipeline import Pipeline
 from converters.ops.basic import Copy, Op
+from converters.ops.shapes import Shape, shape_of
 from converters.planner import DIALECTS, Rule, dialect_of, dims_of, rules_of
 from converters.stored import as_stored
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Shape = tuple[int, ...]
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\..+")
 
@@ -48,20 +47,22 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Joined:
-    """A global tensor: all copies of each part, and where the parts belong along `axis` (None: there is only one)."""
+    """A global tensor: its parts, all copies of each, which `op` cut along `axis` (None: there is only one)."""
 
     spec: TensorSpec
     parts: Sequence[Sequence[_Copy]]
+    op: Op | None = None
     axis: int | None = None
-    places: Sequence[Tensor] = ()
 
     def read(self) -> Tensor:
-        if self.axis is None:
+        if self.op is None or self.axis is None:
             return _same(self.parts[0])
         import torch
 
         whole = torch.empty(self.spec.shape, dtype=self.spec.torch_dtype)
-        for copies, place in zip(self.parts, self.places, strict=True):
+        # Ops are frozen dataclasses, so they can be hashed.
+        places = _places(self.op, self.spec.shape, self.axis, len(self.parts))  # type: ignore[arg-type]
+        for copies, place in zip(self.parts, places, strict=True):
             whole.index_copy_(self.axis, place, _same(copies))
         return whole
 
@@ -173,10 +174,8 @@ def _joined(name: str, copies: Sequence[_Copy], rule: Rule | None, files: Legacy
     if rule.mapping.vocab:
         # Megatron pads the vocabulary, by how much the config does not say.
         shape = (first.shape[0] * size, *shape[1:])
-    cut = _cut(op, shape, size)  # type: ignore[arg-type] # ops are frozen dataclasses, so they can be hashed
-    expected = (
-        shape if cut is None else tuple(len(cut[1][0]) if axis == cut[0] else rows for axis, rows in enumerate(shape))
-    )
+    expected = shape_of(lambda tensors: op.shard(tensors[0], 0, size), [shape])
+    axis = next((axis for axis, (whole, part) in enumerate(zip(shape, expected, strict=True)) if whole != part), None)
     parts: dict[int, list[_Copy]] = defaultdict(list)
     for copy in copies:
         if (copy.tensor.shape, copy.tensor.dtype) != (expected, first.dtype):
@@ -184,33 +183,28 @@ def _joined(name: str, copies: Sequence[_Copy], rule: Rule | None, files: Legacy
             hint = "name the right HF directory, or copy the file again"
             raise CkptkitError(f"{copy} is {is_}; config.json and the training arguments say {said}", hint)
         place = files.etp_rank(copy.rank.tp) if routed else copy.rank.tp
-        parts[place if cut else 0].append(copy)
+        parts[0 if axis is None else place].append(copy)
     spec = TensorSpec(name, shape, first.dtype)
-    if cut is None:
+    if axis is None:
         return _Joined(spec, [parts[0]])
     if lost := sorted(set(range(size)) - set(parts)):
         where = "expert tensor" if routed else "tensor"
         hint = "a file is damaged or of another run; copy it again"
         raise CkptkitError(f"{files.path}: {name} lacks the part of {where} parallel rank {lost[0]}", hint)
-    return _Joined(spec, [parts[index] for index in range(size)], *cut)
+    return _Joined(spec, [parts[index] for index in range(size)], op, axis)
 
 
 @cache
-def _cut(op: Op, shape: Shape, size: int) -> tuple[int, tuple[Tensor, ...]] | None:
-    """The axis along which `op` cuts a global tensor over `size` ranks, and the indices of each; else None.
+def _places(op: Op, shape: Shape, axis: int, size: int) -> tuple[Tensor, ...]:
+    """The indices along `axis` that each of `size` ranks gets of a global tensor.
 
     Found by cutting the indices themselves, so that it is the inverse of `Op.shard` whatever that does along its axis.
     """
     import torch
 
-    local = op.shard(torch.empty(shape, device="meta"), 0, size).shape
-    axes = [axis for axis, (whole, part) in enumerate(zip(shape, local, strict=True)) if whole != part]
-    if not axes:
-        return None
-    (axis,) = axes
     line = torch.arange(shape[axis]).reshape([shape[axis] if each == axis else 1 for each in range(len(shape))])
     places = tuple(op.shard(line, rank, size).flatten() for rank in range(size))
     if not torch.equal(torch.cat(places).sort().values, line.flatten()):
         said = f"{type(op).__name__} does not give every part of {list(shape)} to one of {size} ranks"
         raise CkptkitError(said, "this is a defect in a rule: please report it")
-    return axis, places
+    return places

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from fixture_types import CopyOf, OnlyFinding, PathOf
+from processes import python
 
+from ckptkit.app.api import quantize
 from ckptkit.core.errors import CkptkitError
+from quant.formats.scheme import QuantScheme
 from verify.launch.preflight import preflight
 from verify.report import Report
 
@@ -272,3 +276,24 @@ def test_parallel_sizes(releases: PathOf, only: OnlyFinding) -> None:
 def test_nothing_given_is_bad_usage() -> None:
     with pytest.raises(CkptkitError, match="nothing"):
         preflight()
+
+
+# Runs preflight with these options, and writes which checks ran and the names of all modules that are there.
+RUN = """
+import json, sys
+from verify.launch.preflight import preflight
+report = preflight(**json.load(sys.stdin))
+print(json.dumps([[one.code for one in report.checks if one.status != "skipped"], list(sys.modules)]))
+"""
+
+
+def test_preflight_of_int4_training_imports_neither_torch_nor_kernels(
+    releases: PathOf, converted: PathOf, tmp_path: Path
+) -> None:
+    quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*",)))
+    words = ["OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1", "--rollout-num-gpus-per-engine", "2"]
+    load = str(converted("qwen3_moe"))
+    given = json.dumps({"hf_checkpoint": str(tmp_path / "int4"), "load": load, "arguments": words})
+    codes, modules = json.loads(python("-c", RUN, given=given).stdout)
+    assert {"CK105", "CK301", "CK302", "CK307", "CK709", "CK715", "CK716"} <= set(codes)
+    assert set(modules) & {"torch", "transformers", "compressed_tensors", "numba", "llvmlite", "sglang", "ray"} == set()
