@@ -93,7 +93,8 @@ def test_and_an_error_where_there_is_nothing_to_fall_back_to(tmp_path: Path, onl
     report = preflight(load=tmp_path / "save")
     assert (only(report).code, only(report).severity) == ("CK711", "error")
     assert loads(report) == [
-        f"actor cannot start: --load {tmp_path / 'save'} holds no checkpoint and --ref-load is not given, so slime and miles stop"
+        f"actor cannot start: --load {tmp_path / 'save'} holds no checkpoint and --ref-load is not given, "
+        "so slime and miles stop"
     ]
 
 
@@ -131,7 +132,8 @@ def test_a_reference_called_iteration_is_random_in_megatron(run_of: Path, only: 
     path = run_of / "iter_0000010"
     report = preflight(ref_load=path)
     assert only(report).code == "CK712"
-    said = f"starts from RANDOM weights: {{}}--ref-load {path} has no tracker; Megatron finds no tracker and only prints a warning"
+    why = "Megatron finds no tracker and only prints a warning"
+    said = f"starts from RANDOM weights: {{}}--ref-load {path} has no tracker; {why}"
     assert loads(report) == ["actor " + said.format("--load is not given; "), "reference " + said.format("")]
 
 
@@ -143,8 +145,8 @@ def test_an_empty_reference_stops_the_trainers(made: bool, tmp_path: Path, only:
     report = preflight(ref_load=path)
     assert only(report).code == "CK712"
     assert (
-        loads(report)[1]
-        == f"reference cannot start: --ref-load {path} has no tracker; slime and miles stop, since it is empty or not there"
+        loads(report)[1] == f"reference cannot start: --ref-load {path} has no tracker; "
+        "slime and miles stop, since it is empty or not there"
     )
 
 
