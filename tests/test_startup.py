@@ -21,7 +21,8 @@ HEAVY = (
     COMPILER
     | MODELS
     | REMOTE
-    | {"jinja2", "llvmlite", "megatron", "pandas", "ray", "scipy", "sglang", "sklearn", "torchao", "torchvision"}
+    | {"jinja2", "llvmlite", "megatron", "numba", "pandas", "ray", "scipy", "sglang", "sklearn", "torchao"}
+    | {"torchvision"}
 )
 
 # Runs commands one after the other; after each it writes the names of all modules that are there.

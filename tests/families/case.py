@@ -51,6 +51,7 @@ class Case:
     `witness` and `mtp_witness` say in a few words what those logits were computed with, for docs/families.md.
     `fused`: whether transformers v5 would also save it with fused experts. `prefix`: what stands before transformers' names
     in the release, as before those of the language model of a multimodal one. `stored`: a tensor as it lies there.
+    `packed`: patterns of what is INT4 inside a decoder layer, for a new family that is not plainly dense.
     `since` and `before`: the first megatron-core (major, minor) whose modules, with what the witness changes in them, can
     compute the model, and the first that no longer can.
     """
@@ -69,6 +70,7 @@ class Case:
     stored: Callable[[str, Tensor], Tensor] | None = None
     since: tuple[int, int] = (0, 0)
     before: tuple[int, int] | None = None
+    packed: tuple[str, ...] = ()
 
 
 def build(name: str, case: Case, dtype: torch.dtype) -> PreTrainedModel:

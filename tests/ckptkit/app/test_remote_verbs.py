@@ -14,7 +14,7 @@ from processes import ckptkit
 from remote_servers import Bucket
 
 from ckptkit.app.api import convert, inspect, int4_scheme, model_arguments, quantize
-from ckptkit.app.cli import cli
+from ckptkit.app.cli import conversion
 from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer import files
 from ckptkit.transfer.journal import Journal
@@ -176,9 +176,8 @@ def test_a_run_from_a_url_that_was_written_since_does_not_go_on(cut_off: Path, s
 
 
 def test_the_command_line_leaves_urls_as_they_are() -> None:
-    command = cli.commands["convert"].make_context(
-        "convert", ["s3://a//b/", "gs://c", "--hf", "hf://d/e", "--like", "file:///f"]
-    )
+    words = ["s3://a//b/", "gs://c", "--hf", "hf://d/e", "--like", "file:///f"]
+    command = conversion.convert.make_context("convert", words)
     assert [command.params[name] for name in ("src", "dst", "hf", "like")] == [
         "s3://a//b/",
         "gs://c",
