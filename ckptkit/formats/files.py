@@ -35,7 +35,7 @@ class Files(Protocol):
     def size(self, file: str) -> int:
         """Bytes of a file."""
 
-    def around(self, file: str) -> tuple[int, bytes]:
+    def extra_bytes(self, file: str) -> tuple[int, bytes]:
         """What stands in a file beside its tensors, and where."""
 
     def put(self, name: str, file: WrittenFile, piece: Piece) -> None:

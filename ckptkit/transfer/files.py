@@ -97,7 +97,7 @@ class FilesWriter:
             descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
             os.fchmod(descriptor, 0o644)
             self._open[file] = WrittenFile(descriptor, self._files.size(file), self._regions), Path(temporary)
-            offset, content = self._files.around(file)
+            offset, content = self._files.extra_bytes(file)
             self._open[file][0].write(content, offset)
         return self._open[file][0]
 

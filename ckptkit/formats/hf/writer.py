@@ -68,7 +68,7 @@ class SafetensorsFiles:
         """Bytes of a file."""
         return self._size[file]
 
-    def around(self, file: str) -> tuple[int, bytes]:
+    def extra_bytes(self, file: str) -> tuple[int, bytes]:
         """The header."""
         return 0, self._header[file]
 

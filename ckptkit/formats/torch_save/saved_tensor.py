@@ -99,7 +99,7 @@ class SavedLayout:
     @cached_property
     def size(self) -> int:
         """Bytes in all."""
-        return self.data.end + len(self.behind(0))
+        return self.data.end + len(self.trailer(0))
 
     def write(self, file: WrittenFile, offset: int, piece: Callable[[int, int], memoryview]) -> None:
         """Writes a tensor to `offset` of an open file. `piece` gives its bytes from begin to end, and is asked in order. Raises OSError."""
@@ -108,13 +108,13 @@ class SavedLayout:
             tensor.append(piece(begin, end))
         tensor.finish()
 
-    def before(self, crc: int) -> bytes:
+    def header(self, crc: int) -> bytes:
         """What stands before data with this CRC-32."""
         return b"".join(
             entry.local(zlib_ng.crc32(content)) + content for entry, content in self.small
         ) + self.data.local(crc)
 
-    def behind(self, crc: int) -> bytes:
+    def trailer(self, crc: int) -> bytes:
         """The directory of the zip, which stands behind the data."""
         directory = b"".join(
             entry.central(zlib_ng.crc32(content)) for entry, content in self.small
@@ -140,8 +140,8 @@ class SavedTensor:
 
     def finish(self) -> None:
         """Writes what stands around the data when all of it is there. Raises OSError."""
-        self._file.write(self._layout.before(self._crc), self._offset)
-        self._file.write(self._layout.behind(self._crc), self._offset + self._layout.data.end)
+        self._file.write(self._layout.header(self._crc), self._offset)
+        self._file.write(self._layout.trailer(self._crc), self._offset + self._layout.data.end)
 
 
 @dataclass(frozen=True)
