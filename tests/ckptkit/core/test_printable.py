@@ -261,7 +261,7 @@ def test_nothing_is_printed_but_through_the_functions_that_escape() -> None:
         f"{file.relative_to(root)}: {ast.unparse(node)}" for file, node in calls if ast.unparse(node.func) in prints
     ]
     assert found == [
-        "ckptkit/app/cli.py: click.echo('\\n'.join(map(printable, lines)), err=err)",
-        "ckptkit/app/cli.py: click.echo(json_text(content))",
-        "ckptkit/app/cli.py: click.secho('error: ', fg='red', bold=True, nl=False, err=True)",
+        "ckptkit/app/cli/__init__.py: click.secho('error: ', fg='red', bold=True, nl=False, err=True)",
+        "ckptkit/app/cli/output.py: click.echo('\\n'.join(map(printable, lines)), err=err)",
+        "ckptkit/app/cli/output.py: click.echo(json_text(content))",
     ]
