@@ -16,7 +16,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core.collector import uncollected
 from ckptkit.core.dtypes import DTYPE_OF_CODE, ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import ByteRange, Extent, Reader
@@ -238,7 +237,6 @@ def has_weights(root: Path) -> bool:
 class HfCheckpoint:
     """An HF directory. Opening reads headers only, and raises CkptkitError unless index and shards agree exactly."""
 
-    @uncollected()
     def __init__(self, root: str | Path | Directory) -> None:
         self.directory = directory(root)
         self.root = self.directory.path
