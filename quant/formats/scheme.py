@@ -132,13 +132,13 @@ def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
     The grid is known only for what ckptkit wrote; anything else reads as `minmax`, compressed-tensors' own.
     Raises CkptkitError when there is no `quantization_config`, or it is not what SGLang's INT4 kernels and ckptkit take.
     """
-    from compressed_tensors.quantization import QuantizationConfig
-
     content = quantization_of(config)
     if not isinstance(content, Mapping):
         raise CkptkitError("config.json has no quantization_config", "this checkpoint is not quantized")
     _require("quant_method", content.get("quant_method"), "compressed-tensors")
     _require("format", content.get("format"), FORMAT)
+    from compressed_tensors.quantization import QuantizationConfig  # takes seconds, so not before it is needed
+
     try:
         parsed = QuantizationConfig.model_validate(dict(content))
     except (
