@@ -17,7 +17,7 @@ _EACH = (
 )
 RETRIES = 5  # times that Ray starts a task again whose worker or node was lost
 _STOP_S = 60.0  # what the tasks that have begun when a run fails may take to end
-Told = TypeVar("Told")
+TaskInput = TypeVar("TaskInput")
 Part = TypeVar("Part", bound=Hashable)
 Outcome = TypeVar("Outcome")
 
@@ -56,19 +56,19 @@ def _neighbours(sizes: Mapping[Part, int], limit: int) -> list[list[Part]]:
 
 def outcomes(
     ray: Any,
-    call: Callable[[Told, Sequence[str]], Outcome],
-    told: Told,
+    call: Callable[[TaskInput, Sequence[str]], Outcome],
+    given: TaskInput,
     pieces: Sequence[Sequence[str]],
     workers: int | None = None,
     gpus: int = 0,
     stop: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, Outcome]]:
-    """Yields the index of each piece and what `call(told, piece)` returned on some node, in the order in which they end.
+    """Yields the index of each piece and what `call(given, piece)` returned on some node, as they end.
 
-    `call` is a function of a module; `told` is plain data; a piece is a list of names. `workers`: tasks at one time
+    `call` is a function of a module; `given` is plain data; a piece is a list of names. `workers`: tasks at one time
     (None: as many as the cluster has cores). On any error, and when the caller stops, `stop` is called, which tells
-    tasks that have not begun to end at once; those that have begun are waited for, up to a minute. Raises what a task raised;
-    CkptkitError where a node has another version of this package, or a task is lost again and again.
+    tasks that have not begun to end at once; those that have begun are waited for, up to a minute. Raises what a task
+    raised; CkptkitError where a node has another version of this package, or a task is lost again and again.
     """
     how = {
         "num_cpus": 1,
@@ -78,7 +78,7 @@ def outcomes(
         "name": f"ckptkit {call.__name__}",
     }
     task = ray.remote(**how)(_task())
-    content = ray.put(pickle.dumps((call, told)))
+    content = ray.put(pickle.dumps((call, given)))
     waiting, running = deque(range(len(pieces))), dict[Any, int]()
     try:
         while waiting or running:
@@ -129,7 +129,7 @@ def _task() -> Callable[[str, bytes, Sequence[str]], tuple[str | None, Any]]:
             found = "none"
         if found != wanted:
             return f"node {platform.node()} has ckptkit {found}, and the coordinator {wanted}", None
-        call, told = pickle.loads(content)
-        return None, call(told, piece)
+        call, given = pickle.loads(content)
+        return None, call(given, piece)
 
     return run
