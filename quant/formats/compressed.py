@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core.collector import import_apart
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.fp8 import Fp8
@@ -95,7 +94,6 @@ def stated_scheme(config: Mapping[str, Any]) -> QuantScheme:
 def judged_format(content: Mapping[str, Any]) -> Fp8 | PackedInt4:
     """The format, with compressed-tensors to read the config. Raises CkptkitError as `compressed_format`."""
     # Imported here because it brings transformers with it, which takes seconds.
-    import_apart("compressed_tensors.quantization")
     from compressed_tensors.quantization import QuantizationConfig
 
     try:
