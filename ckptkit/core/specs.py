@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -42,9 +41,6 @@ class TensorSpec:
         return f"{self.name} {list(self.shape)} {self.dtype}"
 
 
-_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.|$)")
-
-
 def fold(names: Iterable[str]) -> list[str]:
     """Names that differ only in layer and expert numbers as one: `model.layers.{0..47}.mlp.gate.weight`.
 
@@ -53,8 +49,13 @@ def fold(names: Iterable[str]) -> list[str]:
     """
     groups: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     for name in names:
-        parts = _NUMBER.split(name)
-        groups["{}".join(parts[::2])].add(tuple(map(int, parts[1::2])))
+        # Without a regular expression, which takes twice as long: releases have 200,000 names.
+        parts, numbers = name.split("."), []
+        for index in range(1, len(parts)):
+            if parts[index].isdecimal():
+                numbers.append(int(parts[index]))
+                parts[index] = "{}"
+        groups[".".join(parts)].add(tuple(numbers))
     return [text for pattern, numbers in groups.items() for text in _fold_numbers(pattern, numbers)]
 
 

@@ -1,7 +1,7 @@
 """Reads Megatron's legacy `torch` format (`mp_rank_*`) as the global tensors that torch_dist would have stored.
 
-Layers and experts get their global numbers from the training arguments. The parts of tensor parallel ranks are put together
-by the inverse of the op that cuts them (`Op.shard`). What several ranks hold must be equal on all of them.
+Layers and experts get their global numbers from the training arguments. The parts of tensor parallel ranks are put
+together by the inverse of the op that cuts them (`Op.shard`). What several ranks hold must be equal on all of them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.legacy.files import LegacyFiles, RankFile
 from ckptkit.formats.megatron_config import config_in, hf_home
 from ckptkit.formats.torch_save.saved_file import SavedTensor
+from ckptkit.storage.directory import Directory
 from converters.megatron.module_names import CUT_IN_LOCAL_SPEC, global_name
 from converters.megatron.pipeline import Pipeline
 from converters.ops.basic import Copy, Op
@@ -74,27 +75,30 @@ def _same(copies: Sequence[_Copy]) -> Tensor:
     for copy in copies[1:]:
         other = copy.rank.file.read(copy.tensor)
         if not torch.equal(*(tensor.flatten().view(torch.uint8) for tensor in (first, other))):
-            raise CkptkitError(
-                f"{copy} differs from {copies[0]}",
-                "both are the same tensor of the model: one file is of another save, or the run went wrong",
-            )
+            hint = "both are the same tensor of the model: one file is of another save, or the run went wrong"
+            raise CkptkitError(f"{copy} differs from {copies[0]}", hint)
     return first
 
 
 class LegacyCheckpoint:
-    """An iteration in Megatron's legacy format. Opening reads what the files say of themselves; weights are read one by one.
+    """An iteration in Megatron's legacy format. Weights are read one by one.
 
     The HF config comes from `hf`, or from `hf/` beside the iteration. Raises CkptkitError naming file and tensor.
     """
 
-    def __init__(self, path: str | Path, hf: str | Path | None = None) -> None:
+    def __init__(self, path: str | Path, hf: str | Path | Directory | None = None) -> None:
         self.path = Path(path).absolute()
-        self.hf_path = hf_home(self.path, hf)
+        self.hf = hf_home(self.path, hf)
         self.files = LegacyFiles(self.path)
+
+    @property
+    def hf_path(self) -> Path:
+        """The HF directory on this machine that gives the config; it need not exist."""
+        return self.hf.path
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        return config_in(self.hf_path, self.path)
+        return config_in(self.hf, self.path)
 
     @property
     def args(self) -> Mapping[str, Any]:
@@ -134,17 +138,13 @@ def _named(files: LegacyFiles, config: Mapping[str, Any]) -> dict[str, list[_Cop
     found: dict[str, list[_Copy]] = defaultdict(list)
     for rank in files.ranks:
         if len(stages[rank.pp]) != len(rank.chunks):
-            raise CkptkitError(
-                f"{rank} holds {len(rank.chunks)} model chunk(s), its training arguments say {len(stages[rank.pp])}",
-                "copy it again",
-            )
+            said = f"{rank} holds {len(rank.chunks)} model chunk(s), its training arguments say {len(stages[rank.pp])}"
+            raise CkptkitError(said, "copy it again")
         experts = range(rank.ep * count, (rank.ep + 1) * count)
         for layers, tensors in zip(stages[rank.pp], rank.chunks, strict=True):
             if {int(match[1]) for local in tensors if (match := _LAYER.fullmatch(local))} != set(range(len(layers))):
-                raise CkptkitError(
-                    f"{rank} does not hold the {len(layers)} layers that its training arguments say",
-                    "the file is of another run; copy it again",
-                )
+                said = f"{rank} does not hold the {len(layers)} layers that its training arguments say"
+                raise CkptkitError(said, "the file is of another run; copy it again")
             for local, tensor in tensors.items():
                 found[_global(rank, local, layers, experts, names)].append(_Copy(rank, local, tensor))
     return found
@@ -154,14 +154,15 @@ def _global(rank: RankFile, local: str, layers: Sequence[int], experts: Sequence
     try:
         return global_name(local, layers, experts, names)
     except IndexError as error:
-        raise CkptkitError(
-            f"{rank}: {local}: the rank has only {len(experts)} experts",
-            "config.json is of another model, or the file of another run",
-        ) from error
+        hint = "config.json is of another model, or the file of another run"
+        raise CkptkitError(f"{rank}: {local}: the rank has only {len(experts)} experts", hint) from error
 
 
 def _joined(name: str, copies: Sequence[_Copy], rule: Rule | None, files: LegacyFiles) -> _Joined:
-    """How a global tensor comes out of the ranks' copies. Raises CkptkitError when one is of another shape or dtype, or a part lacks."""
+    """Joins a global tensor from the ranks' copies.
+
+    Raises CkptkitError where one has another shape or dtype, or a part is missing.
+    """
     first = copies[0].tensor
     if rule is None:
         # Nobody knows how it was cut. The planner refuses it by its name.
@@ -179,10 +180,8 @@ def _joined(name: str, copies: Sequence[_Copy], rule: Rule | None, files: Legacy
     for copy in copies:
         if (copy.tensor.shape, copy.tensor.dtype) != (expected, first.dtype):
             is_, said = f"{list(copy.tensor.shape)} {copy.tensor.dtype}", f"{list(expected)} {first.dtype}"
-            raise CkptkitError(
-                f"{copy} is {is_}; config.json and the training arguments say {said}",
-                "name the right HF directory, or copy the file again",
-            )
+            hint = "name the right HF directory, or copy the file again"
+            raise CkptkitError(f"{copy} is {is_}; config.json and the training arguments say {said}", hint)
         place = files.etp_rank(copy.rank.tp) if routed else copy.rank.tp
         parts[0 if axis is None else place].append(copy)
     spec = TensorSpec(name, shape, first.dtype)
@@ -190,10 +189,8 @@ def _joined(name: str, copies: Sequence[_Copy], rule: Rule | None, files: Legacy
         return _Joined(spec, [parts[0]])
     if lost := sorted(set(range(size)) - set(parts)):
         where = "expert tensor" if routed else "tensor"
-        raise CkptkitError(
-            f"{files.path}: {name} lacks the part of {where} parallel rank {lost[0]}",
-            "a file is damaged or of another run; copy it again",
-        )
+        hint = "a file is damaged or of another run; copy it again"
+        raise CkptkitError(f"{files.path}: {name} lacks the part of {where} parallel rank {lost[0]}", hint)
     return _Joined(spec, [parts[index] for index in range(size)], op, axis)
 
 
@@ -208,8 +205,6 @@ def _places(op: Op, shape: Shape, axis: int, size: int) -> tuple[Tensor, ...]:
     line = torch.arange(shape[axis]).reshape([shape[axis] if each == axis else 1 for each in range(len(shape))])
     places = tuple(op.shard(line, rank, size).flatten() for rank in range(size))
     if not torch.equal(torch.cat(places).sort().values, line.flatten()):
-        raise CkptkitError(
-            f"{type(op).__name__} does not give every part of {list(shape)} to one of {size} ranks",
-            "this is a defect in a rule: please report it",
-        )
+        said = f"{type(op).__name__} does not give every part of {list(shape)} to one of {size} ranks"
+        raise CkptkitError(said, "this is a defect in a rule: please report it")
     return places

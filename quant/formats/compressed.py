@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core.collector import import_apart
 from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.fp8 import Fp8
 from quant.formats.int4 import PackedInt4
 from quant.formats.part_names import FP8_SCALE
-from quant.formats.scheme import BITS, EXPERTS_ZERO_POINTS, FORMAT, GROUP_SIZES, SCALE_DTYPES
+from quant.formats.scheme import BITS, EXPERTS_ZERO_POINTS, FORMAT, GROUP_SIZES, SCALE_DTYPES, QuantScheme, read_scheme
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
@@ -78,10 +78,22 @@ def _are_strings(values: object) -> bool:
     return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
+def stated_scheme(config: Mapping[str, Any]) -> QuantScheme:
+    """As `read_scheme`, but without compressed-tensors for the config that ckptkit and most INT4 releases state."""
+    content = quantization_of(config)
+    if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":
+        return read_scheme(config)
+    usual = usual_int4(content)
+    weights = next(iter(content["config_groups"].values()))["weights"] if usual else {}
+    if usual is None or weights.get("actorder") is not None or weights.get("scale_dtype") is not None:
+        return read_scheme(config)
+    said, ignore = weights.get("observer_kwargs") or {}, tuple(content.get("ignore", ()))
+    return QuantScheme(usual.group, said.get("grid", "minmax"), ignore, usual.symmetric, said.get("search", "none"))
+
+
 def judged_format(content: Mapping[str, Any]) -> Fp8 | PackedInt4:
     """The format, with compressed-tensors to read the config. Raises CkptkitError as `compressed_format`."""
     # Imported here because it brings transformers with it, which takes seconds.
-    import_apart("compressed_tensors.quantization")
     from compressed_tensors.quantization import QuantizationConfig
 
     try:

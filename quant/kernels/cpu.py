@@ -1,7 +1,7 @@
 """Weights to INT4 words and scales on a CPU: every weight is read once, and every word and scale written once, on all cores.
 
-The bytes are those of `quant.formats.grids`. `quant.kernels.cpu_code` writes the instructions; they are compiled at the first call for a combination of
-dtypes and grid, which takes some hundredths of a second.
+The bytes are those of `quant.formats.grids`. `quant.kernels.cpu_kernel` is compiled at the first call for a combination of dtypes and grid, which
+takes a second or two; later processes load it from Numba's cache on disk.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from quant.formats.grids import not_finite
 from quant.formats.matrix import Packed
 from quant.formats.packing import CODES_PER_WORD, pack_zero_point
 from quant.formats.scheme import QuantScheme
-from quant.kernels.cpu_code import Variant, kernel
-from quant.kernels.llvm import Compiled
+from quant.kernels.cpu_kernel import kernel
 
 _TASK = 1 << 20  # weights that a thread takes at a time, about half a millisecond
 
@@ -54,7 +53,7 @@ class _Job:
             self.scale.fill_(torch.finfo(dtype).eps)
             self.zero_point = None if scheme.symmetric else torch.zeros(rows, groups, dtype=torch.int8)
         self.size = scheme.group_size or columns
-        self.call = _compiled(Variant(weight.dtype, dtype, scheme.grid, scheme.symmetric, scheme.group_size is None))
+        self.kernel = kernel(weight.dtype, dtype, scheme.grid, scheme.symmetric)
 
     def tasks(self) -> Iterator[tuple[int, int]]:
         """First and last group of each part; none where there are no weights."""
@@ -64,12 +63,9 @@ class _Job:
 
     def run(self, first: int, last: int) -> bool:
         """Quantizes these groups. Returns whether a weight or a scale is not finite."""
-        zeros = 0 if self.zero_point is None else self.zero_point.data_ptr()
-        return bool(
-            self.call(
-                self.weight.data_ptr(), self.words.data_ptr(), self.scale.data_ptr(), zeros, first, last, self.size
-            )
-        )
+        zeros = torch.empty(0, dtype=torch.int8) if self.zero_point is None else self.zero_point
+        arrays = (_bits(self.weight), self.words.view(torch.uint8), _bits(self.scale), zeros)
+        return self.kernel(*(array.flatten().numpy() for array in arrays), first, last, self.size)
 
     def packed(self) -> Packed:
         """The finished parts."""
@@ -81,9 +77,8 @@ def _run(task: tuple[_Job, int, int]) -> tuple[_Job, bool]:
     return job, job.run(first, last)
 
 
-@cache
-def _compiled(variant: Variant) -> Compiled:
-    return Compiled(kernel(variant), "quantize")
+def _bits(floats: Tensor) -> Tensor:
+    return floats.view(torch.int32 if floats.dtype == torch.float32 else torch.int16)
 
 
 @cache

@@ -10,7 +10,6 @@ import click
 
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.output import echo, echo_json
-from ckptkit.app.cli.reading import reading
 from quant.selection.readers import ALL_READERS
 
 
@@ -100,6 +99,6 @@ def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | No
 
     `verify --manifest` proves a copy with it, with no source at hand.
     """
-    with reading(path, None):
-        from ckptkit.app.api import make_manifest
+    from ckptkit.app.api import make_manifest
+
     echo(str(make_manifest(path, output, hf=hf, workers=workers)))

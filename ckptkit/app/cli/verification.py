@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,6 @@ import click
 
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.output import echo, echo_json
-from ckptkit.app.cli.reading import reading
 from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:
@@ -63,10 +61,9 @@ def verify(
 ) -> None:
     """Prove CHECKPOINT: files, values, quantization, and what real Megatron and real SGLang make of it."""
     against = frozenset(name for name, wanted in (("megatron", against_megatron), ("sglang", against_sglang)) if wanted)
-    with reading(checkpoint, options["source"]) if options["ray"] is None else nullcontext():
-        from verify.run import verify as run
+    from verify.run import verify as run
 
-        report = run(checkpoint, against=against, command=sys.argv, readers=readers or None, **options)
+    report = run(checkpoint, against=against, command=sys.argv, readers=readers or None, **options)
     _print_report(report, as_json, strict, reports)
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
+_GAPS = (b'" ', b'"\t', b'"\n', b'"\r')  # what JSON allows between a key and its colon
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def read_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
                 raise _broken(shown, f"{size} bytes cannot hold a header of {length}")
-            header = json.loads(file.read(length), object_pairs_hook=_unique)
+            header = parse_header(file.read(length))
     except OSError as error:
         raise CkptkitError(f"{shown}: {error.strerror}", "the index names it; is a shard missing?") from error
     except (ValueError, RecursionError) as error:
@@ -112,6 +113,17 @@ def read_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
         raise _broken(shown, f"the header promises {start + end} bytes, the file has {size}")
     offsets = {spec.name: start + begin for begin, _, _, spec in spans}
     return Shard(path, {spec.name: spec for _, _, _, spec in spans}, offsets, metadata, remote)
+
+
+def parse_header(text: bytes) -> Any:
+    """The JSON of a header. Raises ValueError where it is none, and where an object has a key twice."""
+    header = json.loads(text)
+    if isinstance(header, dict) and not any(gap in text for gap in _GAPS):
+        # Each key is followed by a colon at once: where there are no more of these than keys, none is there twice.
+        keys = len(header) + sum(len(entry) for entry in header.values() if isinstance(entry, dict))
+        if text.count(b'":') == keys:
+            return header
+    return json.loads(text, object_pairs_hook=_unique)
 
 
 # First byte and end in the data, the bytes that the tensor takes, and the tensor.
@@ -244,6 +256,9 @@ class HfCheckpoint:
     def _compare_with_index(self, weight_map: Mapping[str, str]) -> None:
         index = self.directory.at(INDEX)
         actual = {name: file for file, shard in self.shards.items() for name in shard.specs}
+        stored = sum(len(shard.specs) for shard in self.shards.values())
+        if actual == weight_map and stored == len(actual):
+            return
         if ghosts := weight_map.keys() - actual.keys():
             raise CkptkitError(
                 f"{index} lists {len(ghosts)} tensor(s) that no shard holds: {summarize(sorted(ghosts))}",
@@ -254,7 +269,7 @@ class HfCheckpoint:
                 f"{len(extra)} tensor(s) in the shards are not in {index}: {summarize(sorted(extra))}",
                 "the index is wrong",
             )
-        if sum(len(shard.specs) for shard in self.shards.values()) != len(actual):
+        if stored != len(actual):
             raise CkptkitError(
                 f"{self.directory}: a tensor stands in two shards", "remove leftovers of an earlier save"
             )

@@ -145,7 +145,7 @@ class TorchDistFiles:
         """Bytes of a file."""
         return self._end[file]
 
-    def around(self, file: str) -> tuple[int, bytes]:
+    def extra_bytes(self, file: str) -> tuple[int, bytes]:
         """At the end of the last file, the object that stands for every `_extra_state`."""
         return self._nothing, _no_state() if file == self._last else b""
 

@@ -1,4 +1,4 @@
-"""Runs pieces of work as tasks on a Ray cluster: one core each, started again where they are lost, all ended when one fails."""
+"""Runs pieces of work as tasks on a Ray cluster: one core each, retried where lost, all ended when one fails."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_gpus(ray: Any) -> None:
 
 
 def pieces_of(sizes: Mapping[Part, int], workers: int) -> list[list[Part]]:
-    """What to make tasks of: neighbours share one while it stays small enough, so that every worker gets several. `sizes`: bytes of each part."""
+    """Cuts parts, of `sizes` bytes, into tasks: neighbours share one, unless workers would get too few."""
     return _neighbours(sizes, min(PIECE, sum(sizes.values()) // (_EACH * workers)))
 
 
@@ -65,10 +65,10 @@ def outcomes(
 ) -> Iterator[tuple[int, Outcome]]:
     """Yields the index of each piece and what `call(told, piece)` returned on some node, in the order in which they end.
 
-    `call` is a function of a module; `told` is plain data; a piece is a list of names. `workers`: tasks at one time (None: as many as the
-    cluster has cores). On any error, and when the caller stops, `stop` is called, which tells tasks that have not begun to end at once, and
-    those that have begun are waited for, up to a minute. Raises what a task raised; CkptkitError where a node has another version of this
-    package, or where a task is lost again and again.
+    `call` is a function of a module; `told` is plain data; a piece is a list of names. `workers`: tasks at one time
+    (None: as many as the cluster has cores). On any error, and when the caller stops, `stop` is called, which tells
+    tasks that have not begun to end at once; those that have begun are waited for, up to a minute. Raises what a task raised;
+    CkptkitError where a node has another version of this package, or a task is lost again and again.
     """
     how = {
         "num_cpus": 1,
@@ -82,7 +82,7 @@ def outcomes(
     waiting, running = deque(range(len(pieces))), dict[Any, int]()
     try:
         while waiting or running:
-            # Where nobody says how many: as many again as can run, so that no worker waits and a cluster that grows sees why.
+            # By default twice as many as can run: no worker waits, and a cluster that can grow sees why.
             while waiting and len(running) < (workers or 2 * cpus(ray)):
                 index = waiting.popleft()
                 running[task.remote(version("ckptkit"), content, pieces[index])] = index
@@ -91,13 +91,14 @@ def outcomes(
                 yield running.pop(reference), outcome
     finally:
         if running:
-            # ray.cancel of a task that ends at that moment aborts this whole process ("Tried to complete task that was not pending", Ray 2.60).
+            # ray.cancel of a task that ends at that moment aborts this process ("Tried to complete task that was not
+            # pending", Ray 2.60).
             stop()
             ray.wait(list(running), num_returns=len(running), timeout=_STOP_S)
 
 
 def _outcome(ray: Any, reference: Any, piece: Sequence[str]) -> Any:
-    """What a task returned. Raises what it raised as it was raised there, and CkptkitError when Ray lost it too often."""
+    """What a task returned. Raises what it raised there, and CkptkitError when Ray lost it too often."""
     try:
         refused, outcome = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
@@ -115,7 +116,7 @@ def _outcome(ray: Any, reference: Any, piece: Sequence[str]) -> Any:
 
 
 def _task() -> Callable[[str, bytes, Sequence[str]], tuple[str | None, Any]]:
-    """The remote function. It is sent as it stands, so that it runs, and can say so, where this package is missing or another version."""
+    """The remote function. It is sent as code, so that it can report a node with no or another version of ckptkit."""
 
     def run(wanted: str, content: bytes, piece: Sequence[str]) -> tuple[str | None, Any]:
         import pickle

@@ -116,7 +116,7 @@ def test_memory_counts_what_is_read_through_every_view() -> None:
 
 
 def test_two_that_become_one_are_held_twice() -> None:
-    """Even where the bytes stay as they are, as those of gate and up do; on the way back they are two parts of one memory."""
+    """Even where bytes are only copied, as those of gate and up; on the way back they are parts of one memory."""
     source = Numbers()
     both = Step(
         ("w0", "w1"),

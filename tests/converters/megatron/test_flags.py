@@ -1,4 +1,4 @@
-"""Launch scripts of released models, written by hand from their published configs, against what the config alone gives."""
+"""Launch scripts of released models, written by hand from their configs, against what the config alone gives."""
 
 from __future__ import annotations
 
@@ -149,14 +149,17 @@ def test_the_command_line_needs_only_a_config(tmp_path: Path) -> None:
     assert json.loads(as_json.output)["num_query_groups"] == 8
 
 
-# What Megatron-LM's `load_args_from_checkpoint` takes from a checkpoint under --use-checkpoint-args and a model depends on;
-# whatever is absent there stays at Megatron's own default, which is another model.
-_TAKEN = """num_layers hidden_size ffn_hidden_size seq_length num_attention_heads num_query_groups group_query_attention kv_channels
-max_position_embeddings position_embedding_type add_position_embedding use_rotary_position_embeddings rotary_base rotary_percent
-rotary_interleaved add_bias_linear add_qkv_bias squared_relu swiglu untie_embeddings_and_output_weights apply_layernorm_1p
-normalization apply_query_key_layer_scaling attention_dropout hidden_dropout num_experts mtp_num_layers moe_layer_freq
-moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax moe_grouped_gemm moe_shared_expert_intermediate_size
-moe_router_score_function moe_router_enable_expert_bias moe_router_topk_scaling_factor padded_vocab_size""".split()  # noqa: SIM905 - seven lines instead of forty
+# What a model depends on of what Megatron-LM's `load_args_from_checkpoint` takes from a checkpoint; whatever is absent
+# there stays at Megatron's own default, which is another model.
+_TAKEN = """
+num_layers hidden_size ffn_hidden_size seq_length num_attention_heads num_query_groups group_query_attention
+kv_channels max_position_embeddings position_embedding_type add_position_embedding use_rotary_position_embeddings
+rotary_base rotary_percent rotary_interleaved add_bias_linear add_qkv_bias squared_relu swiglu
+untie_embeddings_and_output_weights apply_layernorm_1p normalization apply_query_key_layer_scaling attention_dropout
+hidden_dropout num_experts mtp_num_layers moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax
+moe_grouped_gemm moe_shared_expert_intermediate_size moe_router_score_function moe_router_enable_expert_bias
+moe_router_topk_scaling_factor padded_vocab_size
+""".split()  # noqa: SIM905 - seven lines instead of forty
 
 
 @pytest.mark.parametrize("config", [QWEN3_30B_A3B, GLM_4_5])
@@ -216,7 +219,10 @@ def comments(tmp_path: Path, config: dict[str, Any]) -> list[str]:
 
 
 def test_what_gemma3_needs_beyond_flags_is_said(tmp_path: Path) -> None:
-    """Megatron-Bridge's Gemma3ModelProvider has all of these, Megatron-LM's options none. sqrt(5376) is 73.3212, 168**-0.5 is 0.0771517."""
+    """Megatron-Bridge's Gemma3ModelProvider has all of these, Megatron-LM's options none.
+
+    sqrt(5376) is 73.3212, 168**-0.5 is 0.0771517.
+    """
     said = comments(tmp_path, GEMMA_3_27B)
     assert [line.partition(":")[0] for line in said] == [
         "the gated MLP of gelu's tanh approximation",

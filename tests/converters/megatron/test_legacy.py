@@ -1,4 +1,4 @@
-"""Megatron's legacy format: what real megatron-core models saved rank by rank is exported to the model that it came from."""
+"""Megatron's legacy format: what real megatron-core models saved rank by rank becomes their release again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of pipeline stages: by hand, and against megatron-core's own functions on every combination of small numbers."""
+"""Layers of pipeline stages: by hand, and against megatron-core's functions on every combination of small numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks end where tensor-parallel ranks cut: what a rank reads, counted by torch's own reader, what Megatron loads, and the same bytes on the way back."""
+"""Chunks end where tensor-parallel ranks cut: what a rank reads, what Megatron loads, and the bytes on the way back."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_megatron_loads_chunks(in_chunks: PathOf, releases: PathOf, name: str) -
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> Streamed:
-    """From when this is called on tensors that stay as they are go through a buffer, a small one. Returns the extents that are read."""
+    """Calling this sends tensors that stay as they are through a small buffer. Returns the extents that are read."""
 
     def start() -> list[raw.FileExtent]:
         read, found = raw.FileExtent.read, list[raw.FileExtent]()

@@ -19,8 +19,10 @@ from verify.run import verify
 
 # As launch scripts for GLM-4.5 have it: 92 layers over 7 stages.
 GLM45 = shlex.split(
-    "python3 train.py --actor-num-nodes 8 --hf-checkpoint /models/GLM-4.5 --tensor-model-parallel-size 8 --sequence-parallel "
-    "--pipeline-model-parallel-size 7 --decoder-last-pipeline-num-layers=2 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
+    "python3 train.py --actor-num-nodes 8 --hf-checkpoint /models/GLM-4.5 "
+    "--tensor-model-parallel-size 8 --sequence-parallel "
+    "--pipeline-model-parallel-size 7 --decoder-last-pipeline-num-layers=2 --expert-model-parallel-size 8 "
+    "--expert-tensor-parallel-size 1"
 )
 
 
