@@ -1,4 +1,4 @@
-"""Tensors of an HF checkpoint that no Megatron language model holds (a vision tower): they stay beside its weights, untouched."""
+"""Keeps tensors that no Megatron language model holds (a vision tower) beside its weights, untouched."""
 
 from __future__ import annotations
 

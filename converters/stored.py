@@ -17,7 +17,7 @@ _MTP_NORM = re.compile(r"mtp\.layers\.\d+\.enorm\.weight")
 
 
 def as_stored(config: Mapping[str, Any], names: Collection[str], release: Collection[str] = ()) -> Mapping[str, Any]:
-    """The config of the same model as tensors of these names hold it: HF names, or Megatron's, whose HF names are to be those of `release`.
+    """The config of the model as these tensors hold it. `names` are HF's, or Megatron's with HF names as in `release`.
 
     Multi-token prediction layers of which no tensor is there are not promised: releases that were pruned or quantized again leave
     them out and keep config.json. The rest as `as_spelled`. Raises CkptkitError as `family_of` and `ModelFamily.read_dims`.
@@ -27,7 +27,7 @@ def as_stored(config: Mapping[str, Any], names: Collection[str], release: Collec
 
 
 def as_spelled(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
-    """The config of a language model alone (`…_text`) under the HF names of the multimodal model as that model's; any other as it is.
+    """The multimodal model's config where a `…_text` config comes with its names; any other config as it is.
 
     Raises CkptkitError as `family_of`.
     """
@@ -38,7 +38,7 @@ def as_spelled(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, 
 
 
 def lacks_mtp(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether the config promises multi-token prediction layers and none of these names, HF's or Megatron's, belongs to one."""
+    """Whether the config promises MTP layers and none of these names, HF's or Megatron's, belongs to one."""
     family = family_of(config)
     dims = family.read_dims(config)
     if not dims.mtp_layers:
@@ -49,7 +49,7 @@ def lacks_mtp(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def require_mtp(config: Mapping[str, Any], names: Collection[str], release: Collection[str], where: str) -> None:
-    """Raises CkptkitError where Megatron tensors of these names lack the multi-token prediction layers that the release has."""
+    """Raises CkptkitError where these Megatron names lack the MTP layers that the release has."""
     if lacks_mtp(config, names) and not lacks_mtp(config, release):
         raise CkptkitError(
             f"{where} lacks all tensors of multi-token prediction, and the release that it is to become has them",

@@ -1,4 +1,4 @@
-"""Tells from a path what lies there: an HF directory or a Megatron checkpoint, in which format, and which iteration of it."""
+"""Tells what lies at a path: an HF directory, or a Megatron checkpoint with its format and iteration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 ITERATION = re.compile(r"iter_\d{7}")
 LEGACY_RANK = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 LEGACY_FILE = "model_optim_rng.pt"
-# JSON that transformers, SGLang, vLLM, sentence-transformers or Megatron read from a checkpoint's directory by these names.
+# JSON files of a checkpoint that transformers, SGLang, vLLM, sentence-transformers or Megatron read by name.
 LOADED = frozenset(
     {
         *(
@@ -122,7 +122,7 @@ def locate(path: str | Path | Directory) -> Location:
 
 
 def refuse_url(path: str | Path) -> None:
-    """Raises CkptkitError for a URL, also for what a Path leaves of one, unless there is a file or directory of that name."""
+    """Raises CkptkitError for a URL, or what a Path leaves of one, unless a file or directory has that name."""
     if (url := _URL.search(str(path))) and not Path(path).exists():
         hint = "copy it to a local disk; inspect, convert and quantize read HF directories from URLs"
         raise CkptkitError(f"{url[1]}://{url[2]} is a URL, which is not read here", hint)
@@ -138,7 +138,7 @@ def is_legacy(path: Path) -> bool:
 
 
 def tracked(root: Path) -> Path:
-    """The directory that the tracker file of a Megatron root names. Raises CkptkitError when it names none that exists."""
+    """The directory that the tracker of a Megatron root names. Raises CkptkitError where it does not exist."""
     text = (root / TRACKER).read_text(errors="replace").strip()
     if text != "release" and not text.isdecimal():
         raise CkptkitError(f"{root / TRACKER} says {text!r}", "it must say `release` or an iteration number")

@@ -39,7 +39,7 @@ class GatedQkv(Qkv):
 
 @dataclass(frozen=True)
 class MinusOne:
-    """A norm's weight, which Megatron stores minus one where its norms are zero-centred. The rule must be `wide`, so that nothing is rounded."""
+    """A norm's weight less one, as Megatron's zero-centred norms store it. The rule must be `wide`, to round nothing."""
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
         (weight,) = tensors
@@ -58,7 +58,7 @@ def _shard_sections(tensor: Tensor, sections: Sequence[int], rank: int, size: in
 
 @dataclass(frozen=True)
 class StackedRows:
-    """Matrices of `parts` rows each, one above the other; tensor parallelism cuts each of the `sections` of their rows on its own."""
+    """Stacked matrices of `parts` rows each. Tensor parallelism cuts each of the `sections` of their rows alone."""
 
     parts: tuple[int, ...]
     sections: tuple[int, ...]
