@@ -33,7 +33,7 @@ class QuantScheme:
     """How weight matrices become INT4, and which modules do not.
 
     `group_size`: neighbours along the input dimension that share a scale; None: one scale a row.
-    `grid`, `symmetric`, `search`: see `quant.formats.grids`. `ignore`: entries in compressed-tensors' pattern language.
+    `grid`, `symmetric`, `search`: see `quant.formats.grids`. `ignore`: in compressed-tensors' pattern language.
     `scale_dtype`: the dtype that scales are stored in; None: the weight's own. Raises CkptkitError for a group size that
     no INT4 kernel has, unknown or contradictory options, and patterns that are no regular expression.
     """
