@@ -11,7 +11,7 @@ from ckptkit.formats.hf.reader import has_weights
 from ckptkit.storage.directory import Directory, directory
 from converters.registry import family_of
 
-FOLDER = "carried"  # of a converted checkpoint, where they lie
+FOLDER = "carried"  # holds the passthrough tensors of a converted checkpoint
 
 
 def passthrough_names(source: Checkpoint) -> list[str]:
