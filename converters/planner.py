@@ -125,9 +125,9 @@ def to_hf(
 ) -> View:
     """Megatron's global tensors seen as an HF checkpoint; the inverse of `to_megatron`.
 
-    `fused` chooses transformers v5's 3-D expert tensors. `release` are the names in the release: tensors that it repeats are
-    repeated, and experts are fused only where it has them so. MTP layers of which nothing is there are left out, as in `to_megatron`. The
-    dialect is told from the names. Padded vocabulary rows are cut off. Errors as `to_megatron`.
+    `fused` chooses transformers v5's 3-D expert tensors. `release` is the names in the release: tensors that it repeats
+    are repeated, and experts are fused only where it fuses them. MTP layers without any tensor are left out, as in
+    `to_megatron`. The dialect follows from the names. Padded vocabulary rows are cut off. Errors as `to_megatron`.
     """
     config = as_stored(source.config, source.specs, release)
     rules = rules_in(config, source.specs)

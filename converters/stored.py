@@ -19,8 +19,9 @@ _MTP_NORM = re.compile(r"mtp\.layers\.\d+\.enorm\.weight")
 def as_stored(config: Mapping[str, Any], names: Collection[str], release: Collection[str] = ()) -> Mapping[str, Any]:
     """The config of the model as these tensors hold it. `names` are HF's, or Megatron's with HF names as in `release`.
 
-    Multi-token prediction layers of which no tensor is there are not promised: releases that were pruned or quantized again leave
-    them out and keep config.json. The rest as `as_spelled`. Raises CkptkitError as `family_of` and `ModelFamily.read_dims`.
+    Drops multi-token prediction layers from the config when no tensor of one is stored: pruned or requantized releases
+    leave them out and keep config.json. Otherwise as `as_spelled`. Raises CkptkitError as `family_of` and
+    `ModelFamily.read_dims`.
     """
     config = as_spelled(config, chain(names, release))
     return _without_mtp(config) if lacks_mtp(config, names) else config
@@ -53,7 +54,8 @@ def require_mtp(config: Mapping[str, Any], names: Collection[str], release: Coll
     if lacks_mtp(config, names) and not lacks_mtp(config, release):
         raise CkptkitError(
             f"{where} lacks all tensors of multi-token prediction, and the release that it is to become has them",
-            "if they are left out on purpose (training without --mtp-num-layers), name with --hf a directory that has no weights: "
+            "if they are left out on purpose (training without --mtp-num-layers), "
+            "name with --hf a directory that has no weights: "
             "config.json, tokenizer and code of the release alone",
         )
 

@@ -59,9 +59,13 @@ _URL = re.compile(
 _PICKLE = "{} is a pickle: convert .bin weights to safetensors first: load with transformers and save_pretrained"
 # What lies where safetensors with an index should, the most telling first, and the way out.
 _OTHER_WEIGHTS = {
-    "consolidated*.safetensors": "{} is Mistral's own format: take the model-*.safetensors of the release and their index",
+    "consolidated*.safetensors": (
+        "{} is Mistral's own format: take the model-*.safetensors of the release and their index"
+    ),
     "*.safetensors": "{} is there without model.safetensors.index.json: restore the index from the release",
-    "consolidated*.pth": "{} is the format of the model's authors: take the safetensors of the release, not its original/ folder",
+    "consolidated*.pth": (
+        "{} is the format of the model's authors: take the safetensors of the release, not its original/ folder"
+    ),
     "*.gguf": "{} is llama.cpp's format, which is quantized for it: start from the safetensors release",
     "pytorch_model*.bin": _PICKLE,
     "*.bin": _PICKLE,
@@ -72,9 +76,10 @@ _OTHER_WEIGHTS = {
 
 @dataclass(frozen=True)
 class Location:
-    """`path` holds the weights themselves; `root` is what the user gave or, for Megatron, the directory with the tracker.
+    """A checkpoint found by `locate`.
 
-    `remote`: of an HF directory at a URL, what is there; `path` then has its small files and the headers of its shards.
+    `path` holds the weights; `root` is what the user gave or, for Megatron, the directory with the tracker.
+    `remote` lists the files of an HF directory at a URL; `path` then has its small files and the headers of its shards.
     """
 
     kind: Literal["hf", "megatron"]
@@ -166,5 +171,8 @@ def other_weights(root: Path) -> str | None:
         if found := sorted(root.glob(pattern)):
             return advice.format(found[0].name)
     if (root / "original").is_dir():
-        return "only original/ holds weights, in the format of the model's authors: download the *.safetensors beside it too"
+        return (
+            "only original/ holds weights, in the format of the model's authors: "
+            "download the *.safetensors beside it too"
+        )
     return None

@@ -112,7 +112,7 @@ class GateUpInOne:
 class Qkv:
     """Attention: q_proj [heads x head_dim, ...], k_proj and v_proj [groups x head_dim, ...] as linear_qkv.
 
-    Megatron keeps a query group together: for every group its q heads, then its k, then its v. Works for weights and biases.
+    Megatron keeps a query group together: its q heads, then its k, then its v. Works for weights and biases.
     """
 
     heads: int

@@ -39,7 +39,7 @@ class GatedQkv(Qkv):
 
 @dataclass(frozen=True)
 class MinusOne:
-    """A norm's weight less one, as Megatron's zero-centred norms store it. The rule must be `wide`, to round nothing."""
+    """A norm's weight minus one, as Megatron's zero-centred norms store it. The rule must be `wide`: no rounding."""
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
         (weight,) = tensors
@@ -77,9 +77,9 @@ class StackedRows:
 class ByKeyHead:
     """Qwen3-Next's in_proj_qkvz and in_proj_ba, ordered by key head, as Megatron's in_proj, ordered by kind.
 
-    A key head's rows of in_proj_qkvz: its query, its key, then the values and then the output gates (z) of its value heads; those of
-    in_proj_ba: beta, then alpha, of its value heads (transformers `fix_query_key_value_ordering`). Megatron has all queries,
-    keys, values, gates, betas and alphas in turn (megatron-core `gated_delta_net`).
+    Rows of a key head in in_proj_qkvz: its query, its key, then the values and the output gates (z) of its value heads.
+    In in_proj_ba: beta, then alpha, of its value heads (transformers `fix_query_key_value_ordering`). Megatron has all
+    queries, keys, values, gates, betas and alphas in turn (megatron-core `gated_delta_net`).
     """
 
     net: LinearAttention
