@@ -16,8 +16,8 @@ from quant.formats.scheme import QuantScheme
 def quantize_pack(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequence[str]) -> list[Packed]:
     """Quantizes and packs matrices [rows, columns] in bfloat16, float16 or float32, all on one device, to that device.
 
-    Raises CkptkitError, naming the tensor, for NaN or infinity, a scale that overflows its dtype, columns that do not divide
-    into groups, a tensor that is not a float matrix, or tensors on several devices.
+    Raises CkptkitError, naming the tensor, for NaN or infinity, a scale that overflows its dtype, columns that do not
+    divide into groups, a tensor that is not a float matrix, or tensors on several devices.
     """
     if not weights:
         return []

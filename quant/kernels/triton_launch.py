@@ -27,7 +27,7 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Starts `kernel` for non-empty matrices of one size and dtype. `sizes` and `options` are the kernel's arguments."""
+    """Starts `kernel` for non-empty matrices of one size and dtype. `sizes` and `options` are its arguments."""
 
     kernel: Any
     blocks: int
@@ -37,8 +37,8 @@ class Launcher:
     def start(self, weights: Sequence[Tensor], words: Tensor, scale: Tensor, zero: Tensor | None, bad: Tensor) -> None:
         """Quantizes contiguous matrices on the current stream; the current device must be theirs.
 
-        Writes `words`, `scale` and (asymmetric only) `zero` matrix after matrix. Sets `bad`, int32, to 1 for each matrix
-        with a scale that is not finite.
+        Writes `words`, `scale` and (asymmetric only) `zero` matrix after matrix. Sets `bad`, int32, to 1 for each
+        matrix with a scale that is not finite.
         """
         places = _places(weights)
         if int(np.bitwise_or.reduce(places)) % _ALIGNMENT:

@@ -1,8 +1,8 @@
 """Quantizes a bucket on a GPU without waiting for it.
 
-An H200 quantizes a layer of Qwen3-30B-A3B in 0.35 ms; Python takes longer to create the layer's 1152 tensors. `plan_bucket`
-therefore computes once what depends only on names and shapes, which are the same in every update. The result is a
-`QuantizedBucket`, which creates its tensors and waits for the GPU on first access.
+An H200 quantizes a layer of Qwen3-30B-A3B in 0.35 ms; Python takes longer to create the layer's 1152 tensors.
+`plan_bucket` therefore computes once what depends only on names and shapes, which are the same in every update.
+The result is a `QuantizedBucket`, which creates its tensors and waits for the GPU on first access.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Made = tuple[Tensor, Tensor]  # words and scales of some matrices, flat
 class QuantizedBucket(Sequence[Pair]):
     """Names and tensors that a GPU may still be computing. Pickles as a plain list.
 
-    The first access (an item or an iteration, not `len`) creates the tensors and waits for the GPU. It raises CkptkitError
-    naming the first weight with a non-finite value or scale, so no tensor is returned before all are checked.
+    The first access (an item or an iteration, not `len`) creates the tensors and waits for the GPU. It raises
+    CkptkitError naming the first weight with a non-finite value or scale: no tensor is returned before all are checked.
     """
 
     def __init__(self, count: int, finish: Callable[[], list[Pair]]) -> None:

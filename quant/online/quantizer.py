@@ -37,10 +37,10 @@ class OnlineQuantizer:
     `reference`: the checkpoint that the engine serves: its directory (an index is enough) or its tensor names.
     None: the model's classes decide, as for `ckptkit quantize`.
     `grid`: the grid used in training; needed when ckptkit did not write the config, which then does not name it.
-    `waiting_bytes`: how many bytes of a layer's expert weights are collected before they are sent. None: the whole layer.
+    `waiting_bytes`: the most bytes of a layer's expert weights to collect before sending them. None: the whole layer.
 
-    Raises CkptkitError for what SGLang cannot load online: INT4 Linear layers, asymmetric scales, a partly packed layer,
-    a config with several groups, or one that contradicts the reference.
+    Raises CkptkitError for what SGLang cannot load online: INT4 Linear layers, asymmetric scales, a partly packed
+    layer, a config with several groups, or one that contradicts the reference.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class OnlineQuantizer:
 class Session:
     """Quantizes one update of all weights: `add` in any order, send the buckets it returns, then `finish`.
 
-    SGLang discards packed experts before an update (`quant.online.sglang_reload`), so `finish` raises if one was left out.
+    SGLang discards packed experts before an update (`quant.online.sglang_reload`): `finish` raises if one was left out.
     A tensor may wait for others: do not change it before its bucket is returned.
     """
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Returns a function that checks whether as many other tensors have the same classes, dtypes, devices, shapes and strides.
+    """Returns a function that checks that other tensors have the same classes, dtypes, devices, shapes and strides.
 
     A Python loop over hundreds of tensors takes a third of the GPU's time for them. torch.compile's guards for its own
     arguments check all of them in one call.

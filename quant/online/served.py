@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.[^.]+")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _NAMESPACE = re.compile(r"(model\.language_model|language_model\.model|language_model|model)\.")
-# DeepSeek's loader in SGLang 0.5.16 joins q_a_proj and kv_a_proj_with_mqa, and loses one if the other does not come in the
-# same call of load_weights. The others are loaded one by one; keeping them together means no batch holds half a layer.
+# DeepSeek's loader in SGLang 0.5.16 joins q_a_proj and kv_a_proj_with_mqa; it loses one if the other is not in the same
+# call of load_weights. The others are loaded one by one; keeping them together means no batch holds half a layer.
 _SIBLINGS = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -50,7 +50,7 @@ class Served:
     namesakes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def name(self, name: str, tensor: Tensor) -> str:
-        """Returns the parameter's name in the checkpoint. Raises CkptkitError if none or several match, or shapes differ."""
+        """Returns the name in the checkpoint. Raises CkptkitError if none or several match, or if shapes differ."""
         known = name if name in self.bucket else self._translated(name, tensor)
         shape = self.shapes.get(known)
         if shape is not None and shape != tuple(tensor.shape):
@@ -87,8 +87,8 @@ def _bare(name: str) -> str:
 def served(config: Mapping[str, Any], scheme: QuantScheme, reference: str | Path | Iterable[str] | None) -> Served:
     """Returns what an engine with this config serves. `reference`: its checkpoint's directory, or tensor names.
 
-    With None the model's classes and `ignore` decide, and only matrices are known by name. Raises CkptkitError if nothing
-    is packed, if names and `ignore` contradict each other, or if SGLang cannot update part of it online.
+    With None the model's classes and `ignore` decide, and only matrices are known by name. Raises CkptkitError if
+    nothing is packed, if names and `ignore` contradict each other, or if SGLang cannot update part of it online.
     """
     names, specs = _names(reference)
     weights, whole = _weights(names, config)
@@ -163,7 +163,7 @@ def _check_reloadable(packed: Iterable[str], scheme: QuantScheme) -> None:
 
 
 def _check_layers(weights: Mapping[str, bool], ignore: Collection[str], layers: int) -> None:
-    """Raises CkptkitError if a layer's routed experts are only partly packed, or contradict `ignore` as SGLang reads it."""
+    """Raises CkptkitError if a layer's routed experts are only partly packed, or contradict `ignore`."""
     seen: dict[str, dict[bool, list[str]]] = {}
     for name, is_packed in weights.items():
         if match := _EXPERT.fullmatch(_module(name)):

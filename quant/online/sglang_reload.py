@@ -1,14 +1,14 @@
 """Opens and closes a weight update inside SGLang 0.5.16, which cannot load packed experts a second time by itself.
 
-After loading, SGLang repacks routed experts for Marlin's kernels. Its class for them can restore their loading shapes, but
-0.5.16 never calls that and has no request for it. (Later versions have `begin_weight_update` and `end_weight_update`; use
-those there.) Start the engine with
+After loading, SGLang repacks routed experts for Marlin's kernels. Its class for them can restore their loading shapes,
+but 0.5.16 never calls that and has no request for it. (Later versions have `begin_weight_update` and
+`end_weight_update`; use those there.) Start the engine with
 
     --custom-weight-loader quant.online.sglang_reload.begin quant.online.sglang_reload.end
 
-Call `update_weights_from_tensor` without tensors before and after the buckets, with the first and the second of these names
-as `load_format`. SGLang calls the function in every rank as `loader(model, named_tensors)`. It catches no exception there,
-so one ends the engine.
+Call `update_weights_from_tensor` without tensors before and after the buckets, with the first and the second name as
+`load_format`. SGLang calls the function in every rank as `loader(model, named_tensors)`. It catches no exception there:
+an error ends the engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Everything about a quantized release that is refused: by name, with the file, before anything is read where headers can tell."""
+"""What is refused in a quantized release: the error names tensor and file, and needs only headers where they suffice."""
 
 from __future__ import annotations
 
