@@ -1,9 +1,9 @@
 """Quantizes weights to INT4 words and scales on a GPU, hundreds of matrices a launch, in one read and one write.
 
 The bytes are those of `quant.formats.grids` on the CPU. Divisions are therefore correctly rounded: multiplying by the
-scale's reciprocal with Markstein's correction takes three operations a weight instead of about ten. Where `minmax` rounds
-to the weight's dtype, so do these kernels. Adding `_MAGIC` to a float32 below 2**22 rounds it half to even and leaves the
-integer in the lowest bits.
+scale's reciprocal with Markstein's correction takes three operations a weight instead of about ten. Where `minmax`
+rounds to the weight's dtype, so do these kernels. Adding `_MAGIC` to a float32 below 2**22 rounds it half to even and
+leaves the integer in the lowest bits.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ so it stays in pairs:
 
 - x / s is computed as x * (1 / s) in float32 and rounded to bfloat16, which gives the correctly rounded quotient.
   A quotient of two 8-bit significands is never a midpoint m of bfloat16: m has 9 bits, and m * s = x would need an odd
-  number above 256 to divide x. x and m * s (17 bits) therefore differ by at least 2**-17, relatively; the product's error
-  is only 2**-23.
+  number above 256 to divide x. x and m * s (17 bits) therefore differ by at least 2**-17, relatively; the product's
+  error is only 2**-23.
 - Adding 200 to a bfloat16 between -8 and 7 leaves code + 8 in the lowest four bits, rounded half to even.
 - Weights i and i + 4 of a word share a register. The word is the sum of four registers shifted by 0, 4, 8 and 12 bits.
 """

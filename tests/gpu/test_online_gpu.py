@@ -24,8 +24,8 @@ pytestmark = [
     pytest.mark.timeout(1500),
 ]
 
-# Marlin's kernels need out features % 64 == 0 and in features % 128 == 0 for every matrix. 16 experts: for other numbers
-# SGLang recompiles its expert selection.
+# Marlin's kernels need out features % 64 == 0 and in features % 128 == 0 for every matrix. For other numbers than 16
+# experts SGLang recompiles its expert selection.
 SIZES = {
     "vocab_size": 320,
     "hidden_size": 256,

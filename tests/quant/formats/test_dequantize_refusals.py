@@ -1,4 +1,4 @@
-"""What is refused in a quantized release: the error names tensor and file, and needs only headers where they suffice."""
+"""What is refused in a quantized release: errors name tensor and file and come from headers alone if possible."""
 
 from __future__ import annotations
 

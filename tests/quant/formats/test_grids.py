@@ -87,7 +87,7 @@ def _float32(value: float) -> float:
 
 
 def slow_qmax7(weight: torch.Tensor, group_size: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Quantizes weight by weight, rounding each operation to float32. A float64 quotient of float32s rounds to the same."""
+    """Quantizes weight by weight, rounding each result to float32; from a float64 quotient that gives the same."""
     codes, scales = [], []
     for row in weight.tolist():
         codes.append([])

@@ -141,7 +141,7 @@ def test_a_reference_that_lacks_a_part_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`int4(name, **arguments)`: a release in which compressed-tensors' own compressor packed what ckptkit would pack."""
+    """`int4(name, **arguments)`: a release that compressed-tensors' own compressor packed, as ckptkit would."""
     root = tmp_path_factory.mktemp("int4")
 
     def packed(name: str, **arguments: Any) -> Path:

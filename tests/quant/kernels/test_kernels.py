@@ -88,7 +88,7 @@ def test_several_matrices_and_many_callers() -> None:
 
 
 def test_after_a_fork() -> None:
-    """A child process has none of its parent's threads. (numpy compares: torch's threads do not survive a fork either.)"""
+    """A child process has none of its parent's threads. (numpy compares: torch's threads do not survive either.)"""
     weight = torch.randn(3000, 1024)
     expected = quantize_pack([weight], QuantScheme(32, "qmax7"), ["a"])[0].words.numpy().tobytes()
     child = os.fork()

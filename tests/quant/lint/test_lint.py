@@ -88,7 +88,7 @@ def test_glm_with_the_router_rule_of_parameter_names(tmp_path: Path) -> None:
 
 
 def test_qwen3(tmp_path: Path) -> None:
-    """The entry ends in `$` but slime matches names with `.weight`: it keeps the router for all but slime, who needs it."""
+    """slime matches names with `.weight`, so an entry ending in `gate$` keeps the router for all but slime."""
     report = lint(write(tmp_path, QWEN, QWEN_LIST))
     assert report.packed == 4 * (4 + 12 * 3)
     assert found(report) == [

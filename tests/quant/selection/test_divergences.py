@@ -183,7 +183,7 @@ def test_d7_several_groups(tmp_path: Path) -> None:
 
 
 def test_d8_draft_layers() -> None:
-    """compressed-tensors, transformers and vLLM do not build them; slime packs them; SGLang names them model.decoder."""
+    """compressed-tensors, transformers and vLLM do not build them; slime packs them; SGLang says model.decoder."""
     ignore, draft = list(default_ignore(GLM)), "model.layers.4"
     more = (f"{draft}.eh_proj", f"{draft}.self_attn.o_proj")
     assert verdicts(GLM, ignore[:-1], more[0], *more) == "KKKKKP"
