@@ -16,7 +16,7 @@ from quant.online.quantizer import Bucket, Named, OnlineQuantizer, check_complet
 
 
 def quantize_params(converted_named_params: Named, checkpoint: str | Path, grid: Grid | None = None) -> Bucket:
-    """Quantizes these HF tensors for an engine that serves the directory `checkpoint`.
+    """Quantizes these HF tensors together, for an engine that serves the directory `checkpoint`.
 
     `grid` is as for `OnlineQuantizer`. Only the first call reads the checkpoint (its config and tensor names).
     Raises CkptkitError as `OnlineQuantizer` and its `quantize` do.

@@ -50,7 +50,7 @@ def test_who_may_have_it() -> None:
 
 
 def test_a_mixture_of_experts(releases: Callable[..., Path], tmp_path: Path) -> None:
-    """Refused for all readers. For SGLang alone, experts have its layout, all else compressed-tensors', by config."""
+    """Refused for all readers. For SGLang alone it is written, with experts in its layout, and config.json says so."""
     source = releases("qwen3_moe")
     with pytest.raises(CkptkitError, match="in another layout"):
         quantize(source, tmp_path / "out", ASYMMETRIC)
