@@ -163,7 +163,7 @@ def channelwise(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def pack_zeros(zeros, packed, rows, groups, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Packs as `quant.formats.packing.pack_zero_point`: TILE words (first grid axis) of a matrix (second), 8 rows each."""
+    """Does `quant.formats.packing.pack_zero_point`: TILE words (first axis) of a matrix (second), 8 rows a word."""
     matrix = tl.program_id(1)
     word = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = word < tl.cdiv(rows, 8) * groups
