@@ -1,6 +1,7 @@
-"""Every family, every test: the same bytes after HF -> Megatron -> HF, and real Megatron computing the reference's logits.
+"""Every family comes back byte for byte from Megatron, and real Megatron computes the reference's logits.
 
-A round trip cannot see a mapping that is wrong in both directions; logits can, and each rule is made wrong in every way to show it.
+A round trip cannot see a mapping that is wrong in both directions, but logits can.
+To show it, each rule is made wrong in every way.
 """
 
 from __future__ import annotations

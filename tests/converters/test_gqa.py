@@ -1,4 +1,4 @@
-"""Configs of Llama, Mistral, Mixtral, Qwen2 MoE, Qwen3 and MiniMax-M2: every spelling gives the same model, what is not supported is refused by name."""
+"""Configs of Llama, Mistral, Mixtral, Qwen2 MoE, Qwen3 and MiniMax-M2, in every spelling, and what is refused."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_minimax_rotary_part_of_a_head(said: Config) -> None:
 
 @before("transformers", (5, 19, 0), "reads rotary_dim itself")
 def test_transformers_takes_no_notice_of_rotary_dim() -> None:
-    """Why rotary_dim is read here and the test model's config.json is written with it: the releases say nothing else."""
+    """MiniMax-M2 releases give the rotary dimension only as rotary_dim, so the test model's config.json does too."""
     config = MiniMaxM2Config.from_dict({"rotary_dim": 64, "head_dim": 128, "rope_theta": 5000000})
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5000000}
 

@@ -1,4 +1,7 @@
-"""The headers of huge models that planning is measured on hold what a release holds: counted by hand for three layers of four experts."""
+"""The headers on which planning is measured hold what a release holds.
+
+Tensors are counted by hand for three layers of four experts.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ ATTENTION, DENSE, SHARED, EXPERTS = 3 * 5, 3, 2 * 3, 2 * 4 * 3
 OTHERS = 3 * 4 + 2 * 2 + 3
 PLAIN = ATTENTION + DENSE + SHARED + EXPERTS + OTHERS
 COUNTS = {"bfloat16": PLAIN, "fp8": 2 * (ATTENTION + DENSE + SHARED + EXPERTS) + OTHERS, "int4": PLAIN + 2 * EXPERTS}
-# Eight tensors of attention a layer; norm, fc1 and fc2; norm, router, bias, two shared and two of each expert; the same three others.
+# Attention has eight tensors a layer, a dense MLP three (norm, fc1, fc2), and a routed one five and two of each expert
+# (norm, router, bias, two shared). The same three others.
 MEGATRON = 3 * 8 + 3 + 2 * (5 + 2 * 4) + 3
 
 

@@ -109,7 +109,7 @@ def test_qwen3_vl_refused_by_name(change: Config, message: str) -> None:
 
 
 def test_layers_follow_from_either_spelling() -> None:
-    """transformers writes `layer_types`, the releases `full_attention_interval` or both; without either every fourth layer has full attention."""
+    """Configs give `layer_types`, `full_attention_interval`, both, or neither, which means an interval of four."""
     config = config_of("qwen3_next")
     linear = (0, 1, 2, 4, 5, 6, 8, 9, 10)
     without = {key: value for key, value in config.items() if key != "layer_types"}
@@ -213,7 +213,7 @@ def test_a_moe_config_of_qwen3_5_needs_no_intermediate_size() -> None:
 
 
 def test_rotary_embedding_of_text_is_the_plain_one() -> None:
-    """All three axes of a text token's position are the same, so it does not matter which frequencies belong to which axis."""
+    """A text token has the same position on all three axes, so the axis of a frequency does not matter."""
     config = CASES["qwen3_5"].config().text_config
     rotary, plain = Qwen3_5TextRotaryEmbedding(config), 10000.0 ** -(torch.arange(0, 8, 2) / 8)
     positions = torch.arange(16)[None].expand(3, 1, -1)
@@ -291,7 +291,7 @@ def test_a_part_that_is_missing_is_named(release: Path, tmp_path: Path) -> None:
 
 
 def test_float32_state_is_never_rounded_and_the_norm_is_exact(release: Path, tmp_path: Path) -> None:
-    """A_log of Qwen3.5 is float32 in a bfloat16 release. Its gated norm is stored less one in Megatron, in the next wider dtype."""
+    """Qwen3.5 has a float32 A_log in bfloat16 releases. Megatron stores its gated norm minus one, in a wider dtype."""
     before, layer = tensors_of(release), "model.language_model.layers.1.linear_attn."
     assert before[layer + "A_log"].dtype == before[layer + "norm.weight"].dtype == torch.float32
     convert(release, tmp_path / "same")
@@ -356,7 +356,7 @@ FULL_ATTENTION = {
 
 @pytest.mark.parametrize("name", list(SLIME))
 def test_in_slime_linear_attention_is_the_hf_module(name: str) -> None:
-    """Names of slime_plugins/models/qwen3_next.py and qwen3_5.py: `self.linear_attn` and `self.input_layernorm` of its `Attention`."""
+    """The names are those in slime_plugins/models/qwen3_next.py and qwen3_5.py: `linear_attn` and `input_layernorm`."""
     config = config_of(name)
     root = "model.language_model." if "text_config" in config else "model."
     rules = {rule.megatron: rule for rule in rules_of(config, "slime") if ".self_attention." in rule.megatron}
@@ -414,7 +414,7 @@ def test_experts_are_fused_only_where_the_release_has_them_so() -> None:
 
 
 def test_experts_of_qwen3_vl_as_transformers_saves_them_are_refused(tmp_path: Path) -> None:
-    """[experts, 2 x ffn, hidden] under the names that the release has [experts, hidden, 2 x ffn] under: transformers tells them by shape."""
+    """The release stores [experts, hidden, 2 x ffn], transformers [experts, 2 x ffn, hidden] under the same names."""
     save("vl", replace(four_layers("qwen3_vl_moe"), stored=None), tmp_path / "hf", torch.bfloat16)
     with pytest.raises(
         CkptkitError, match=r"experts\.0\.gate_proj\.weight \[64, 192\] bfloat16: the config promises shape \[96, 128\]"

@@ -1,6 +1,6 @@
-"""The indexer of sparse attention: which rows Megatron wants, slime's rows, what configs may say, and what its arguments must be.
+"""The indexer of sparse attention: the rows of Megatron and of slime, configs, and Megatron's arguments.
 
-Which rows Megatron wants is settled by its own indexer's choice of tokens against transformers' (families/indexer_choice.py).
+Megatron's rows are right if its own indexer chooses the tokens that transformers' chooses (families/indexer_choice.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def config_of(name: str) -> Config:
 
 @pytest.fixture(scope="module")
 def choices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """Of 128 queries, for how many Megatron's indexer chooses other tokens than transformers': by release, rows and Megatron's option."""
+    """Of 128 queries, those with other tokens in Megatron than in transformers: by release, rows and option."""
     pytest.importorskip("megatron.core")
     answer = tmp_path_factory.mktemp("choices") / "answer.json"
     run_module("families.indexer_choice", answer, OMP_NUM_THREADS="2")

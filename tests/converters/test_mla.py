@@ -1,4 +1,4 @@
-"""Latent attention: what its configs may say, that every number of them matters, and the two names of its norms on disk."""
+"""Latent attention: its configs, of which every number matters, and the two names of its norms on disk."""
 
 from __future__ import annotations
 
@@ -284,7 +284,8 @@ def test_two_names_of_one_norm_must_not_be_stored_apart(megatron: Path, copy_of:
     models.edit_metadata(copy / "release", change)
     with pytest.raises(
         CkptkitError,
-        match=r"q_layernorm.weight and .*linear_q_up_proj.layer_norm_weight are two names of one norm but are stored apart",
+        match=r"q_layernorm.weight and .*linear_q_up_proj.layer_norm_weight "
+        r"are two names of one norm but are stored apart",
     ):
         _ = TorchDistCheckpoint(copy / "release").specs
 

@@ -92,7 +92,8 @@ def test_transposed_fused_experts_are_refused(
     models.edit(source, name, models.tensors(source)[name].transpose(1, 2).contiguous())
     with pytest.raises(
         CkptkitError,
-        match=r"layers\.5\.mlp\.experts\.0\.gate_proj\.weight \[64, 192\] bfloat16: the config promises shape \[96, 128\]",
+        match=r"layers\.5\.mlp\.experts\.0\.gate_proj\.weight \[64, 192\] bfloat16: "
+        r"the config promises shape \[96, 128\]",
     ):
         convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,6 +1,7 @@
-"""Settings of a config that change no tensor: real Megatron computes transformers' logits with the right value, and others with a wrong one.
+"""Settings that change no tensor change logits: real Megatron agrees with transformers only if they are right.
 
-Weights are given to Megatron by name, float32, one process, on the CPU. Positions go far enough for scaled rotary frequencies to turn.
+Megatron runs on the CPU in one process and takes float32 weights by name. Positions go far enough for scaled rotary
+frequencies to turn.
 """
 
 from __future__ import annotations
