@@ -32,7 +32,7 @@ def small(form: huge.Form) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", get_args(huge.Form))
-def test_hf(form: huge.Form, tmp_path: Path) -> None:
+def test_huge_hf_release_has_the_tensors_counted_by_hand(form: huge.Form, tmp_path: Path) -> None:
     huge.make_hf(tmp_path / "hf", small(form), form, shards=3)
     found = HfCheckpoint(tmp_path / "hf")
     assert len(found.specs) == COUNTS[form]
@@ -59,7 +59,7 @@ def test_parts_of_quantized_weights() -> None:
     assert fp8["model.layers.1.mlp.gate.weight"].dtype == fp8["lm_head.weight"].dtype == "bfloat16"
 
 
-def test_megatron(tmp_path: Path) -> None:
+def test_huge_megatron_checkpoint_has_the_tensors_counted_by_hand(tmp_path: Path) -> None:
     huge.make_megatron(tmp_path / "megatron", small("bfloat16"))
     found = TorchDistCheckpoint(tmp_path / "megatron" / "release")
     assert len(found.specs) == MEGATRON

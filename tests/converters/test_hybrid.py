@@ -77,7 +77,7 @@ KINDS = ["linear_attention", "linear_attention", "linear_attention", "full_atten
         ),
     ],
 )
-def test_refused_by_name(name: str, change: Config, message: str) -> None:
+def test_config_that_is_unsupported_is_refused_by_name(name: str, change: Config, message: str) -> None:
     config = config_of(name)
     assert dims_of(config).layers == 12
     with pytest.raises(CkptkitError, match=message):
@@ -103,7 +103,7 @@ def test_a_multimodal_config_must_have_its_language_part(name: str, change: Conf
         ({"norm_topk_prob": False}, "qwen3_vl_moe with norm_topk_prob false is not supported"),
     ],
 )
-def test_qwen3_vl_refused_by_name(change: Config, message: str) -> None:
+def test_qwen3_vl_config_that_is_unsupported_is_refused_by_name(change: Config, message: str) -> None:
     with pytest.raises(CkptkitError, match=message):
         dims_of(changed(config_of("qwen3_vl_moe"), change))
 
@@ -141,7 +141,7 @@ def test_the_mtp_layer_follows_from_the_config(name: str, change: Config, layers
 @pytest.mark.parametrize(
     ("top", "text", "tied"), [(True, False, True), (False, True, False), (None, True, True), (None, None, False)]
 )
-def test_tied_embeddings_are_said_at_the_top(top: bool | None, text: bool | None, tied: bool) -> None:
+def test_tied_embeddings_are_read_from_the_top_level(top: bool | None, text: bool | None, tied: bool) -> None:
     """transformers reads the top, and writes a default of its own into qwen3_vl_moe's `text_config`."""
     config = changed(config_of("qwen3_vl_moe") | {"tie_word_embeddings": top}, {"tie_word_embeddings": text})
     assert dims_of(config).tied is tied
@@ -355,7 +355,7 @@ FULL_ATTENTION = {
 
 
 @pytest.mark.parametrize("name", list(SLIME))
-def test_in_slime_linear_attention_is_the_hf_module(name: str) -> None:
+def test_slime_dialect_keeps_linear_attention_as_the_hf_module(name: str) -> None:
     """The names are those in slime_plugins/models/qwen3_next.py and qwen3_5.py: `linear_attn` and `input_layernorm`."""
     config = config_of(name)
     root = "model.language_model." if "text_config" in config else "model."

@@ -280,7 +280,7 @@ def test_a_published_launch_script_that_agrees_with_the_release() -> None:
     assert wrong(GLM4_9B, ARGS_GLM4_9B) == []
 
 
-def test_a_published_launch_script_that_does_not() -> None:
+def test_published_launch_script_that_contradicts_the_release_is_found() -> None:
     """One token too many in every window, and the rotation of a model trained with contexts 32 times as long."""
     found = wrong(GPT_OSS_20B, ARGS_GPT_OSS_20B)
     assert found == [
@@ -321,7 +321,7 @@ def test_a_published_launch_script_that_does_not() -> None:
         (GPT_OSS_20B, {"mscale_all_dim": 1.0}, "mscale_all_dim", "0.0", "1.0"),
     ],
 )
-def test_one_wrong_argument(
+def test_megatron_argument_that_differs_is_the_only_finding(
     config: Mapping[str, Any], args: Mapping[str, Any], argument: str, expected: str, actual: str
 ) -> None:
     right = ARGS_GPT_OSS_20B | {"window_size": [127, 0], "yarn_original_max_position_embeddings": 4096}
@@ -371,7 +371,7 @@ def test_biased_experts_are_not_cut() -> None:
         ),
     ],
 )
-def test_refused_by_name(config: Mapping[str, Any], message: str) -> None:
+def test_config_that_is_unsupported_is_refused_by_name(config: Mapping[str, Any], message: str) -> None:
     with pytest.raises(CkptkitError, match=message):
         dims_of(config)
 
@@ -391,7 +391,7 @@ def test_rope_scaling_without_arguments_is_refused(config: Mapping[str, Any], ro
         megatron_args(dims_of({**config, "rope_scaling": config.get("rope_scaling", {}) | rope}))
 
 
-def test_gate_and_up_in_one_are_cut_apart() -> None:
+def test_fused_gate_up_op_keeps_rows_and_shards_both_halves() -> None:
     both = torch.tensor([[1], [2], [3], [4], [11], [12], [13], [14]])
     assert torch.equal(GateUpInOne().merge([both]), both)
     assert torch.equal(GateUpInOne().split(both)[0], both)

@@ -78,7 +78,7 @@ PROMISED = (
 )
 
 
-def test_a_promise_of_which_nothing_is_stored_is_a_note(tmp_path: Path) -> None:
+def test_config_with_an_mtp_layer_that_is_not_stored_gives_a_note(tmp_path: Path) -> None:
     """As releases that were pruned or quantized again: without the layer, and config.json as it was."""
     plain, back = tmp_path / "plain", tmp_path / "back"
     save("mtp", with_tensors(SMALL, lambda name: False), plain, torch.bfloat16)
@@ -90,7 +90,7 @@ def test_a_promise_of_which_nothing_is_stored_is_a_note(tmp_path: Path) -> None:
     assert filecmp.cmpfiles(plain, back, files, shallow=False) == (files, [], [])
 
 
-def test_megatron_without_the_layer_becomes_no_release_that_has_it(release: Path, tmp_path: Path) -> None:
+def test_megatron_without_the_mtp_layer_becomes_a_release_without_it(release: Path, tmp_path: Path) -> None:
     """A run without --mtp-num-layers takes config and tokenizer from a copy of the release that has no weights."""
     plain, bare = tmp_path / "plain", tmp_path / "bare"
     save("mtp", with_tensors(SMALL, lambda name: False), plain, torch.bfloat16)
@@ -167,6 +167,6 @@ def test_mimos_megatron_arguments_are_those_of_its_launch_script() -> None:
         ({"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers is '1', not a whole number"),
     ],
 )
-def test_what_a_mimo_config_may_not_say(change: dict[str, Any], message: str) -> None:
+def test_mimo_config_that_is_unsupported_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CkptkitError, match=message):
         dims_of(MIMO_7B_RL | change)

@@ -102,7 +102,9 @@ def quantized(checkpoint: Headers) -> None:
         (quantized, "is quantized"),
     ],
 )
-def test_refused(releases: PathOf, change: Callable[[Headers], None], message: str) -> None:
+def test_plan_of_unsupported_checkpoint_is_refused(
+    releases: PathOf, change: Callable[[Headers], None], message: str
+) -> None:
     checkpoint = headers(releases("glm4_moe"))
     assert to_megatron(checkpoint, "here")
     change(checkpoint)

@@ -123,5 +123,5 @@ def test_megatron_computes_the_logits_of_transformers(logits: dict[str, Tensor],
 
 
 @pytest.mark.parametrize("label", list(WRONG))
-def test_a_wrong_setting_shows(logits: dict[str, Tensor], label: str) -> None:
+def test_wrong_setting_changes_the_logits(logits: dict[str, Tensor], label: str) -> None:
     assert far(logits[label], logits[f"hf {WRONG[label][0]}"]) > 10 * TOLERANCE
