@@ -1,4 +1,4 @@
-"""Formats of quantized weights that are published as safetensors and that ckptkit does not read, told by the names of their tensors."""
+"""Recognizes quantized formats that ckptkit does not read, by the names of their tensors."""
 
 from __future__ import annotations
 
