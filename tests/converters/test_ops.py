@@ -45,7 +45,7 @@ def test_qkv_op_inverts_and_shards() -> None:
     assert torch.equal(op.shard(merged, 1, 2), rows(4, 5, 6, 7, 22, 23, 32, 33))
 
 
-def test_qkv_bias_op_inverts_and_shards() -> None:
+def test_qkv_bias_op_inverts() -> None:
     op = Qkv(heads=2, groups=1, head_dim=1)
     merged = op.merge([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4])])
     assert merged.tolist() == [1, 2, 3, 4]

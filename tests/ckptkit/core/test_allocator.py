@@ -1,4 +1,4 @@
-"""Large memory is made of huge pages, and goes back to the system when it is freed, wherever it lay; what is small is used again."""
+"""Large memory uses huge pages and returns to the system when freed, wherever it lay; small memory is reused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ if sys.argv[1] == "set up":
 import torch
 """
 
-# Matrices of so many MiB, each with something small behind it that stays, so that the heap cannot shrink below it: what is resident and unused.
+# Prints how much memory stays resident and unused after freeing matrices of so many MiB. A small block behind each
+# keeps the heap from shrinking.
 UNUSED = """
 size = int(sys.argv[2]) << 18
 torch.ones(size)  # glibc learns from the first that is freed

@@ -201,7 +201,7 @@ def too_coarse(path: Path, module: str, original: torch.Tensor, factor: float) -
 
 
 @pytest.mark.parametrize(("factor", "named"), [(2.0, True), (2.0, False), (1.0, True)])
-def test_quantization_steps_that_are_too_large_are_found(
+def test_quantization_steps_too_large_for_the_named_grid_are_found(
     factor: float, named: bool, int4: Path, copy_of: CopyOf, releases: PathOf, alone: RunAlone
 ) -> None:
     path = copy_of(int4)
