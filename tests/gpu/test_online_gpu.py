@@ -79,7 +79,7 @@ def result(request: pytest.FixtureRequest, runs: tuple[dict[str, dict[str, Any]]
     return request.param, found[request.param]
 
 
-def test_it_loads_and_generates(result: tuple[str, dict[str, Any]]) -> None:
+def test_int4_model_in_the_engine_loads_and_generates(result: tuple[str, dict[str, Any]]) -> None:
     family, steps = result
     packed = {name for name in steps["disk"]["tensors"] if name.endswith("w13_weight_packed")}
     assert packed == {f"model.layers.{layer}.mlp.experts.w13_weight_packed" for layer in PACKED[family]}

@@ -189,7 +189,7 @@ def test_the_quantized_router_is_named(family: str, cases: dict[str, Case], runs
     ]
 
 
-def test_verify_passes(cases: dict[str, Case]) -> None:
+def test_verify_against_sglang_on_the_gpu_passes(cases: dict[str, Case]) -> None:
     report = verify(cases["qmax7 qwen3_moe"].checkpoint, against=frozenset({"sglang"}))
     for line in (*report.findings, *report.checks, report.facts):
         print(line)

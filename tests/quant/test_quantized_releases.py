@@ -155,7 +155,7 @@ def errors(path: Path, source: Path | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize("name", RELEASES)
-def test_there_and_back(name: str, tmp_path: Path) -> None:
+def test_quantized_release_converted_to_megatron_and_back_is_dequantized(name: str, tmp_path: Path) -> None:
     release = RELEASES[name]
     save(release.case, CASES[release.case], tmp_path / "plain", torch.bfloat16)
     meant = quantized.write(tmp_path / "plain", tmp_path / "release", release.wanted, release.quantizer, release.edit)

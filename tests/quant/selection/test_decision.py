@@ -88,7 +88,7 @@ def test_linears_are_quantized_and_nothing_else(specs: Mapping[str, dict[str, Te
     assert kept_matrices == KEPT_MATRICES[family]
 
 
-def test_reasons(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
+def test_resolve_gives_the_reason_for_each_tensor(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     config = config_of("glm4_moe")
     verdicts = resolve(specs["glm4_moe"], config, scheme(*default_ignore(config), "re:.*self_attn.*"))
     reasons = {
@@ -121,7 +121,7 @@ def test_the_default_list_covers_what_slime_would_pack(specs: Mapping[str, dict[
     assert sorted(packed) == sorted(name for name in specs[family] if re.fullmatch(QUANTIZED[family], name))
 
 
-def test_the_default_list() -> None:
+def test_default_ignore_of_each_family_lists_what_stays_unpacked() -> None:
     assert default_ignore(config_of("qwen2-tied")) == ("model.embed_tokens", "lm_head")
     assert default_ignore(config_of("glm4_moe")) == ("model.embed_tokens", r"re:.*\.mlp\.gate(\.weight)?$", "lm_head")
     # Qwen2-MoE weighs its shared expert with a Linear of one output, which SGLang never packs.
