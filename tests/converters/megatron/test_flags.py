@@ -138,7 +138,7 @@ def test_a_pattern_is_what_megatron_evaluates_it_to(values: list[int], text: str
     assert eval(text) == values  # noqa: S307 - as Megatron's `moe_freq_type` does
 
 
-def test_the_command_line_needs_only_a_config(tmp_path: Path) -> None:
+def test_inspect_megatron_args_needs_only_a_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GLM_4_5))
     result = CliRunner().invoke(cli, ["inspect", "--megatron-args", str(tmp_path)])
     lines = result.output.splitlines()
@@ -163,7 +163,7 @@ moe_router_topk_scaling_factor padded_vocab_size
 
 
 @pytest.mark.parametrize("config", [QWEN3_30B_A3B, GLM_4_5])
-def test_nothing_is_missing_for_use_checkpoint_args(config: dict[str, Any]) -> None:
+def test_checkpoint_args_have_all_that_megatron_reads(config: dict[str, Any]) -> None:
     args = megatron_args(dims_of(config))
     assert [name for name in _TAKEN if name not in args] == []
     assert args["attention_dropout"] == args["hidden_dropout"] == 0.0
@@ -218,7 +218,7 @@ def comments(tmp_path: Path, config: dict[str, Any]) -> list[str]:
     ]
 
 
-def test_what_gemma3_needs_beyond_flags_is_said(tmp_path: Path) -> None:
+def test_gemma3_comments_name_what_flags_cannot_build(tmp_path: Path) -> None:
     """Megatron-Bridge's Gemma3ModelProvider has all of these, Megatron-LM's options none.
 
     sqrt(5376) is 73.3212, 168**-0.5 is 0.0771517.
@@ -239,7 +239,7 @@ def test_what_gemma3_needs_beyond_flags_is_said(tmp_path: Path) -> None:
     assert (as_json["rotary_base"], as_json["swiglu"]) == (1000000, False)
 
 
-def test_what_follows_from_the_head_size_and_is_not_scaled_needs_no_word(tmp_path: Path) -> None:
+def test_gemma3_1b_comments_leave_out_default_scales(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in comments(tmp_path, GEMMA_3_1B)] == [
         "the gated MLP of gelu's tanh approximation",
         "a rotary base of 10000 in layers with a window (--rotary-base is that of the others)",
@@ -249,13 +249,13 @@ def test_what_follows_from_the_head_size_and_is_not_scaled_needs_no_word(tmp_pat
 
 
 @pytest.mark.parametrize("config", [QWEN3_30B_A3B, GLM_4_5])
-def test_a_model_that_flags_build_has_no_comment(config: dict[str, Any], tmp_path: Path) -> None:
+def test_model_that_flags_build_has_no_comment(config: dict[str, Any], tmp_path: Path) -> None:
     assert comments(tmp_path, config) == []
     assert "no_argument_for" not in model_arguments(tmp_path)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_family_says_its_gate_and_its_rotary_embedding(name: str, tmp_path: Path) -> None:
+def test_flags_of_every_family_state_gate_and_rotary_embedding(name: str, tmp_path: Path) -> None:
     """Against the config classes of transformers: its activation, and how its rotary embedding is scaled."""
     config = CASES[name].config()
     text = config.get_text_config()

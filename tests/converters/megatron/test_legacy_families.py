@@ -50,7 +50,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", HOW)
-def test_it_comes_back(root: Path, tmp_path: Path, name: str) -> None:
+def test_legacy_save_comes_back_as_the_release(root: Path, tmp_path: Path, name: str) -> None:
     release = root / name / "release"
     assert len(list((root / name / "saved").rglob("model_optim_rng.pt"))) == 2
     convert(root / name / "saved", tmp_path / "back", hf=release)

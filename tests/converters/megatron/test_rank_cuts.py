@@ -97,7 +97,7 @@ def test_a_rank_of_eight_reads_its_part_and_no_more(in_chunks: PathOf) -> None:
         assert read_by(metadata, f"{MLP}.linear_fc1.weight", gate_up) == 2 * 36 * 128
 
 
-def test_kinds_of_rows_that_have_keys_of_their_own(in_chunks: PathOf) -> None:
+def test_rank_reads_only_its_part_of_keys_by_kind_of_row(in_chunks: PathOf) -> None:
     """Qwen3-Next's in_proj: each kind of row is a key, which ranks share."""
     path = in_chunks("qwen3_next") / "release"
     metadata = FileSystemReader(path).read_metadata()
@@ -190,7 +190,7 @@ def test_columns_are_cut_from_pieces_of_rows(
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "deepseek_v3", "qwen2-tied"])
 @pytest.mark.parametrize("pieces", [False, True])
-def test_the_way_back(
+def test_checkpoint_in_chunks_comes_back_as_the_release(
     in_chunks: PathOf, releases: PathOf, tmp_path: Path, streamed: Streamed, name: str, pieces: bool
 ) -> None:
     path = in_chunks(name)

@@ -26,7 +26,7 @@ GLM45 = shlex.split(
 )
 
 
-def test_what_is_read() -> None:
+def test_launch_arguments_are_read_with_defaults_and_last_value() -> None:
     assert LaunchArguments.read(GLM45) == LaunchArguments(tp=8, pp=7, ep=8, etp=1, last=2)
     assert LaunchArguments.read([]) == LaunchArguments()
     assert LaunchArguments.read(

@@ -37,7 +37,7 @@ def loads(report: Report) -> list[str]:
     return list(report.facts["what would be loaded"])
 
 
-def test_a_first_start(releases: PathOf, converted: PathOf) -> None:
+def test_preflight_of_a_first_start_passes(releases: PathOf, converted: PathOf) -> None:
     reference = converted(NAME)
     report = preflight(hf_checkpoint=releases(NAME), ref_load=reference, tp=2, pp=4, ep=4)
     assert report.findings == []
@@ -66,7 +66,7 @@ def test_a_resumed_run_loads_what_its_tracker_says(releases: PathOf, converted: 
     assert loads(report) == [f"actor loads {run_of / 'iter_0000010'} (Megatron): --ckpt-step 10 of --load"]
 
 
-def test_step_zero_is_no_step(run_of: Path) -> None:
+def test_step_zero_does_not_count_as_a_step(run_of: Path) -> None:
     assert "iter_0000020" in loads(preflight(load=run_of, ckpt_step=0))[0]
 
 
@@ -89,7 +89,7 @@ def test_a_save_directory_that_is_not_there_yet_is_a_warning(
     assert "so --ref-load is taken" in loads(report)[0]
 
 
-def test_and_an_error_where_there_is_nothing_to_fall_back_to(tmp_path: Path, only: OnlyFinding) -> None:
+def test_save_directory_missing_without_a_fallback_is_an_error(tmp_path: Path, only: OnlyFinding) -> None:
     report = preflight(load=tmp_path / "save")
     assert (only(report).code, only(report).severity) == ("CK711", "error")
     assert loads(report) == [
@@ -207,16 +207,16 @@ def test_verl_does_not_follow_a_tracker(converted: PathOf, only: OnlyFinding) ->
     )
 
 
-def test_verl_with_a_directory_that_is_none(tmp_path: Path, only: OnlyFinding) -> None:
+def test_verl_with_a_directory_that_does_not_exist_is_found(tmp_path: Path, only: OnlyFinding) -> None:
     assert only(preflight(ref_load=tmp_path / "nowhere", arguments=verl("ref", tmp_path / "nowhere"))).code == "CK712"
 
 
-def test_a_reference_that_is_not_there(tmp_path: Path, only: OnlyFinding) -> None:
+def test_reference_that_does_not_exist_is_found(tmp_path: Path, only: OnlyFinding) -> None:
     assert only(preflight(ref_load=tmp_path / "nowhere")).code == "CK712"
 
 
 @pytest.mark.parametrize("text", ["30", "soon"])
-def test_a_tracker_that_names_nothing(text: str, run_of: Path, only: OnlyFinding) -> None:
+def test_tracker_that_names_no_stored_iteration_is_found(text: str, run_of: Path, only: OnlyFinding) -> None:
     (run_of / TRACKER).write_text(text)
     finding = only(preflight(load=run_of))
     assert (finding.code, finding.file) == ("CK711", str(run_of / TRACKER))
