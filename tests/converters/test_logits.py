@@ -19,6 +19,7 @@ from torch import Tensor
 from ckptkit.app.api import convert
 from ckptkit.formats.hf.reader import HfCheckpoint
 from converters.ops.basic import GateUp, Qkv
+from converters.ops.shapes import cat
 from converters.planner import to_megatron
 from converters.rules import ParamMapping
 
@@ -30,7 +31,7 @@ Expansion = Iterator[tuple[str, tuple[str, ...]]]
 
 
 def gate_above_up_swapped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GateUp, "merge", lambda self, tensors: torch.cat([tensors[1], tensors[0]]))
+    patch.setattr(GateUp, "merge", lambda self, tensors: cat([tensors[1], tensors[0]]))
 
 
 def grouped(order: tuple[int, int, int]) -> Patch:
@@ -39,13 +40,13 @@ def grouped(order: tuple[int, int, int]) -> Patch:
     def merge(self: Qkv, tensors: list[Tensor]) -> Tensor:
         rest = tensors[0].shape[1:]
         parts = [part.reshape(self.groups, -1, self.head_dim, *rest) for part in tensors]
-        return torch.cat([parts[index] for index in order], dim=1).reshape(-1, *rest)
+        return cat([parts[index] for index in order], dim=1).reshape(-1, *rest)
 
     return lambda patch: patch.setattr(Qkv, "merge", merge)
 
 
 def qkv_not_grouped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Qkv, "merge", lambda self, tensors: torch.cat(list(tensors)))
+    patch.setattr(Qkv, "merge", lambda self, tensors: cat(list(tensors)))
 
 
 def renamed(swap: Callable[[str, tuple[str, ...]], tuple[str, ...]]) -> Patch:
