@@ -184,7 +184,7 @@ def test_config_with_several_groups_is_found_for_slime(tmp_path: Path) -> None:
     assert (finding.kind, finding.readers) == ("groups", ("slime",))
 
 
-def test_d8_draft_layers() -> None:
+def test_draft_layers_are_packed_by_slime_and_sglang_only() -> None:
     """compressed-tensors, transformers and vLLM do not build them; slime packs them; SGLang says model.decoder."""
     ignore, draft = list(default_ignore(GLM)), "model.layers.4"
     more = (f"{draft}.eh_proj", f"{draft}.self_attn.o_proj")
@@ -265,7 +265,7 @@ def test_d11_names_of_another_namespace() -> None:
     )
 
 
-def test_transformers_itself() -> None:
+def test_transformers_model_packs_linear_layers_only() -> None:
     """transformers' own model: Linear layers follow the same rule; fused experts are parameters and get nothing."""
     config = Qwen3MoeConfig(**{key: value for key, value in QWEN.items() if key != "model_type"})
     with torch.device("meta"):
