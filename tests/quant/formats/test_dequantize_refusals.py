@@ -1,4 +1,4 @@
-"""Quantized releases are refused by tensor name and file, before weights are read if headers suffice."""
+"""What is refused in a quantized release: errors name tensor and file and come from headers alone if possible."""
 
 from __future__ import annotations
 

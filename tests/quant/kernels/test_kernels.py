@@ -1,4 +1,4 @@
-"""The CPU kernel equals the formulas of `quant.formats.grids` and compressed-tensors itself, bit for bit."""
+"""The one-pass CPU kernel, bit for bit against the formulas of `quant.formats.grids` and compressed-tensors itself."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_several_matrices_and_many_callers() -> None:
 
 
 def test_after_a_fork() -> None:
-    """A child has none of its parent's threads. numpy compares, as torch's own threads do not survive a fork either."""
+    """A child process has none of its parent's threads. (numpy compares: torch's threads do not survive either.)"""
     weight = torch.randn(3000, 1024)
     expected = quantize_pack([weight], QuantScheme(32, "qmax7"), ["a"])[0].words.numpy().tobytes()
     child = os.fork()
@@ -188,9 +188,9 @@ def test_a_search_goes_through_the_same_door() -> None:
 
 
 def test_a_reciprocal_rounds_to_the_quotient_of_bfloat16() -> None:
-    """The CUDA kernel (`quant.kernels.triton_pairs`) multiplies instead of dividing.
+    """The CUDA kernel's substitute for division (`quant.kernels.triton_pairs`) is exact for all pairs of significands.
 
-    That is exact for every pair of significands, and powers of two change nothing.
+    Powers of two change nothing.
     """
     weight, scale = torch.meshgrid(torch.arange(128.0, 256.0), torch.arange(128.0, 256.0), indexing="ij")
     quotient = (weight.double() / scale.double()).bfloat16()

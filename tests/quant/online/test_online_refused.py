@@ -1,4 +1,4 @@
-"""The online quantizer refuses before a byte is sent, and reports incomplete tensors and updates."""
+"""What the online quantizer refuses before sending anything, and its errors for incomplete tensors and updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors are quantized and which ignore lists are refused, on transformers' classes for each family."""
+"""Which tensors are quantized and which ignore lists are refused, with transformers' classes for each family."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ QUANTIZED = {
     "qwen2-tied": r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight",
     "qwen2-untied": r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight",
     "qwen3_moe": r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.experts\.\d+\.(gate|up|down)_proj)\.weight",
-    "glm4_moe": r"model\.layers\.\d+\."
-    r"(self_attn\.[qkvo]_proj|mlp\.((experts\.\d+|shared_experts)\.)?(gate|up|down)_proj)\.weight",
+    "glm4_moe": (
+        r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|"
+        r"mlp\.((experts\.\d+|shared_experts)\.)?(gate|up|down)_proj)\.weight"
+    ),
 }
 KEPT_MATRICES = {
     "qwen2-tied": ["model.embed_tokens.weight"],
@@ -136,7 +138,7 @@ def test_default_ignore_of_each_family_lists_what_stays_unpacked() -> None:
 
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen2-untied"])
 def test_transformers_quantizes_the_same_modules(specs: Mapping[str, dict[str, TensorSpec]], family: str) -> None:
-    """compressed-tensors' own walk over the model, as transformers starts it. Fused experts are no modules to it."""
+    """compressed-tensors walks the real model as transformers starts it. (It sees no modules in fused experts.)"""
     config = config_of(family)
     ignore = (*default_ignore(config), r"re:model\.layers\.3\..*")
     with torch.device("meta"):
@@ -215,8 +217,8 @@ REFUSED = [
     (
         "qwen3_moe",
         (r"re:.*\.mlp\.gate(\.weight)?$", r"re:.*\.experts\.(5|6)\..*"),
-        r"SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack .*"
-        r"model\.layers\.\{0\.\.11\}\.mlp\.experts\.\{5\.\.6\}\.down_proj",
+        r"SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack "
+        r".*model\.layers\.\{0\.\.11\}\.mlp\.experts\.\{5\.\.6\}\.down_proj",
         r"re:.*\.experts\..*",
     ),
     (
