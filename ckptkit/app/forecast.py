@@ -14,7 +14,6 @@ import torch
 
 from ckptkit.app.plan import ConversionPlan
 from ckptkit.app.run_options import RunOptions
-from ckptkit.core.collector import uncollected
 from ckptkit.core.plan import read_and_held
 from ckptkit.storage.url import is_url
 from ckptkit.transfer.copy import STREAM, cores, may_stream, threads
@@ -62,7 +61,6 @@ def forecast(options: RunOptions, plan: ConversionPlan) -> Forecast:
     return replace(found, seconds=START + seconds)
 
 
-@uncollected()
 def forecast_bytes(options: RunOptions, plan: ConversionPlan) -> Forecast:
     """The bytes and the memory of a run, from its plan. Opens no file."""
     read, step = 0, 0

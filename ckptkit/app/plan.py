@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.collector import import_apart, uncollected
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.join import Joined
 from ckptkit.core.plan import View
@@ -72,7 +71,6 @@ class ConversionPlan:
         return {file: output for output in self.outputs for file in output.files.names}
 
 
-@uncollected()
 def make_plan(options: RunOptions, sources: Sources | None = None) -> ConversionPlan:
     """Plans what these options ask for. `sources` says where each source is read; None: at its own path.
 
@@ -184,7 +182,6 @@ def _hf_plan(
 ) -> ConversionPlan:
     layout = layout_for(view, layout)
     if options.scheme is not None:
-        import_apart("quant.planner")
         from quant.planner import packed_less, quantized, quantized_layout
 
         before = view

@@ -1,4 +1,4 @@
-"""The two protocols that everything else is written against: a checkpoint that is read, a checkpoint that is written."""
+"""The two protocols that everything else is written against: Checkpoint to read, CheckpointWriter to write."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ class CheckpointWriter(Protocol):
     """Takes each tensor once, in any order. Nothing is visible under the final path before `finish`."""
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Stores one tensor, whose memory may be used again afterwards. Raises CkptkitError when it was not announced or is written twice."""
+        """Stores one tensor, whose memory may be used again afterwards.
+
+        Raises CkptkitError when it is not what was announced or is written twice.
+        """
 
     def finish(self) -> None:
         """Completes the checkpoint. Raises CkptkitError when a tensor is missing."""

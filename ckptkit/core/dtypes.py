@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Name, bytes of an element, code in safetensors' header (https://github.com/huggingface/safetensors#format), storage class
+# Name, bytes of an element, code in safetensors' header (github.com/huggingface/safetensors#format), storage class
 # in torch.save's pickle, which torch_dist uses too (`torch/storage.py`). None: the format cannot hold it.
 _TABLE = (
     ("float64", 8, "F64", "DoubleStorage"),

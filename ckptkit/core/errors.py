@@ -8,9 +8,10 @@ from ckptkit.core.printable import printable
 
 
 class CkptkitError(Exception):
-    """What is wrong (naming file and tensor) and, as `hint`, what to do next, each on one line. The command line exits with code 2.
+    """What is wrong (naming file and tensor) and, as `hint`, what to do next, each on one line.
 
-    `details`: what is wrong one by one; `message` has all of them, and printed each has a line of its own.
+    The command line exits with code 2. `details`: what is wrong one by one; `message` has all of them, and printed each
+    has a line of its own.
     `resumable`: whether the same job may end well another time, so that what it has finished is worth keeping.
     """
 
@@ -29,7 +30,7 @@ class CkptkitError(Exception):
 
 
 class UnsupportedError(CkptkitError):
-    """A model or a format that is none of those that ckptkit reads. It says nothing of the checkpoint, which may be sound."""
+    """A model or a format that ckptkit does not read. The checkpoint may be sound."""
 
 
 class FinalError(CkptkitError):

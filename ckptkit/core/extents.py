@@ -21,7 +21,10 @@ class ByteRange(NamedTuple):
 
 
 class Reader(Protocol):
-    """Memory that byte ranges are read into. What it returns is valid until the next `load` or `read`. For one thread at a time."""
+    """Memory that byte ranges are read into, for one thread at a time.
+
+    What it returns is valid until the next `load` or `read`.
+    """
 
     def load(self, ranges: Iterable[ByteRange]) -> None:
         """Replaces what was loaded by these ranges. Nothing is loaded where they are too large together.
@@ -47,7 +50,10 @@ class Extent(Protocol):
     def crc(self) -> int | None: ...
 
     def read(self, reader: Reader, start: int, nbytes: int) -> memoryview:
-        """The next bytes, from `start`, where the last call ended, in the memory of `reader`. Raises OSError and CkptkitError."""
+        """The next bytes, in the memory of `reader`; `start` is where the last call ended.
+
+        Raises OSError and CkptkitError.
+        """
 
 
 class FileBacked(Checkpoint, Protocol):
@@ -57,10 +63,10 @@ class FileBacked(Checkpoint, Protocol):
         """What is read of local files to make these tensors. Opens no file."""
 
     def is_streamable(self, name: str) -> bool:
-        """Whether the bytes stand in files as they are and in order, so that they need not be held as a whole. Opens no file."""
+        """Whether the bytes stand in files as they are and in order, and need not be held whole. Opens no file."""
 
     def extents(self, name: str) -> Sequence[Extent] | None:
-        """Where they stand, one after the other; None where they do not. The last extent may be longer than the tensor."""
+        """Where they stand, in order; None where they do not. The last extent may be longer than the tensor."""
 
     def read(self, names: Sequence[str], reader: Reader | None = None) -> dict[str, Tensor]:
         """As `Checkpoint.read`; what `reader` has loaded is not read again, and tensors of it lie in its memory."""

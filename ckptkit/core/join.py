@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Joined:
-    """The tensors of two checkpoints, with the config of the first. Raises CkptkitError when both hold one of the same name."""
+    """The tensors of two checkpoints, with the config of the first. Raises CkptkitError when names collide."""
 
     def __init__(self, first: Checkpoint, second: Checkpoint) -> None:
         if both := sorted(first.specs.keys() & second.specs.keys()):

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Step:
     """A pure function from some tensors to others. `label` names it in `--dry-run`.
 
-    `is_byte_copy`: the bytes of the outputs, one after the other, are those of the inputs. Of a single input they may be
-    the first ones only.
+    `is_byte_copy`: the bytes of the outputs, one after the other, are those of the inputs. Of a single input they may
+    be the first ones only.
     """
 
     inputs: tuple[str, ...]
@@ -61,8 +61,10 @@ class Plan:
         require(self.where, used, sources)
         if left := sources - used - self.dropped:
             raise CkptkitError(
-                f"{self.where} holds {len(left)} tensor(s) that no rule of this model family knows: {summarize(sorted(left))}",
-                "nothing is converted, so that nothing is lost; check num_hidden_layers, num_nextn_predict_layers and the other sizes in config.json",
+                f"{self.where} holds {len(left)} tensor(s) that no rule of this model family knows: "
+                f"{summarize(sorted(left))}",
+                "nothing is converted, so that nothing is lost; check num_hidden_layers, num_nextn_predict_layers "
+                "and the other sizes in config.json",
             )
         made = Counter(spec.name for step in self.steps for spec in step.outputs)
         if twice := [name for name, count in made.items() if count > 1]:
@@ -136,7 +138,7 @@ class View:
         return step.is_byte_copy and all(is_streamable(self.source, source) for source in step.inputs)
 
     def extents(self, name: str) -> Sequence[Extent] | None:
-        """Where the bytes of a tensor stand in files, if every plan copies them and the tensor begins where an extent does."""
+        """Where the bytes of a tensor stand in files, if plans only copy them and it begins where an extent does."""
         step = self._step_of[name]
         if not step.is_byte_copy:
             return None
@@ -172,7 +174,7 @@ class View:
 
 
 def _joined_in_place(step: Step, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-    """The outputs of a byte copy without copying, where its inputs lie side by side in memory; None where they do not."""
+    """The outputs of a byte copy, not copied, where its inputs lie side by side in memory; None where they do not."""
     import torch
 
     if (

@@ -6,12 +6,12 @@ import json
 import unicodedata
 from typing import Any
 
-# Control and format characters (of which some turn the direction of the text round), halves of surrogate pairs, and separators of lines.
+# Control characters, format characters (some reverse the direction of text), surrogates, and line separators.
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def printable(text: str) -> str:
-    """The text on one line, with every character that cannot be seen, line breaks too, written as an escape (`\\x1b`)."""
+    """The text on one line: characters that cannot be seen, line breaks too, become escapes (`\\x1b`)."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(char if unicodedata.category(char) not in _HIDDEN else _escape(char) for char in text)

@@ -12,7 +12,10 @@ def refuse_int4_options(given: Sequence[str]) -> None:
     """Raises CkptkitError when a conversion that does not quantize was `given` options of INT4 (`--group-size`)."""
     if not given:
         return
-    hint = "leave it out, or add --quantize w4a16 on the way from Megatron to HF; `ckptkit quantize` makes INT4 of an HF checkpoint"
+    hint = (
+        "leave it out, or add --quantize w4a16 on the way from Megatron to HF; "
+        "`ckptkit quantize` makes INT4 of an HF checkpoint"
+    )
     if "--tp" in given:
         hint += "; what is converted to Megatron is not cut, and loads at any parallel size"
     raise CkptkitError(f"{', '.join(given)} is about INT4 weights, and has no effect without --quantize", hint)

@@ -35,11 +35,11 @@ class Files(Protocol):
     def size(self, file: str) -> int:
         """Bytes of a file."""
 
-    def around(self, file: str) -> tuple[int, bytes]:
-        """What stands in a file beside its tensors, and where."""
+    def extra_bytes(self, file: str) -> tuple[int, bytes]:
+        """Where bytes of a file stand that belong to no tensor, and these bytes."""
 
     def put(self, name: str, file: WrittenFile, piece: Piece) -> None:
-        """Writes one tensor to its place in the file that holds it, from pieces of its bytes of at most BUFFER that are asked for in order, each once."""
+        """Writes one tensor to its place in `file`, asking `piece` for its bytes in order, at most BUFFER at once."""
 
     def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:
         """Reads the tensors of a file back. Raises CkptkitError where it is damaged."""

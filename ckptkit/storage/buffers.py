@@ -36,7 +36,7 @@ def tensor_of(content: memoryview) -> Tensor:
 
 
 def elements(flat: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes, uint8 [bytes], as elements, [elements]: in the same memory, unless they begin where no such element may."""
+    """Bytes, uint8 [bytes], as elements, [elements]: in the same memory unless they are not aligned."""
     return (flat.clone() if flat.storage_offset() % dtype.itemsize else flat).view(dtype)
 
 
@@ -46,7 +46,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 def cuts(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of pieces of at most BUFFER bytes of what stands at `offset` of a file, cut at its multiples of BUFFER."""
+    """Begin and end of pieces of `nbytes` at `offset` of a file, cut where the file has multiples of BUFFER."""
     begin = 0
     while begin < nbytes:
         end = min(nbytes, (offset + begin) // BUFFER * BUFFER + BUFFER - offset)

@@ -1,4 +1,4 @@
-"""A directory to read: on this machine, or at a URL, of which small files and the headers of shards were brought here."""
+"""A directory to read: on this machine, or at a URL, with its small files and headers of shards copied here."""
 
 from __future__ import annotations
 

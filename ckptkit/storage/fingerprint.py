@@ -1,4 +1,4 @@
-"""What tells that files are those that were seen before, without reading them."""
+"""Tells whether files are those that were seen before, without reading them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptkit.storage.directory import Directory, directory
 
 
 def fingerprint(folders: Iterable[Path | Directory]) -> str:
-    """SHA-256 over path, size and last change of every file below these folders; at a URL, over what its store says of each."""
+    """SHA-256 over path, size and last change of every file below these folders; at a URL, over what the store says."""
     digest = hashlib.sha256()
     for folder in map(directory, folders):
         if folder.remote is not None:

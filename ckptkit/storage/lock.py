@@ -1,7 +1,7 @@
 """A lock file that one process at a time holds, on whatever machine it runs, and that no dead process holds.
 
-The kernel's own lock (flock) is on the file, so a process that is killed lets go of it. NFS has it on the server and Lustre where it is
-mounted with `flock`. On a file system without such locks the file itself is the lock; then a crash leaves one that must be removed.
+The file has the kernel's own lock (flock), which a process that is killed lets go. NFS has such locks on the server,
+Lustre where it is mounted with `flock`. Elsewhere the file itself is the lock, and after a crash must be removed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MOST = 1000  # bytes of a lock file that are read
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the lock file `path`, which is made, and removed when the block ends. Raises CkptkitError when another run holds it."""
+    """Holds the lock file `path` while the block runs. Raises CkptkitError when another run holds it."""
     descriptor = _acquired(path)
     try:
         yield
     finally:
-        # Removed while it is held: whoever has opened it already finds another file or none at its path, and tries again.
+        # Removed while it is held: who has opened it already finds no such file at its path, and tries again.
         path.unlink(missing_ok=True)
         os.close(descriptor)
 
@@ -96,7 +96,8 @@ def _opened(path: Path) -> tuple[int, bool]:
 def _unusable(path: Path, why: str | None) -> CkptkitError:
     return CkptkitError(
         f"{path}: {why}",
-        "it keeps two runs from writing to one destination: make its directory writable, or remove what is in its place",
+        "it keeps two runs from writing to one destination: make its directory writable, "
+        "or remove what is in its place",
     )
 
 
@@ -114,7 +115,7 @@ def _try(descriptor: int, kind: int) -> str:
 
 
 def _words(path: Path, descriptor: int) -> str:
-    """Who has written the lock file. Raises CkptkitError when it is a file of somebody else's, which must not be written over."""
+    """Who has written the lock file. Raises CkptkitError when it is no lock file, and must not be written over."""
     content = os.pread(descriptor, _MOST, 0).decode(errors="replace")
     if content and not (found := _CONTENT.fullmatch(content)):
         raise _unusable(path, "is no lock file of ckptkit")

@@ -1,7 +1,7 @@
-"""Whether two directories share something on disk, however they are spelled: links, and mounts that show a directory in a second place.
+"""Tells whether two directories share something on disk, by whatever links and mounts they are reached.
 
-What is compared is the device and the inode of files and directories. A file system that is mounted a second time as a device of its own
-(NFS without a shared cache, FUSE) or that is seen through an overlay has other numbers, and is not recognised.
+It compares the device and the inode of files and directories. A file system that is mounted a second time as a device
+of its own (NFS without a shared cache, FUSE), or seen through an overlay, has other numbers and is not recognised.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Identity = tuple[int, int]
 
 
 def overlaps(target: Path, source: Path) -> bool:
-    """Whether writing or replacing the directory `target`, which need not exist, would change what is read at `source`. Raises OSError."""
+    """Whether writing or replacing directory `target`, which need not exist, would change `source`. Raises OSError."""
     if not source.exists():
         return False
     folders = {_identity(found) for _, found in _tree(source) if stat.S_ISDIR(found.st_mode)}
@@ -25,9 +25,9 @@ def overlaps(target: Path, source: Path) -> bool:
 
 
 def _read(root: Path) -> Iterator[Identity]:
-    """What would be lost with the only name it has: directories, files, and whatever links lead to.
+    """What would be lost: directories, files with one name, and whatever links lead to.
 
-    A file that has a second name (a hard link) stays when the other one is removed, and nothing is ever written in place.
+    A file with a second name (a hard link) stays when the first is removed, and nothing is written in place.
     """
     for path, found in _tree(root):
         if not stat.S_ISLNK(found.st_mode):

@@ -1,6 +1,6 @@
 """Reads bytes of files, large pieces past the page cache where the file system allows it (open(2), O_DIRECT).
 
-A checkpoint is read once. Keeping it in the page cache costs the kernel a page for each 4 KiB, and the machine what it had cached.
+A checkpoint is read once. Caching it costs the kernel a page for each 4 KiB, and the machine what it had cached before.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class FileExtent:
 
 
 def _read_range(wanted: ByteRange, memory: Tensor) -> Tensor:
-    """Reads the blocks of a range into memory on whole blocks. Returns the range, or what of it is before the file's end."""
+    """Reads the blocks of a range into memory on whole blocks. Returns the range, or what the file has of it."""
     low, high = _blocks(wanted)
     with InputFile(wanted.path) as file:
         count = file.read_blocks(bytes_of(memory[: high - low]), low)

@@ -1,4 +1,4 @@
-"""A directory at a URL (`s3://`, `gs://`, `hf://`, whatever fsspec knows): list it, read parts of its files, upload, remove; errors in words.
+"""Lists, reads, uploads and removes files of a directory at a URL: `s3://`, `gs://`, `hf://`, whatever fsspec knows.
 
 Credentials, endpoints and retries are those of the library behind the URL.
 """
@@ -67,7 +67,7 @@ class StoreError(CkptkitError):
 
 @dataclass(frozen=True)
 class Store:
-    """The directory at `url`. Every method raises CkptkitError with the next move: what is absent, not permitted or not reached."""
+    """The directory at `url`. Every method raises StoreError for what is absent, not permitted or not reached."""
 
     url: str
 
@@ -95,19 +95,19 @@ class Store:
         return f"{self.url.rstrip('/')}/{name}"
 
     def top(self) -> list[str]:
-        """Names of the files and directories in the directory itself; none where there is nothing. Asks the store, not a cache."""
+        """Names of the files and directories in the directory itself. Asks the store, not a cache."""
         filesystem, root = self._opened
         with _explained(self.url):
             filesystem.invalidate_cache()
             try:
                 found = filesystem.ls(root, detail=False)
             except FileNotFoundError:
-                # In a bucket there are no directories: where nothing was written yet is empty. Without a bucket this raises too.
+                # A bucket has no directories: where nothing was written is empty. Without a bucket this raises too.
                 found = filesystem.find(root)
         return sorted(name for entry in found if (name := _below(root, entry)))
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """What the store says of each file below the directory, by the name relative to it: `size` in bytes, and what else it knows."""
+        """What the store says of each file below the directory, by relative name: `size` in bytes, and more."""
         filesystem, root = self._opened
         with _explained(self.url):
             filesystem.invalidate_cache()
@@ -133,7 +133,7 @@ class Store:
         return content
 
     def read_into(self, name: str, buffer: memoryview, offset: int) -> int:
-        """Fills `buffer` with the bytes of a file from `offset` on. Returns how many came: fewer where the file ends."""
+        """Fills `buffer` with bytes of a file from `offset` on. Returns how many came: fewer where the file ends."""
         done = 0
         while done < len(buffer):
             stop = min(len(buffer), done + _PART * _AT_ONCE)
@@ -199,7 +199,10 @@ class Store:
 
 
 def _below(root: str, path: str) -> str:
-    """The name of `path` relative to `root`, empty for `root` itself. Raises CkptkitError for one that would lead out of it: a store takes any key."""
+    """The name of `path` relative to `root`, empty for `root` itself.
+
+    A store takes any key: raises CkptkitError for one that would lead out of `root`.
+    """
     name = path.removeprefix(root).removeprefix("/").rstrip("/")
     if not path.startswith(root) or (name and {"", ".", ".."} & set(name.split("/"))):
         raise CkptkitError(f"{root} holds {path!r}, which is no file of this directory", "remove it from the store")
@@ -220,7 +223,7 @@ def _explained(url: str) -> Iterator[None]:
 
 
 def _raised() -> tuple[type[Exception], ...]:
-    """What a file system raises: of `_RAISED` the libraries that have been imported, since the others cannot have raised anything."""
+    """What a file system may raise: of `_RAISED`, what is of libraries that have been imported."""
     of_libraries = [getattr(sys.modules[module], name) for module, name in _RAISED if module in sys.modules]
     return (OSError, ValueError, ImportError, NotImplementedError, *of_libraries)
 

@@ -8,7 +8,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes `text` in the place of `path`, under a name of its own until it is whole. A link there is replaced, not followed. Raises OSError."""
+    """Writes `text` in place of `path`, under another name until it is whole. Raises OSError.
+
+    A link at `path` is replaced, not followed.
+    """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

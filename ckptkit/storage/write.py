@@ -1,6 +1,7 @@
-"""Writes bytes to their places in files, by regions of BUFFER bytes: threads fill them, and the one that completes a region writes it.
+"""Writes files by regions of BUFFER bytes: threads fill them, and the one that completes a region writes it.
 
-A disk is fastest with few large requests. Past the page cache (`ckptkit.storage.read`) they have to be whole blocks as well, which tensors are not.
+A disk is fastest with few large requests. Past the page cache (`ckptkit.storage.read`) they must be whole blocks as
+well, which tensors are not.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from numpy.typing import NDArray
 from ckptkit.storage.buffers import BUFFER, copy_bytes, cuts, new_buffer
 from ckptkit.storage.read import BLOCK, LARGE, UNSUPPORTED, reopened
 
-# Regions that may be open, and how many more for each thread that fills them: a dense layer's matrices that are cut by columns fill 20 at a time.
+# Regions that may be open, and how many more a thread: matrices of a dense layer, cut by columns, fill 20 at a time.
 _OPEN, _OF_THREAD = 24, 2
 
 
 @dataclass
 class _Region:
-    """BUFFER bytes of a file from `begin` on, or those up to its end. `filled`: which have come, `count` of them; `users` are copying more."""
+    """BUFFER bytes of a file from `begin` on, or those up to its end.
+
+    `filled`: which have come, `count` of them in all. `users`: threads that are copying more.
+    """
 
     file: WrittenFile
     begin: int

@@ -48,8 +48,8 @@ def copy(
 ) -> None:
     """Writes every tensor of `source`, or `only` some; on any error the writer discards what it has begun.
 
-    `workers` threads (None: `threads`) each take a few groups from reading to writing, groups in order, at most `memory` bytes of them
-    at a time, or one. What is written does not depend on either.
+    `workers` threads (None: `threads`) each take a few groups from reading to writing. Groups go in order, at most
+    `memory` bytes of them at a time, or one. What is written does not depend on either.
     """
     groups = (
         source.groups
@@ -73,14 +73,17 @@ def cores() -> int:
 
 
 def threads(memory: int) -> int:
-    """How many move groups unless it is said: one a core and SPARE more, and of the buffers of all no more than `memory`."""
+    """The default number of workers: one a core and SPARE more, with buffers of no more than `memory` together."""
     return min(cores() + SPARE, max(1, memory // STREAM))
 
 
 def _copied(
     source: Checkpoint, groups: Sequence[Names], writer: CheckpointWriter, workers: int, memory: int, total: int
 ) -> Iterator[int]:
-    """Moves these groups, of `total` bytes. Yields the bytes of each batch that has been written. Raises FinalError for the source."""
+    """Moves these groups, of `total` bytes. Yields the bytes of each batch that has been written.
+
+    Raises FinalError for what is wrong with the source: once it is mended, it is another source.
+    """
     readers = [FileReader() for _ in range(workers)]
 
     def move(batch: _Batch) -> int:

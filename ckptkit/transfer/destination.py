@@ -24,9 +24,10 @@ _PARTIAL = ".partial"
 def check_destination(
     path: Path, sources: Iterable[Path | None] = (), *, overwrite: bool = False, resume: bool = False
 ) -> None:
-    """Raises CkptkitError when `path` may not be written: a run is writing it, or something is there and not `overwrite`, or a dead run's
+    """Raises CkptkitError when `path` may not be written.
 
-    `.partial` and neither `overwrite` nor `resume`.
+    That is: a run is writing it; something is there, without `overwrite`; or a dead run's `.partial` is there, with
+    neither `overwrite` nor `resume`.
 
     Even with `overwrite` only a checkpoint or an empty directory is replaced, and never one of `sources`, or anything
     around or inside them, by whatever path, link or mount it is reached.
@@ -84,9 +85,9 @@ def new_directory(
 ) -> Iterator[tuple[Path, Journal]]:
     """A `.partial` directory that becomes `path` when the block ends well, and its journal.
 
-    When it ends badly the directory stays if a file in it is finished, and is removed if none is, or if the error says that the same job
-    cannot go on (`CkptkitError.resumable`). `resume` goes on with what a run that was asked for the same (`asked`, as JSON) has left, or
-    begins where there is none. Raises CkptkitError while another run has such a directory for `path`, on this machine or another one.
+    When it ends badly the directory is removed if no file in it is finished, or if the same job cannot go on
+    (`CkptkitError.resumable`). `resume` goes on with what a run with the same `asked` (as JSON) has left, if anything.
+    Raises CkptkitError while another run, on whatever machine, has such a directory for `path`.
     """
     check_destination(path, overwrite=overwrite, resume=resume)
     target = path.resolve()
@@ -149,12 +150,12 @@ def _partial(path: Path) -> Path:
 
 
 def _lock(partial: Path) -> Path:
-    """The lock file of the run that writes a `.partial`. It lies beside it, since the directory itself comes and goes."""
+    """The lock file of the run that writes a `.partial`: beside it, since the directory itself comes and goes."""
     return partial.with_name(partial.name + ".lock")
 
 
 def _replace(partial: Path, path: Path) -> Path | None:
-    """Puts `partial` in the place of `path`. Returns the directory that what was there has been moved into; on an error it is put back."""
+    """Renames `partial` to `path`. Returns the directory that now holds what was there; on an error it is put back."""
     if not path.exists():
         os.rename(partial, path)
         return None

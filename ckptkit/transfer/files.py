@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class FilesWriter:
-    """A CheckpointWriter of these files, or `only` of some of them; then what makes a checkpoint of them is not written.
+    """A CheckpointWriter of these files; or `only` of some, and then not of what makes a checkpoint of them.
 
-    Tensors come in any order and from any thread, each once, and go straight to their places. A file has a name of its own until it is
-    whole; then `whole` is called, by the thread that wrote its last tensor, with the file and the digests of its tensors. `may_name` is
-    called before a file gets its name, and raises when the files at `root` are no longer this writer's.
+    Tensors come in any order and from any thread, each once, and go straight to their places. A file has another name
+    until it is whole; then `whole` is called with the file and the digests of its tensors, by the thread that wrote its
+    last one. `may_name` is called before a file gets its name, and raises when `root` is no longer this writer's.
     """
 
     def __init__(
@@ -63,7 +63,10 @@ class FilesWriter:
         self._put(name, file, lambda begin, end: view[begin:end], lambda: None)
 
     def write_extents(self, name: str, extents: Sequence[Extent], reader: Reader) -> None:
-        """Stores a tensor whose bytes stand in files, without holding all of them. The last extent may be longer than the tensor."""
+        """Stores a tensor whose bytes stand in files, a piece at a time.
+
+        The last extent may be longer than the tensor.
+        """
         nbytes = sum(extent.nbytes for extent in extents)
         with self._lock:
             if name not in self._waiting or nbytes < self._files.specs[name].nbytes:
@@ -88,16 +91,15 @@ class FilesWriter:
         self._written(name, TensorDigest.known(self._files.specs[name], digest.hexdigest()))
 
     def _opened(self, file: str) -> WrittenFile:
-        """A file that is made when its first tensor comes, under a name of its own: of two processes that write it neither disturbs the other."""
+        """A file, made when its first tensor comes, under a unique name: processes that write the same do not clash."""
         if file not in self._open:
             path = self._root / file
-            path.parent.mkdir(
-                exist_ok=True
-            )  # and no root: where it is gone the output is whole, and this process was thought dead
+            # Not the root: where it is gone the output is whole, and this process was thought dead.
+            path.parent.mkdir(exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
             os.fchmod(descriptor, 0o644)
             self._open[file] = WrittenFile(descriptor, self._files.size(file), self._regions), Path(temporary)
-            offset, content = self._files.around(file)
+            offset, content = self._files.extra_bytes(file)
             self._open[file][0].write(content, offset)
         return self._open[file][0]
 
@@ -146,7 +148,10 @@ class _Stream:
         return new_buffer(BUFFER).data
 
     def piece(self, begin: int, end: int) -> memoryview:
-        """The next bytes, valid until the next call. Raises OSError, and CkptkitError where an extent does not match its checksum."""
+        """The next bytes, valid until the next call.
+
+        Raises OSError, and CkptkitError where an extent does not match its checksum.
+        """
         part = self._next(end - begin)
         if len(part) == end - begin:
             return part

@@ -1,4 +1,4 @@
-"""What a run that died has finished: in `.ckptkit/` of its directory, a record for every file that is whole, and what the run was asked for."""
+"""Remembers what a run has finished, for --resume: in `.ckptkit/`, what was asked for and a record a whole file."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _STOPPED = ".stopped"
 
 
 class Journal:
-    """The journal of the output that is growing at `root`. Processes and machines that write files of one output share it.
+    """The journal of the output that is growing at `root`, shared by the processes and machines that write it.
 
-    A record is written after its file has its name, and appears at once and whole. `mark`: the run that is worked for (`begin_run`).
+    A record appears whole, after its file has its name. `mark`: the run that is worked for (`begin_run`).
     """
 
     def __init__(self, root: Path, mark: str | None = None) -> None:
@@ -41,12 +41,13 @@ class Journal:
         if differ := [key for key in {**before, **asked} if before.get(key) != asked.get(key)]:
             key = differ[0]
             raise CkptkitError(
-                f"{self._root} cannot be resumed: its {key} was {_short(before.get(key))}, and is {_short(asked.get(key))} now",
+                f"{self._root} cannot be resumed: its {key} was {_short(before.get(key))}, "
+                f"and is {_short(asked.get(key))} now",
                 "give the same command and source, or start again with --overwrite",
             )
 
     def begin_run(self) -> str:
-        """Marks a run as going on, for what works for it elsewhere. Returns the mark, for `Journal(root, mark)` there."""
+        """Marks a run as going on. Returns the mark, for `Journal(root, mark)` in what works for it elsewhere."""
         mark = f"{_RUN}{secrets.token_hex(8)}"
         (self._folder / mark).touch()
         return mark
@@ -97,7 +98,10 @@ class Journal:
         return digests if len(digests) == len(found) else None
 
     def intact(self, file: str, files: Files) -> bool:
-        """Whether a file was finished and its bytes still are what they were: a machine that went down may have lost the last of them."""
+        """Whether a file was finished and its bytes are what they were.
+
+        A machine that went down may have lost the last of them.
+        """
         digests = self.recorded(file)
         if digests is None:
             return False

@@ -1,7 +1,8 @@
-"""`ckptkit.json`: a digest of every tensor and side file of a checkpoint, and what it was made from, to prove a copy of it later.
+"""Reads and writes `ckptkit.json`: digests of tensors and side files, to prove a copy later, and their source.
 
-Digests are BLAKE3 of the bytes of a tensor as it lies in memory (little-endian, row-major): nobody can make other weights with the same
-digest. A manifest proves what it is kept apart from: whoever can change weights can write a new manifest beside them.
+Digests are BLAKE3 of the bytes of a tensor as it lies in memory (little-endian, row-major): nobody can make other
+weights with the same digest. A manifest proves what it is kept apart from: whoever can change weights can write a new
+manifest beside them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ SCHEMA = f"{_SCHEMAS}2"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest promises. Tensors have the names of the format on disk; of Megatron's, those of global tensors. Files are relative."""
+    """The digests of a manifest.
+
+    Tensors have the names of the format on disk, Megatron's those of global tensors. Files are relative to the root.
+    """
 
     tensors: Mapping[str, TensorDigest]
     files: Mapping[str, str]
@@ -65,8 +69,8 @@ def digests_of(checkpoint: Checkpoint, workers: int | None = None) -> dict[str, 
 def described_files(location: Location, beside: Sequence[Path] = ()) -> dict[str, str]:
     """BLAKE3 of what belongs to a checkpoint besides its tensors, by path relative to its root.
 
-    In an HF directory: config, tokenizer, templates, code. In a Megatron one: the iteration's metadata and everything below `hf/` and the
-    directories `beside`.
+    In an HF directory: config, tokenizer, templates, code. In a Megatron one: the iteration's metadata, and everything
+    below `hf/` and the directories `beside`.
     """
     if location.kind == "hf":
         found: Iterable[Path] = (location.path / relative for relative in side_files(location.path))
@@ -94,7 +98,7 @@ def file_digest(path: Path) -> str:
 def lineage_of(location: Location) -> dict[str, str]:
     """What identifies a source: its own manifest where that has digests, else the headers of its files and their sizes.
 
-    Headers tell one release from another, and not whether its weights were changed: for that, make a manifest of the source first.
+    Headers tell releases apart, not whether weights were changed: for that, make a manifest of the source first.
     """
     manifest = location.root / MANIFEST
     if manifest.exists() and "tensors" in read_json(manifest):
@@ -117,7 +121,9 @@ def _header(path: Path) -> bytes:
 
 
 def replaceable_manifest(target: Path, chosen: bool, checkpoint: str | Path) -> dict[str, Any]:
-    """What stands at `target`, where a manifest of `checkpoint` may be written: nothing, or one without digests. `chosen`: its place was asked for.
+    """What stands at `target`, where a manifest of `checkpoint` may be written: nothing, or one without digests.
+
+    `chosen`: its place was asked for.
 
     Raises CkptkitError for anything else, and for a name that loaders read.
     """

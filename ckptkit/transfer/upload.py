@@ -1,4 +1,4 @@
-"""An HF directory that grows at a URL: shards go there as they are finished, and only `finish` makes a checkpoint of them."""
+"""Uploads an HF directory to a URL: shards as they are finished, and last what makes a checkpoint of them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _MARKS = ("config.json", MANIFEST, _PARTIAL)
 class Upload:
     """Uploads the files of an HF directory to `url`. Threads may share it.
 
-    A store cannot rename, so files get their names at once; `config.json` and the index are held back until `finish`. Beginning raises
-    CkptkitError as `check_upload` does, and where nothing may be written there.
+    A store cannot rename, so files get their names at once; `config.json` and the index are held back until `finish`.
+    Beginning raises CkptkitError as `check_upload` does, and where nothing may be written there.
     """
 
     def __init__(self, url: str, overwrite: bool = False, sources: Iterable[str | Path | None] = ()) -> None:
@@ -38,7 +38,7 @@ class Upload:
         self._store.write(_PARTIAL, b"\n")
 
     def put(self, file: Path, name: str) -> None:
-        """Uploads a whole file of this machine as `name`, relative to the URL; it is not needed here any more when this returns."""
+        """Uploads a whole file of this machine as `name`, relative to the URL; it may be removed afterwards."""
         if name in _LAST:
             self._held[name] = file.read_bytes()
             return
@@ -58,7 +58,7 @@ class Upload:
         self._store.remove([_PARTIAL])
 
     def discard(self) -> str:
-        """Removes what was put, the index first, as far as the store can still be reached. Returns what became of it, to tell."""
+        """Removes what was put, the index first, if the store can be reached. Returns what became of it, in words."""
         # The error that led here says more; and what stays says itself that it did not finish.
         try:
             _remove(self._store, self._there)
@@ -89,10 +89,10 @@ class _Uploading(Journal):
 def new_upload(
     url: str, *, overwrite: bool = False, sources: Iterable[str | Path | None] = ()
 ) -> Iterator[tuple[Path, Journal]]:
-    """A temporary directory of this machine that becomes the HF directory at `url` when the block ends well, and its journal.
+    """A temporary directory that becomes the HF directory at `url` when the block ends well, and its journal.
 
-    A file that is recorded there goes up at once and is removed here, the others at the end. When the block ends badly what went up is
-    removed. Raises CkptkitError as `Upload` does, and when there is no room here.
+    A file that is recorded there goes up at once and is removed here, the others at the end. When the block ends badly,
+    what went up is removed. Raises CkptkitError as `Upload` does, and when there is no room here.
     """
     with tempfile.TemporaryDirectory(prefix="ckptkit-") as folder:
         root, upload = Path(folder), Upload(url, overwrite, sources)
@@ -107,17 +107,17 @@ def new_upload(
         except BaseException as error:
             became = upload.discard()
             if isinstance(error, OSError):
-                hint = f"files are whole in {tempfile.gettempdir()} before they go up: make room there, or set TMPDIR; {became}"
-                raise CkptkitError(f"writing {url}: {error}", hint) from error
+                room = f"files are whole in {tempfile.gettempdir()} before they go up: make room there, or set TMPDIR"
+                raise CkptkitError(f"writing {url}: {error}", f"{room}; {became}") from error
             error.add_note(became)
             raise
 
 
 def check_upload(url: str, overwrite: bool, sources: Iterable[str | Path | None] = ()) -> list[str]:
-    """The names of what is at `url` and will be replaced. Raises CkptkitError when it may not be: there is something, and not `overwrite`.
+    """The names of what is at `url` and will be replaced. Raises CkptkitError for anything there, without `overwrite`.
 
-    Even with `overwrite` only a checkpoint is replaced, or what an upload left that did not finish, and never one of `sources`, or
-    anything around or inside them.
+    Even with `overwrite` only a checkpoint is replaced, or what an unfinished upload left, and never one of `sources`,
+    or anything around or inside them.
     """
     if "::" in url:
         raise CkptkitError(f"{url} is a chain of URLs, which can only be read", "give the URL of the store itself")

@@ -37,7 +37,7 @@ from converters.planner import dims_of, to_hf, to_megatron
         ("model_type", ["glm4_moe"], "is not supported"),
     ],
 )
-def test_refused_by_name(key: str, value: object, message: str) -> None:
+def test_config_that_is_unsupported_is_refused_by_name(key: str, value: object, message: str) -> None:
     config = models.configs()["glm4_moe"].to_dict()
     assert dims_of(config).experts == 12
     with pytest.raises(CkptkitError, match=message):
@@ -48,7 +48,7 @@ def test_refused_by_name(key: str, value: object, message: str) -> None:
     ("key", "default"),
     [("n_group", 1), ("topk_group", 1), ("first_k_dense_replace", 1), ("routed_scaling_factor", 1.0)],
 )
-def test_null_means_the_default(key: str, default: float) -> None:
+def test_config_value_of_null_means_the_default(key: str, default: float) -> None:
     config = models.configs()["glm4_moe"].to_dict()
     assert dims_of(config | {key: None}) == dims_of(config | {key: default})
 
@@ -69,7 +69,7 @@ def test_rope_scaling_is_refused_where_megatrons_arguments_could_not_say_it(
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.float64, torch.float8_e4m3fn])
-def test_what_is_no_weight_dtype_is_refused(releases: PathOf, dtype: torch.dtype) -> None:
+def test_dtype_that_weights_cannot_have_is_refused(releases: PathOf, dtype: torch.dtype) -> None:
     config = models.configs()["qwen2-tied"].to_dict()
     tensors = {name: tensor.to(dtype) for name, tensor in models.tensors(releases("qwen2-tied")).items()}
     with pytest.raises(CkptkitError, match="a weight must be bfloat16, float16 or float32"):

@@ -1,6 +1,7 @@
-"""Every family, every test: the same bytes after HF -> Megatron -> HF, and real Megatron computing the reference's logits.
+"""Every family comes back byte for byte from Megatron, and real Megatron computes the reference's logits.
 
-A round trip cannot see a mapping that is wrong in both directions; logits can, and each rule is made wrong in every way to show it.
+A round trip cannot see a mapping that is wrong in both directions, but logits can.
+To show it, each rule is made wrong in every way.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def test_every_family_has_a_case() -> None:
 
 
 @pytest.mark.parametrize(("name", "fused"), LAYOUTS)
-def test_same_files_byte_for_byte(tmp_path: Path, name: str, fused: bool) -> None:
+def test_roundtrip_gives_the_same_files_byte_for_byte(tmp_path: Path, name: str, fused: bool) -> None:
     save(name, CASES[name], tmp_path / "release", torch.bfloat16, fused=fused)
     convert(tmp_path / "release", tmp_path / "megatron")
     convert(tmp_path / "megatron", tmp_path / "back")
@@ -97,7 +98,7 @@ def proofs(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_megatron_loads_it_strictly(proofs: Any, name: str) -> None:
+def test_megatron_loads_the_conversion_strictly(proofs: Any, name: str) -> None:
     answer, _, _ = proofs(name)
     assert answer.unexpected == []
     never_asked_for = set(answer.missing)
@@ -125,7 +126,7 @@ def test_megatrons_mtp_layer_computes_the_logits_of_the_reference(proofs: Any, n
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_every_wrong_mapping_shows(proofs: Any, name: str) -> None:
+def test_wrong_mapping_changes_the_logits(proofs: Any, name: str) -> None:
     """A change smaller than ten times the tolerance would let a wrong mapping pass for a right one."""
     answer, _, _ = proofs(name)
     assert len(answer.mutated) > 20

@@ -1,6 +1,6 @@
-"""What makes models differ, each in a test of its own: which HF rows must lie where in Megatron's tensors, written out by hand.
+"""Each feature in which models differ puts the right HF rows into Megatron's tensors. Expectations are written by hand.
 
-Sizes: 10 heads of 32 in 2 query groups, so 5 heads a group; 12 experts; decoder layers 0 to 11, the MTP layer is HF's 12.
+Sizes: 10 heads of 32 in 2 query groups, so 5 heads a group; 12 experts; decoder layers 0 to 11, MTP layer 12.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ H, M = "model.layers.4.", "decoder.layers.4."
 
 
 def both(tmp_path: Path, name: str, *, fused: bool = False) -> tuple[Tensors, Tensors]:
-    """A test model's HF tensors, read by safetensors, and the Megatron tensors that they became, read from the torch_dist directory."""
+    """A test model's HF tensors, as safetensors reads them, and its Megatron tensors in torch_dist."""
     save(name, CASES[name], tmp_path / "hf", torch.bfloat16, fused=fused)
     convert(tmp_path / "hf", tmp_path / "megatron")
     checkpoint = open_checkpoint(tmp_path / "megatron")

@@ -1,4 +1,4 @@
-"""Configs of Llama, Mistral, Mixtral, Qwen2 MoE, Qwen3 and MiniMax-M2: every spelling gives the same model, what is not supported is refused by name."""
+"""Configs of Llama, Mistral, Mixtral, Qwen2 MoE, Qwen3 and MiniMax-M2, in every spelling, and what is refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def without(config: Config, *keys: str) -> Config:
         ),
     ],
 )
-def test_refused_by_name(name: str, change: Config, message: str) -> None:
+def test_config_that_is_unsupported_is_refused_by_name(name: str, change: Config, message: str) -> None:
     config = config_of(name)
     assert dims_of(config).layers == 12
     with pytest.raises(CkptkitError, match=message):
@@ -186,7 +186,7 @@ def test_head_size_that_a_config_without_one_means(name: str) -> None:
         ({"mlp_only_layers": [4, 0], "decoder_sparse_step": 5}, (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11)),
     ],
 )
-def test_dense_layers_between(name: str, said: Config, dense: tuple[int, ...]) -> None:
+def test_dense_layers_between_moe_layers_are_read(name: str, said: Config, dense: tuple[int, ...]) -> None:
     config = without(config_of(name), "mlp_only_layers", "decoder_sparse_step") | said
     assert dims_of(config).dense == dense
     assert megatron_args(dims_of(config))["moe_layer_freq"] == [int(layer not in dense) for layer in range(12)]
@@ -227,8 +227,8 @@ def test_minimax_rotary_part_of_a_head(said: Config) -> None:
 
 
 @before("transformers", (5, 19, 0), "reads rotary_dim itself")
-def test_transformers_takes_no_notice_of_rotary_dim() -> None:
-    """Why rotary_dim is read here and the test model's config.json is written with it: the releases say nothing else."""
+def test_transformers_config_ignores_rotary_dim() -> None:
+    """MiniMax-M2 releases give the rotary dimension only as rotary_dim, so the test model's config.json does too."""
     config = MiniMaxM2Config.from_dict({"rotary_dim": 64, "head_dim": 128, "rope_theta": 5000000})
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5000000}
 

@@ -1,4 +1,7 @@
-"""The headers of huge models that planning is measured on hold what a release holds: counted by hand for three layers of four experts."""
+"""The headers on which planning is measured hold what a release holds.
+
+Tensors are counted by hand for three layers of four experts.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ ATTENTION, DENSE, SHARED, EXPERTS = 3 * 5, 3, 2 * 3, 2 * 4 * 3
 OTHERS = 3 * 4 + 2 * 2 + 3
 PLAIN = ATTENTION + DENSE + SHARED + EXPERTS + OTHERS
 COUNTS = {"bfloat16": PLAIN, "fp8": 2 * (ATTENTION + DENSE + SHARED + EXPERTS) + OTHERS, "int4": PLAIN + 2 * EXPERTS}
-# Eight tensors of attention a layer; norm, fc1 and fc2; norm, router, bias, two shared and two of each expert; the same three others.
+# Attention has eight tensors a layer, a dense MLP three (norm, fc1, fc2), and a routed one five and two of each expert
+# (norm, router, bias, two shared). The same three others.
 MEGATRON = 3 * 8 + 3 + 2 * (5 + 2 * 4) + 3
 
 
@@ -28,7 +32,7 @@ def small(form: huge.Form) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", get_args(huge.Form))
-def test_hf(form: huge.Form, tmp_path: Path) -> None:
+def test_huge_hf_release_has_the_tensors_counted_by_hand(form: huge.Form, tmp_path: Path) -> None:
     huge.make_hf(tmp_path / "hf", small(form), form, shards=3)
     found = HfCheckpoint(tmp_path / "hf")
     assert len(found.specs) == COUNTS[form]
@@ -55,7 +59,7 @@ def test_parts_of_quantized_weights() -> None:
     assert fp8["model.layers.1.mlp.gate.weight"].dtype == fp8["lm_head.weight"].dtype == "bfloat16"
 
 
-def test_megatron(tmp_path: Path) -> None:
+def test_huge_megatron_checkpoint_has_the_tensors_counted_by_hand(tmp_path: Path) -> None:
     huge.make_megatron(tmp_path / "megatron", small("bfloat16"))
     found = TorchDistCheckpoint(tmp_path / "megatron" / "release")
     assert len(found.specs) == MEGATRON

@@ -77,7 +77,7 @@ KINDS = ["linear_attention", "linear_attention", "linear_attention", "full_atten
         ),
     ],
 )
-def test_refused_by_name(name: str, change: Config, message: str) -> None:
+def test_config_that_is_unsupported_is_refused_by_name(name: str, change: Config, message: str) -> None:
     config = config_of(name)
     assert dims_of(config).layers == 12
     with pytest.raises(CkptkitError, match=message):
@@ -103,13 +103,13 @@ def test_a_multimodal_config_must_have_its_language_part(name: str, change: Conf
         ({"norm_topk_prob": False}, "qwen3_vl_moe with norm_topk_prob false is not supported"),
     ],
 )
-def test_qwen3_vl_refused_by_name(change: Config, message: str) -> None:
+def test_qwen3_vl_config_that_is_unsupported_is_refused_by_name(change: Config, message: str) -> None:
     with pytest.raises(CkptkitError, match=message):
         dims_of(changed(config_of("qwen3_vl_moe"), change))
 
 
 def test_layers_follow_from_either_spelling() -> None:
-    """transformers writes `layer_types`, the releases `full_attention_interval` or both; without either every fourth layer has full attention."""
+    """Configs give `layer_types`, `full_attention_interval`, both, or neither, which means an interval of four."""
     config = config_of("qwen3_next")
     linear = (0, 1, 2, 4, 5, 6, 8, 9, 10)
     without = {key: value for key, value in config.items() if key != "layer_types"}
@@ -141,7 +141,7 @@ def test_the_mtp_layer_follows_from_the_config(name: str, change: Config, layers
 @pytest.mark.parametrize(
     ("top", "text", "tied"), [(True, False, True), (False, True, False), (None, True, True), (None, None, False)]
 )
-def test_tied_embeddings_are_said_at_the_top(top: bool | None, text: bool | None, tied: bool) -> None:
+def test_tied_embeddings_are_read_from_the_top_level(top: bool | None, text: bool | None, tied: bool) -> None:
     """transformers reads the top, and writes a default of its own into qwen3_vl_moe's `text_config`."""
     config = changed(config_of("qwen3_vl_moe") | {"tie_word_embeddings": top}, {"tie_word_embeddings": text})
     assert dims_of(config).tied is tied
@@ -213,7 +213,7 @@ def test_a_moe_config_of_qwen3_5_needs_no_intermediate_size() -> None:
 
 
 def test_rotary_embedding_of_text_is_the_plain_one() -> None:
-    """All three axes of a text token's position are the same, so it does not matter which frequencies belong to which axis."""
+    """A text token has the same position on all three axes, so the axis of a frequency does not matter."""
     config = CASES["qwen3_5"].config().text_config
     rotary, plain = Qwen3_5TextRotaryEmbedding(config), 10000.0 ** -(torch.arange(0, 8, 2) / 8)
     positions = torch.arange(16)[None].expand(3, 1, -1)
@@ -291,7 +291,7 @@ def test_a_part_that_is_missing_is_named(release: Path, tmp_path: Path) -> None:
 
 
 def test_float32_state_is_never_rounded_and_the_norm_is_exact(release: Path, tmp_path: Path) -> None:
-    """A_log of Qwen3.5 is float32 in a bfloat16 release. Its gated norm is stored less one in Megatron, in the next wider dtype."""
+    """Qwen3.5 has a float32 A_log in bfloat16 releases. Megatron stores its gated norm minus one, in a wider dtype."""
     before, layer = tensors_of(release), "model.language_model.layers.1.linear_attn."
     assert before[layer + "A_log"].dtype == before[layer + "norm.weight"].dtype == torch.float32
     convert(release, tmp_path / "same")
@@ -355,8 +355,8 @@ FULL_ATTENTION = {
 
 
 @pytest.mark.parametrize("name", list(SLIME))
-def test_in_slime_linear_attention_is_the_hf_module(name: str) -> None:
-    """Names of slime_plugins/models/qwen3_next.py and qwen3_5.py: `self.linear_attn` and `self.input_layernorm` of its `Attention`."""
+def test_slime_dialect_keeps_linear_attention_as_the_hf_module(name: str) -> None:
+    """The names are those in slime_plugins/models/qwen3_next.py and qwen3_5.py: `linear_attn` and `input_layernorm`."""
     config = config_of(name)
     root = "model.language_model." if "text_config" in config else "model."
     rules = {rule.megatron: rule for rule in rules_of(config, "slime") if ".self_attention." in rule.megatron}
@@ -414,7 +414,7 @@ def test_experts_are_fused_only_where_the_release_has_them_so() -> None:
 
 
 def test_experts_of_qwen3_vl_as_transformers_saves_them_are_refused(tmp_path: Path) -> None:
-    """[experts, 2 x ffn, hidden] under the names that the release has [experts, hidden, 2 x ffn] under: transformers tells them by shape."""
+    """The release stores [experts, hidden, 2 x ffn], transformers [experts, 2 x ffn, hidden] under the same names."""
     save("vl", replace(four_layers("qwen3_vl_moe"), stored=None), tmp_path / "hf", torch.bfloat16)
     with pytest.raises(
         CkptkitError, match=r"experts\.0\.gate_proj\.weight \[64, 192\] bfloat16: the config promises shape \[96, 128\]"

@@ -1,4 +1,4 @@
-"""Real Megatron with linear attention on several ranks: what a pipeline stage and a tensor-parallel rank hold, and what Megatron saves."""
+"""Linear attention in real Megatron on several ranks: what pipeline and tensor-parallel ranks hold and save."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_rank_holds_what_the_rules_say(release: Path, megatron: Path, size
 
 
 def test_what_megatron_saves_on_two_ranks_is_read(release: Path, megatron: Path, tmp_path: Path) -> None:
-    """In bfloat16 throughout, as a training run saves it: the gated norm less one is rounded there, and nothing else."""
+    """A training run saves bfloat16 throughout. That rounds the gated norm minus one, and nothing else."""
     save_with_megatron(
         [Save(HfCheckpoint(release).config, megatron / "release", tmp_path / "saved", ParallelSizes(tp=2, etp=2))],
         world=2,

@@ -1,6 +1,6 @@
-"""The indexer of sparse attention: which rows Megatron wants, slime's rows, what configs may say, and what its arguments must be.
+"""The indexer of sparse attention: the rows of Megatron and of slime, configs, and Megatron's arguments.
 
-Which rows Megatron wants is settled by its own indexer's choice of tokens against transformers' (families/indexer_choice.py).
+Megatron's rows are right if its own indexer chooses the tokens that transformers' chooses (families/indexer_choice.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def config_of(name: str) -> Config:
 
 @pytest.fixture(scope="module")
 def choices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """Of 128 queries, for how many Megatron's indexer chooses other tokens than transformers': by release, rows and Megatron's option."""
+    """Of 128 queries, those with other tokens in Megatron than in transformers: by release, rows and option."""
     pytest.importorskip("megatron.core")
     answer = tmp_path_factory.mktemp("choices") / "answer.json"
     run_module("families.indexer_choice", answer, OMP_NUM_THREADS="2")
@@ -62,7 +62,7 @@ def test_rows_that_megatrons_indexer_wants(choices: dict[str, int]) -> None:
     assert min(wrong for name, wrong in choices.items() if name not in right) > 64
 
 
-def test_rotary_last() -> None:
+def test_rotary_last_op_inverts_and_shards() -> None:
     # Two heads of four rows, of which the first three turn.
     op = RotaryLast(head_dim=4, rope=3)
     released = torch.tensor([[0, 10], [1, 11], [2, 12], [3, 13], [4, 14], [5, 15], [6, 16], [7, 17]])
@@ -251,7 +251,7 @@ def test_which_layers_have_an_indexer(change: Config, every: int, first: int, la
         ),
     ],
 )
-def test_refused_by_name(name: str, change: Config, message: str) -> None:
+def test_config_that_is_unsupported_is_refused_by_name(name: str, change: Config, message: str) -> None:
     config = config_of(name)
     assert dims_of(config).indexer is not None
     with pytest.raises(CkptkitError, match=message):

@@ -24,7 +24,7 @@ from converters.planner import dims_of
 from quant.formats.scheme import QuantScheme
 from verify.checks.config.arguments import mismatches
 
-# config.json of openai/gpt-oss-20b, zai-org/GLM-4-9B-0414 and google/gemma-3-4b-it, without what does not decide the model.
+# config.json of openai/gpt-oss-20b, zai-org/GLM-4-9B-0414 and google/gemma-3-4b-it: the keys that decide the model.
 GPT_OSS_20B: dict[str, Any] = {
     "model_type": "gpt_oss",
     "attention_bias": True,
@@ -90,8 +90,8 @@ def gemma_with(**text: Any) -> dict[str, Any]:
     return GEMMA3_4B | {"text_config": GEMMA3_4B["text_config"] | text}
 
 
-# scripts/models/glm4-9B.sh of slime; examples/post_training/modelopt/conf/openai/gpt-oss-20b.sh of Megatron-LM 0.19, with what
-# its --enable-gpt-oss sets (megatron/post_training/model_builder.py).
+# scripts/models/glm4-9B.sh of slime; examples/post_training/modelopt/conf/openai/gpt-oss-20b.sh of Megatron-LM 0.19,
+# with what its --enable-gpt-oss sets (megatron/post_training/model_builder.py).
 ARGS_GLM4_9B: dict[str, Any] = {
     "swiglu": True,
     "num_layers": 40,
@@ -174,7 +174,7 @@ def test_arguments_of_gpt_oss() -> None:
         "add_qkv_bias": True,
         "softmax_type": "learnable",
     }
-    # 127 tokens before a query's own; NVIDIA's own launch scripts disagree on whether that is 127 or 128, and on 4096 below.
+    # A query sees 127 tokens before its own. NVIDIA's launch scripts say 127 or 128, and disagree on 4096 below too.
     assert said(GPT_OSS_20B, "window_size", "window_attn_skip_freq") == {
         "window_size": (127, 0),
         "window_attn_skip_freq": [1, 0] * 12,
@@ -280,7 +280,7 @@ def test_a_published_launch_script_that_agrees_with_the_release() -> None:
     assert wrong(GLM4_9B, ARGS_GLM4_9B) == []
 
 
-def test_a_published_launch_script_that_does_not() -> None:
+def test_published_launch_script_that_contradicts_the_release_is_found() -> None:
     """One token too many in every window, and the rotation of a model trained with contexts 32 times as long."""
     found = wrong(GPT_OSS_20B, ARGS_GPT_OSS_20B)
     assert found == [
@@ -321,7 +321,7 @@ def test_a_published_launch_script_that_does_not() -> None:
         (GPT_OSS_20B, {"mscale_all_dim": 1.0}, "mscale_all_dim", "0.0", "1.0"),
     ],
 )
-def test_one_wrong_argument(
+def test_megatron_argument_that_differs_is_the_only_finding(
     config: Mapping[str, Any], args: Mapping[str, Any], argument: str, expected: str, actual: str
 ) -> None:
     right = ARGS_GPT_OSS_20B | {"window_size": [127, 0], "yarn_original_max_position_embeddings": 4096}
@@ -371,7 +371,7 @@ def test_biased_experts_are_not_cut() -> None:
         ),
     ],
 )
-def test_refused_by_name(config: Mapping[str, Any], message: str) -> None:
+def test_config_that_is_unsupported_is_refused_by_name(config: Mapping[str, Any], message: str) -> None:
     with pytest.raises(CkptkitError, match=message):
         dims_of(config)
 
@@ -386,12 +386,12 @@ def test_refused_by_name(config: Mapping[str, Any], message: str) -> None:
     ],
 )
 def test_rope_scaling_without_arguments_is_refused(config: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    """An attention factor of its own, an unsaid length, YaRN over half of a head, and a factor that is no whole number."""
+    """Covers an attention factor, a missing length, YaRN over half of a head, and a fractional factor."""
     with pytest.raises(CkptkitError, match="as it stands there has no Megatron arguments"):
         megatron_args(dims_of({**config, "rope_scaling": config.get("rope_scaling", {}) | rope}))
 
 
-def test_gate_and_up_in_one_are_cut_apart() -> None:
+def test_fused_gate_up_op_keeps_rows_and_shards_both_halves() -> None:
     both = torch.tensor([[1], [2], [3], [4], [11], [12], [13], [14]])
     assert torch.equal(GateUpInOne().merge([both]), both)
     assert torch.equal(GateUpInOne().split(both)[0], both)

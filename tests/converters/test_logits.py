@@ -156,11 +156,11 @@ def test_weights_assigned_by_name_give_the_same_logits_as_a_checkpoint_loaded_by
 
 
 @pytest.mark.parametrize("label", [*MUTATIONS, *EDITS])
-def test_a_wrong_mapping_shows(logits: dict[str, Tensor], label: str) -> None:
+def test_wrong_mapping_changes_the_logits(logits: dict[str, Tensor], label: str) -> None:
     assert far(logits[label], logits["hf glm4_moe"]) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("label", list(CONFIGS))
-def test_a_wrong_argument_shows(logits: dict[str, Tensor], label: str) -> None:
+def test_wrong_argument_changes_the_logits(logits: dict[str, Tensor], label: str) -> None:
     """The Megatron arguments stored with a checkpoint are what the model is built from."""
     assert far(logits[label], logits[f"hf {CONFIGS[label][0]}"]) > 10 * TOLERANCE

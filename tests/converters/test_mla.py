@@ -1,4 +1,4 @@
-"""Latent attention: what its configs may say, that every number of them matters, and the two names of its norms on disk."""
+"""Latent attention: its configs, of which every number matters, and the two names of its norms on disk."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def yarn(**changes: Any) -> Config:
         ),
     ],
 )
-def test_refused_by_name(name: str, change: Config, message: str) -> None:
+def test_config_that_is_unsupported_is_refused_by_name(name: str, change: Config, message: str) -> None:
     config = config_of(name)
     assert dims_of(config).experts == 12
     with pytest.raises(CkptkitError, match=message):
@@ -137,7 +137,7 @@ def test_rope_scaling_that_megatron_has_no_words_for(rope: Config, message: str)
         megatron_args(dims)
 
 
-def test_megatrons_words_for_yarn() -> None:
+def test_yarn_settings_become_megatron_arguments() -> None:
     """Without a word on mscale, both sides multiply cosines and sines by 0.1 ln(factor) + 1."""
     said = {
         "rotary_scaling_factor": 8.0,
@@ -251,7 +251,7 @@ def test_a_norm_has_both_its_names_on_disk_and_one_in_the_tensors(megatron: Path
 
 
 @pytest.mark.parametrize("kept", ["engine", "local"])
-def test_either_name_is_read(
+def test_norm_under_either_name_is_read(
     release: Path, megatron: Path, copy_of: Callable[[Path], Path], tmp_path: Path, kept: str
 ) -> None:
     copy = copy_of(megatron)
@@ -284,7 +284,8 @@ def test_two_names_of_one_norm_must_not_be_stored_apart(megatron: Path, copy_of:
     models.edit_metadata(copy / "release", change)
     with pytest.raises(
         CkptkitError,
-        match=r"q_layernorm.weight and .*linear_q_up_proj.layer_norm_weight are two names of one norm but are stored apart",
+        match=r"q_layernorm.weight and .*linear_q_up_proj.layer_norm_weight "
+        r"are two names of one norm but are stored apart",
     ):
         _ = TorchDistCheckpoint(copy / "release").specs
 
@@ -302,7 +303,7 @@ def test_objects_that_either_spec_asks_for(megatron: Path) -> None:
             assert f"{layer}{module}._extra_state/shard_0_1" in keys
 
 
-def test_what_megatron_saved_comes_back(release: Path, megatron: Path, tmp_path: Path) -> None:
+def test_megatron_save_comes_back_as_the_release(release: Path, megatron: Path, tmp_path: Path) -> None:
     """The local spec saves its own names, and the down projections in two parts, one a rank."""
     pytest.importorskip("megatron.core")
     save_with_megatron(

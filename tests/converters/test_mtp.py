@@ -78,7 +78,7 @@ PROMISED = (
 )
 
 
-def test_a_promise_of_which_nothing_is_stored_is_a_note(tmp_path: Path) -> None:
+def test_config_with_an_mtp_layer_that_is_not_stored_gives_a_note(tmp_path: Path) -> None:
     """As releases that were pruned or quantized again: without the layer, and config.json as it was."""
     plain, back = tmp_path / "plain", tmp_path / "back"
     save("mtp", with_tensors(SMALL, lambda name: False), plain, torch.bfloat16)
@@ -90,8 +90,8 @@ def test_a_promise_of_which_nothing_is_stored_is_a_note(tmp_path: Path) -> None:
     assert filecmp.cmpfiles(plain, back, files, shallow=False) == (files, [], [])
 
 
-def test_megatron_without_the_layer_becomes_no_release_that_has_it(release: Path, tmp_path: Path) -> None:
-    """Training without --mtp-num-layers from a release with it: a directory of the release without weights gives config and tokenizer."""
+def test_megatron_without_the_mtp_layer_becomes_a_release_without_it(release: Path, tmp_path: Path) -> None:
+    """A run without --mtp-num-layers takes config and tokenizer from a copy of the release that has no weights."""
     plain, bare = tmp_path / "plain", tmp_path / "bare"
     save("mtp", with_tensors(SMALL, lambda name: False), plain, torch.bfloat16)
     convert(plain, tmp_path / "megatron")
@@ -106,7 +106,10 @@ def test_megatron_without_the_layer_becomes_no_release_that_has_it(release: Path
     assert models.tensors(tmp_path / "back").keys() == models.tensors(plain).keys()
 
 
-UNKNOWN = r"holds {count} tensor\(s\) that no rule of this model family knows: .*{name}(?s:.*)check num_hidden_layers, num_nextn_predict_layers"
+UNKNOWN = (
+    r"holds {count} tensor\(s\) that no rule of this model family knows: .*{name}(?s:.*)"
+    "check num_hidden_layers, num_nextn_predict_layers"
+)
 
 
 def test_weights_that_the_config_does_not_promise_are_refused(release: Path, megatron: Path, tmp_path: Path) -> None:
@@ -129,18 +132,24 @@ def test_a_layer_that_is_half_there_is_named_tensor_by_tensor(tmp_path: Path) ->
 
 
 MIMO_7B_RL = {
-    "model_type": "mimo", "attention_bias": True, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
-    "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 32768, "max_window_layers": 32, "num_attention_heads": 32,
-    "num_hidden_layers": 36, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05, "rope_theta": 640000,
-    "sliding_window": 32768, "tie_word_embeddings": False, "use_mrope": False, "use_sliding_window": False, "vocab_size": 151680,
+    "model_type": "mimo", "attention_bias": True, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 32768, "max_window_layers": 32,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05,
+    "rope_theta": 640000,
+    "sliding_window": 32768, "tie_word_embeddings": False, "use_mrope": False, "use_sliding_window": False,
+    "vocab_size": 151680,
 }  # fmt: skip
 
 
 def test_mimos_megatron_arguments_are_those_of_its_launch_script() -> None:
     args = megatron_args(dims_of(MIMO_7B_RL))
     for key, value in {
-        "num_layers": 36, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32, "num_query_groups": 8, "vocab_size": 151680,
-        "rotary_base": 640000, "rotary_percent": 1.0, "norm_epsilon": 1e-05, "add_qkv_bias": True, "qk_layernorm": False,
+        "num_layers": 36, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32,
+        "num_query_groups": 8, "vocab_size": 151680,
+        "rotary_base": 640000, "rotary_percent": 1.0, "norm_epsilon": 1e-05, "add_qkv_bias": True,
+        "qk_layernorm": False,
         "untie_embeddings_and_output_weights": True, "max_position_embeddings": 32768, "mtp_num_layers": 1,
     }.items():  # fmt: skip
         assert args[key] == value, key
@@ -158,6 +167,6 @@ def test_mimos_megatron_arguments_are_those_of_its_launch_script() -> None:
         ({"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers is '1', not a whole number"),
     ],
 )
-def test_what_a_mimo_config_may_not_say(change: dict[str, Any], message: str) -> None:
+def test_mimo_config_that_is_unsupported_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CkptkitError, match=message):
         dims_of(MIMO_7B_RL | change)

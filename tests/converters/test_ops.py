@@ -15,7 +15,7 @@ def rows(*numbers: int) -> torch.Tensor:
     return torch.stack([column, -column], dim=1)
 
 
-def test_gate_up() -> None:
+def test_gate_up_op_inverts_and_shards() -> None:
     op = GateUp()
     gate, up = rows(1, 2, 3, 4), rows(11, 12, 13, 14)
     merged = op.merge([gate, up])
@@ -25,7 +25,7 @@ def test_gate_up() -> None:
     assert torch.equal(op.shard(merged, 1, 2), rows(3, 4, 13, 14))
 
 
-def test_swap_halves() -> None:
+def test_swap_halves_op_inverts_and_shards() -> None:
     op = SwapHalves()
     matrix = torch.tensor([[1, 2, 11, 12], [3, 4, 13, 14]])
     merged = op.merge([matrix])
@@ -34,7 +34,7 @@ def test_swap_halves() -> None:
     assert op.shard(merged, 1, 2).tolist() == [[13, 14, 3, 4]]
 
 
-def test_qkv() -> None:
+def test_qkv_op_inverts_and_shards() -> None:
     # 4 heads in 2 groups, head_dim 2: a group is two query heads, a key, a value
     op = Qkv(heads=4, groups=2, head_dim=2)
     query, key, value = rows(0, 1, 2, 3, 4, 5, 6, 7), rows(20, 21, 22, 23), rows(30, 31, 32, 33)
@@ -45,7 +45,7 @@ def test_qkv() -> None:
     assert torch.equal(op.shard(merged, 1, 2), rows(4, 5, 6, 7, 22, 23, 32, 33))
 
 
-def test_qkv_bias() -> None:
+def test_qkv_bias_op_inverts() -> None:
     op = Qkv(heads=2, groups=1, head_dim=1)
     merged = op.merge([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4])])
     assert merged.tolist() == [1, 2, 3, 4]

@@ -27,7 +27,7 @@ def both_ways(op: Op, parts: Sequence[Tensor], merged: Tensor) -> None:
     assert all(torch.equal(part, expected) for part, expected in zip(found, parts, strict=True))
 
 
-def test_gated_qkv() -> None:
+def test_gated_qkv_op_inverts_and_shards() -> None:
     """Head n of 4 in 2 groups: query rows n0 and n1, gate rows n5 and n6; keys 60 and up, values 80 and up."""
     op = GatedQkv(heads=4, groups=2, head_dim=2)
     query = rows(10, 11, 15, 16, 20, 21, 25, 26, 30, 31, 35, 36, 40, 41, 45, 46)
@@ -91,7 +91,7 @@ def test_input_projection_ordered_by_kind() -> None:
     assert torch.equal(op.shard(rows(*BY_KIND), 1, 2), rows(*BY_KIND_SECOND_RANK))
 
 
-def test_convolution() -> None:
+def test_convolution_op_inverts_and_shards() -> None:
     op = StackedRows((12,), NET.conv)
     whole = torch.tensor(BY_KIND[:12]).reshape(12, 1, 1)
     both_ways(op, [whole], whole)
@@ -104,6 +104,6 @@ def test_key_heads_that_do_not_divide_are_refused(op: Op) -> None:
         op.shard(torch.zeros(12 if isinstance(op, StackedRows) else 28, 2), 0, 4)
 
 
-def test_minus_one() -> None:
+def test_minus_one_op_inverts_and_shards() -> None:
     both_ways(MinusOne(), [torch.tensor([1.0, 0.5, -2.0])], torch.tensor([0.0, -0.5, -3.0]))
     assert MinusOne().shard(torch.tensor([1.0, 2.0]), 1, 2).tolist() == [1.0, 2.0]

@@ -11,7 +11,7 @@ from converters.planner import rules_of
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
 @pytest.mark.parametrize("dialect", ["mcore", "slime"])
-def test_the_projection_is_copied_in_every_dialect(name: str, dialect: str) -> None:
+def test_mtp_projection_in_every_dialect_is_copied(name: str, dialect: str) -> None:
     """Megatron concatenates embedding and hidden state in that order too."""
     config = CASES[name].edit(CASES[name].config().to_dict())
     (rule,) = [rule for rule in rules_of(config, dialect) if rule.megatron == "mtp.layers.0.eh_proj.weight"]

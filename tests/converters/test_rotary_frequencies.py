@@ -1,4 +1,4 @@
-"""Rotary frequencies of each layer, as transformers before 4.32 saved them: kept beside the weights, and in the way of nothing."""
+"""Rotary frequencies of each layer, which transformers before 4.32 saved, are kept and disturb nothing."""
 
 from __future__ import annotations
 

@@ -22,9 +22,7 @@ from converters.planner import to_hf
 from quant.formats.scheme import QuantScheme
 
 
-def test_the_iteration_itself_and_an_hf_directory_for_the_way_back(
-    releases: PathOf, converted: PathOf, tmp_path: Path
-) -> None:
+def test_convert_back_from_a_moved_iteration_needs_hf(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(converted("qwen3_moe") / "release", tmp_path / "run" / "iter_0000007"))
     with pytest.raises(CkptkitError, match="HF config of this model is not stored beside it"):
         convert(moved, tmp_path / "back")
@@ -34,7 +32,7 @@ def test_the_iteration_itself_and_an_hf_directory_for_the_way_back(
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_single_file_without_an_index(tmp_path: Path) -> None:
+def test_convert_of_a_single_file_without_an_index_comes_back(tmp_path: Path) -> None:
     models.save("qwen2-tied", tmp_path / "hf", shard_size="1GB")
     assert not (tmp_path / "hf/model.safetensors.index.json").exists()
     convert(tmp_path / "hf", tmp_path / "megatron")
@@ -92,7 +90,8 @@ def test_transposed_fused_experts_are_refused(
     models.edit(source, name, models.tensors(source)[name].transpose(1, 2).contiguous())
     with pytest.raises(
         CkptkitError,
-        match=r"layers\.5\.mlp\.experts\.0\.gate_proj\.weight \[64, 192\] bfloat16: the config promises shape \[96, 128\]",
+        match=r"layers\.5\.mlp\.experts\.0\.gate_proj\.weight \[64, 192\] bfloat16: "
+        r"the config promises shape \[96, 128\]",
     ):
         convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,6 +1,7 @@
-"""Settings of a config that change no tensor: real Megatron computes transformers' logits with the right value, and others with a wrong one.
+"""Settings that change no tensor change logits: real Megatron agrees with transformers only if they are right.
 
-Weights are given to Megatron by name, float32, one process, on the CPU. Positions go far enough for scaled rotary frequencies to turn.
+Megatron runs on the CPU in one process and takes float32 weights by name. Positions go far enough for scaled rotary
+frequencies to turn.
 """
 
 from __future__ import annotations
@@ -122,5 +123,5 @@ def test_megatron_computes_the_logits_of_transformers(logits: dict[str, Tensor],
 
 
 @pytest.mark.parametrize("label", list(WRONG))
-def test_a_wrong_setting_shows(logits: dict[str, Tensor], label: str) -> None:
+def test_wrong_setting_changes_the_logits(logits: dict[str, Tensor], label: str) -> None:
     assert far(logits[label], logits[f"hf {WRONG[label][0]}"]) > 10 * TOLERANCE

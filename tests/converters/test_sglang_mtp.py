@@ -27,7 +27,7 @@ QWEN = ("qwen3_next", "qwen3_5")
 
 @pytest.fixture(scope="module")
 def distances(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, float]:
-    """How far the logits of SGLang's layer are from the reference, relative; under NAME/swapped with the halves of `mtp.fc` swapped."""
+    """Relative error of the logits of SGLang's layer; NAME/swapped is with the halves of `mtp.fc` swapped."""
     pytest.importorskip("sglang", reason="the witness is SGLang's own class")
     jobs, heads, expected = {}, {}, {}
     for name, model in MODELS.items():

@@ -43,17 +43,18 @@ def random(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class Case:
     """A model of a family for tests.
 
-    `config` makes the transformers config. `added` gives tensors that a release has and transformers' model has not (MTP
-    layers, a vision tower), by HF name; `edit` changes config.json to what the release says; `value` initializes a tensor by name.
+    `config` makes the transformers config, `edit` changes config.json to what the release says.
+    `added` gives by HF name the tensors that only the release has (MTP layers, a vision tower).
+    `value` initializes a tensor by name.
     `reference` gives the logits [batch, sequence, vocabulary] to compare with; by default transformers' own model.
-    `mtp` gives those of all multi-token prediction layers [layers x batch, sequence, vocabulary], from the model, the added
-    tensors and the tokens.
+    `mtp` gives those of all multi-token prediction layers [layers x batch, sequence, vocabulary].
     `witness` and `mtp_witness` say in a few words what those logits were computed with, for docs/families.md.
-    `fused`: whether transformers v5 would also save it with fused experts. `prefix`: what stands before transformers' names
-    in the release, as before those of the language model of a multimodal one. `stored`: a tensor as it lies there.
+    `fused`: whether transformers v5 would also save it with fused experts.
+    `prefix` stands before transformers' names in the release, as in a multimodal one.
+    `stored`: a tensor as it lies in the release.
     `packed`: patterns of what is INT4 inside a decoder layer, for a new family that is not plainly dense.
-    `since` and `before`: the first megatron-core (major, minor) whose modules, with what the witness changes in them, can
-    compute the model, and the first that no longer can.
+    `since` and `before`: the first megatron-core (major, minor) that can compute the model, with the witness's changes,
+    and the first that no longer can.
     """
 
     config: Callable[[], PretrainedConfig]
@@ -88,7 +89,7 @@ def build(name: str, case: Case, dtype: torch.dtype) -> PreTrainedModel:
 def save(
     name: str, case: Case, path: Path, dtype: torch.dtype, *, fused: bool = False, shard_size: str = "400KB"
 ) -> tuple[PreTrainedModel, Mapping[str, Tensor]]:
-    """Builds the model and saves it as its release would look: several shards, an index, side files. Returns it and what was added."""
+    """Saves the model as a release: shards, an index, side files. Returns the model and the tensors added."""
     model = build(name, case, dtype)
     model.save_pretrained(path, max_shard_size=shard_size, save_original_format=not fused)
     for file in path.glob("*.safetensors") if case.stored else ():

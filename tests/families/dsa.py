@@ -1,8 +1,8 @@
 """Families with sparse attention: DeepSeek V3.2, GLM-5, and GLM-5.2, in which most layers share an indexer.
 
-Attention sees 5 of up to 16 tokens, so that a wrong choice of the indexer changes the logits. transformers 5.12 turns GLM-5's indexer
-as DeepSeek's, whatever `indexer_rope_interleave` says (corrected later: huggingface/transformers#46842); here it is told to
-turn in pairs, as SGLang does and the releases mean it.
+Attention sees 5 of up to 16 tokens, so a wrong choice of the indexer changes the logits. transformers 5.12 ignores
+`indexer_rope_interleave` and turns GLM-5's indexer as DeepSeek's (corrected later: huggingface/transformers#46842).
+Here it turns in pairs, as in SGLang and in the releases.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from families.case import Case, random
 from families.mla import DEEPSEEK_ROUTER, MLA, UNGROUPED, YARN
 from families.mtp import added_layer, reference
 
-# A head's size is a power of two (Hadamard transform), and no half of it turns. 14 heads: scores are hardly ever all zero.
+# The Hadamard transform needs a head size that is a power of two. The rotary part is not half of it.
+# With 14 heads scores are hardly ever all zero.
 INDEXER: dict[str, Any] = {"index_n_heads": 14, "index_head_dim": 64, "index_topk": 5}
 
 
@@ -45,7 +46,7 @@ class SparseGlmLayer(GlmMoeDsaDecoderLayer):
 
 
 def deepseek_layer(config: Any, number: int) -> nn.Module:
-    """The kinds of layers are listed without the MTP layer, which is like layer 10: routed, with an indexer of its own."""
+    """The lists of layer kinds leave out the MTP layer. It is like layer 10: routed, with its own indexer."""
     return DeepseekV32DecoderLayer(config, 10)
 
 
@@ -64,7 +65,7 @@ def strong_layer(make: Callable[[Any, int], nn.Module]) -> Callable[[PreTrainedM
 
 
 def in_pairs(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`compute` with transformers' GLM-5 indexer turning in pairs: the function that its attention calls in place of its own."""
+    """Runs `compute` while the indexer of transformers' GLM-5 turns in pairs."""
     if not hasattr(modeling_glm_moe_dsa, "apply_rotary_pos_emb"):  # corrected: there is nothing but pairs
         return compute
 
@@ -78,7 +79,7 @@ def in_pairs(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def deepseek() -> PretrainedConfig:
-    """DeepSeek V3.2, with yarn as in the release. transformers makes `num_experts` experts and routes over `n_routed_experts`."""
+    """DeepSeek V3.2, with YaRN. transformers makes `num_experts` experts and routes over `n_routed_experts`."""
     routing = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "num_experts": 12}
     return DeepseekV32Config(
         **MLA,
@@ -108,7 +109,8 @@ def glm_case(since: tuple[int, int] = (0, 0), **sharing: Any) -> Case:
         value=strong,
         reference=in_pairs(lambda model, tokens: model(tokens).logits),
         mtp=in_pairs(reference(glm_layer)),
-        witness="transformers, its indexer turned in pairs; MTP: its decoder layer in the equations of the DeepSeek-V3 report",
+        witness="transformers, its indexer turned in pairs; "
+        "MTP: its decoder layer in the equations of the DeepSeek-V3 report",
         since=since,
     )
 

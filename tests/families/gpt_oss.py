@@ -28,8 +28,8 @@ GPT_OSS: dict[str, Any] = SIZES | {
     "rope_parameters": ROPE,
 }
 
-# Standard deviations: many gates and ups beyond the clamp at 7, sinks that take a good part of the attention, and queries and
-# keys large enough for their rotation to matter.
+# Standard deviations that send many gates and ups beyond the clamp at 7, let sinks take much of the attention, and make
+# the rotation of queries and keys matter.
 _LARGE = {
     "gate_up_proj": 0.3,
     "gate_up_proj_bias": 2.0,

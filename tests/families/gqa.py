@@ -35,7 +35,7 @@ LLAMA3_ROPE: dict[str, Any] = {
 
 
 class Fp32RouterBias:
-    """transformers would round the router's selection bias to the model's dtype; Megatron and SGLang hold it in float32."""
+    """Makes the router's selection bias float32, as Megatron and SGLang hold it. transformers would round it."""
 
     @staticmethod
     def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

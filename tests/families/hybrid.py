@@ -1,4 +1,4 @@
-"""The hybrid Qwen families (Qwen3-Next, Qwen3.5 and 3.6): linear attention, gated attention, MTP layer; and Qwen3-VL."""
+"""Qwen3-Next, Qwen3.5 and 3.6, with linear attention, gated attention and an MTP layer; and Qwen3-VL."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ LINEAR: dict[str, Any] = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 20,
     "linear_conv_kernel_dim": 4,
-    # What a query and a key agree in is about 0 now and then. With a smaller epsilon the norm after linear attention would make
-    # something of the rounding error that is then left.
+    # The product of a query and a key is now and then about 0. With a smaller epsilon the norm after linear attention
+    # would magnify the rounding error that is then left.
     "rms_norm_eps": 1e-2,
 }
 ROUTED: dict[str, Any] = MOE | {"num_experts": 12, "shared_expert_intermediate_size": 72}
@@ -52,9 +52,9 @@ VISION: dict[str, Any] = {
 
 
 def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `random`, with norms around 0 where 1 is added to them, and strong enough attention of both kinds and MTP layer.
+    """As `random`, with norms around 0 where 1 is added to them. Both kinds of attention and the MTP layer are strong.
 
-    Linear attention forgets slowly, over some tokens: what it sums up over time stays small, and exact to a float32's last bits.
+    Linear attention forgets slowly, over some tokens, so its sums stay small, and exact to a float32's last bits.
     """
     if name.endswith(("A_log", "dt_bias")):
         return (torch.randn(tensor.shape) * 0.5 - 1).to(dtype)
@@ -104,7 +104,7 @@ def added_mtp(
 def mtp_logits(
     layer: Callable[[Any, int], nn.Module],
 ) -> Callable[[PreTrainedModel, Mapping[str, Tensor], Tensor], Tensor]:
-    """Logits of the MTP layer: transformers' decoder layer in the equations of `families.mtp`, with this family's norms.
+    """Logits of the MTP layer: the decoder layer in the equations of `families.mtp`, with this family's norms.
 
     That `fc` takes the embedding first is what SGLang's classes do (tests/converters/test_sglang_mtp.py runs them).
     """

@@ -1,7 +1,7 @@
-"""Which tokens Megatron's own indexer chooses from a release's tensors, in every arrangement of their rows: a process for a test.
+"""Reports which tokens Megatron's own indexer chooses from a release's tensors, in every arrangement of their rows.
 
-Two releases: one whose indexer turns rotary dimensions as halves (DeepSeek V3.2) and one with pairs (GLM-5). transformers' own
-indexer says what both ought to choose. `python -m families.indexer_choice ANSWER.json`.
+A test runs it as a process: `python -m families.indexer_choice ANSWER.json`. One release turns rotary dimensions as
+halves (DeepSeek V3.2), the other in pairs (GLM-5). transformers' own indexer says what both ought to choose.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def of_megatron(tensors: Mapping[str, Tensor], hidden: Tensor, queries: Tensor, 
 
 
 def arranged(tensors: Mapping[str, Tensor], *, paired: bool, last: bool) -> dict[str, Tensor]:
-    """The rows of every head with the two halves of the rotary dimensions taken in turns, and with the rotary dimensions last."""
+    """Arranges every head's rows with the two rotary halves interleaved, or with the rotary dimensions last."""
 
     def rows(tensor: Tensor) -> Tensor:
         heads = tensor.reshape(-1, HEAD_DIM, *tensor.shape[1:])

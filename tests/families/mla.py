@@ -15,8 +15,8 @@ from families.case import SIZES, Case, random
 from families.gqa import Fp32RouterBias
 from families.mtp import added_layer, reference
 
-# No two of heads x head sizes, ranks, hidden size and MLP sizes are equal. transformers gives the norms of the compressed
-# queries and keys an epsilon of 1e-6 whatever the config says, Megatron and SGLang that of the config.
+# No two of heads x head sizes, ranks, hidden size and MLP sizes are equal. transformers always gives the norms of
+# compressed queries and keys an epsilon of 1e-6, Megatron and SGLang that of the config.
 MLA: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "head_dim"} | {
     "num_key_value_heads": 10,
     "q_lora_rank": 48,
@@ -53,7 +53,7 @@ KIMI_YARN: dict[str, Any] = YARN | {
 
 
 def stronger(name: str, tensor: Tensor) -> Tensor:
-    """Attention that is far from uniform, so that rotary embedding and softmax scale matter, and experts that differ much."""
+    """Makes attention far from uniform, so that rotary embedding and softmax scale matter, and experts unlike."""
     factor = 5 if ".self_attn." in name or name.endswith(".gate.weight") else 2 if ".mlp." in name else 1
     return tensor * factor if tensor.dim() > 1 else tensor
 

@@ -1,9 +1,10 @@
 """GLM-4.5 and MiMo with their multi-token prediction (MTP) layers.
 
-No modeling code of transformers has MTP layers; the reference here is transformers' decoder layer inside the published equations
-(DeepSeek-V3 report, section 2.2): h' = projection of [norm of the next token's embedding, norm of the hidden state], a decoder
-layer, a norm, and the model's output layer. The hidden state is the model's after its final norm. MiMo's projection takes its
-two inputs in the other order (the published `MiMoMTPLayers`; tests/converters/test_sglang_mtp.py asks SGLang's own class too).
+No modeling code of transformers has MTP layers. The reference here is transformers' decoder layer inside the published
+equations (DeepSeek-V3 report, section 2.2): a projection of [norm of the next token's embedding, norm of the hidden
+state], a decoder layer, a norm, and the model's output layer. The hidden state is the model's after its final norm.
+MiMo's projection takes its inputs in the other order (the published `MiMoMTPLayers`). SGLang's own class does the same
+(tests/converters/test_sglang_mtp.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def rms_norm(tensor: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def random_layer(layer: nn.Module, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Random values for the tensors of a decoder layer, under the names of a release: one tensor an expert and projection."""
+    """Random tensors of a decoder layer, named as in a release: one tensor an expert and projection."""
     state = layer.state_dict()
     values = {prefix + name: random(name, tensor, dtype) for name, tensor in state.items() if ".experts." not in name}
     for name, tensor in state.items():
@@ -71,7 +72,7 @@ def load_layer(layer: nn.Module, prefix: str, tensors: Mapping[str, Tensor]) -> 
 
 
 def run_layer(model: PreTrainedModel, layer: nn.Module, hidden: Tensor) -> Tensor:
-    """A decoder layer of the model on hidden states [batch, sequence, hidden], with the model's rotary embedding, causal."""
+    """Runs a causal decoder layer on hidden states [batch, sequence, hidden], with the model's rotary embedding."""
     length = hidden.shape[1]
     mask = torch.full((length, length), torch.finfo(hidden.dtype).min).triu(1)[None, None]
     rotary = model.model.rotary_emb(hidden, position_ids=torch.arange(length)[None])
@@ -87,7 +88,7 @@ def layer_prefix(model: PreTrainedModel) -> str:
 def added_layer(
     make: Callable[[Any, int], nn.Module], *, copies: bool = True
 ) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
-    """The tensors of an MTP layer as DeepSeek and GLM ship it, around a decoder layer that `make` makes of config and number."""
+    """Tensors of an MTP layer as DeepSeek and GLM ship it, around the decoder layer that `make` builds."""
 
     def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
         prefix, hidden = layer_prefix(model), model.config.hidden_size
@@ -174,7 +175,8 @@ def mimo(layers: int, *, tied: bool) -> Case:
             }
         ),
         mtp=mimo_reference,
-        witness="transformers' qwen2; MTP: its decoder layer in the equations of the published modeling code, and SGLang's own class",
+        witness="transformers' qwen2; "
+        "MTP: its decoder layer in the equations of the published modeling code, and SGLang's own class",
     )
 
 
@@ -214,7 +216,8 @@ CASES = {
         added=added_layer(Glm4MoeDecoderLayer),
         edit=lambda config: config | {"num_nextn_predict_layers": 1},
         mtp=reference(Glm4MoeDecoderLayer),
-        witness="transformers; MTP: its decoder layer in the equations of the DeepSeek-V3 report, and SGLang's own class",
+        witness="transformers; "
+        "MTP: its decoder layer in the equations of the DeepSeek-V3 report, and SGLang's own class",
         fused=True,
     ),
 }

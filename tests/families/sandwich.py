@@ -17,8 +17,8 @@ from transformers import (
 
 from families.case import SIZES, Case, random
 
-# transformers wants Gemma's hidden size to divide by the heads, even where head_dim says otherwise. The window is shorter than
-# the test's tokens, and neither scale follows from another size.
+# transformers wants Gemma's hidden size to divide by the heads, even if head_dim says otherwise. The window is shorter
+# than the test's tokens, and neither scale follows from another size.
 GEMMA: dict[str, Any] = SIZES | {
     "num_attention_heads": 8,
     "head_dim": 40,
@@ -40,7 +40,7 @@ VISION: dict[str, Any] = {
 
 
 def gemma_value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Norm weights around 0, as they are stored minus one, and queries and keys large enough for their rotation to matter."""
+    """Norm weights around 0, as they are stored minus one, and queries and keys so large that rotation matters."""
     if "norm" in name and tensor.dim() == 1:
         return (0.2 * torch.randn(tensor.shape)).to(dtype)
     return random(name, tensor, dtype) * (5 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1)

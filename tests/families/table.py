@@ -40,9 +40,10 @@ def rows() -> Iterator[tuple[str, ...]]:
         cases = by_type[model_type]
         witnesses = dict.fromkeys(case.witness for case in cases.values())
         mtp = any(dims_of(config_of(case)).mtp_layers for case in cases.values())
+        module = family.read_dims.__module__
         yield (
             f"`{model_type}`",
-            f"[{Path(sys.modules[family.read_dims.__module__].__file__ or '').name}](../{family.read_dims.__module__.replace('.', '/')}.py)",
+            f"[{Path(sys.modules[module].__file__ or '').name}](../{module.replace('.', '/')}.py)",
             ", ".join(cases),
             "; ".join(witnesses),
             "; ".join(dict.fromkeys(case.mtp_witness for case in cases.values() if case.mtp)) if mtp else "",

@@ -21,9 +21,9 @@ from torch import Tensor
 class Answer:
     """Logits that Megatron computed from a checkpoint that it loaded strictly, and from every wrong mapping of it.
 
-    `mtp` are those of all multi-token prediction layers [layers x batch, sequence, vocabulary], None without such layers.
-    `missing` and `unexpected` are key names, as Megatron's strict load reports them; `mutated` gives for each wrong mapping
-    the largest change of any logit, relative to the largest logit.
+    `mtp` are those of all multi-token prediction layers [layers x batch, sequence, vocabulary], or None.
+    `missing` and `unexpected` are key names, as Megatron's strict load reports them.
+    `mutated` gives the largest change of any logit for each wrong mapping, relative to the largest logit.
     """
 
     logits: Tensor
@@ -47,7 +47,7 @@ class Worker:
         return subprocess.Popen(command, env=found, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, hf: Path, megatron: Path, tokens: Tensor, *, mutate: bool = True) -> Answer:
-        """Loads the Megatron checkpoint made of the HF directory. Raises RuntimeError with Megatron's traceback when it cannot."""
+        """Loads the Megatron checkpoint made of the HF directory. Raises RuntimeError with Megatron's traceback."""
         if self._process is None or self._process.poll() is not None:
             self._process = self._start()
         self._count += 1

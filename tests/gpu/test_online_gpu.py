@@ -1,4 +1,4 @@
-"""A real SGLang engine on a GPU: INT4 models load, generate, and hold after two online updates what they held from disk."""
+"""A real SGLang engine on a GPU loads INT4 models, generates, and holds the same after two online updates."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytestmark = [
     pytest.mark.timeout(1500),
 ]
 
-# Within the limits of Marlin's kernels: out features % 64, in features % 128, for every matrix. 16 experts: for other numbers
-# SGLang compiles its choice of experts anew.
+# Marlin's kernels want out features % 64 and in features % 128 in every matrix. With other than 16 experts SGLang
+# compiles its choice of experts anew.
 SIZES = {
     "vocab_size": 320,
     "hidden_size": 256,
@@ -79,7 +79,7 @@ def result(request: pytest.FixtureRequest, runs: tuple[dict[str, dict[str, Any]]
     return request.param, found[request.param]
 
 
-def test_it_loads_and_generates(result: tuple[str, dict[str, Any]]) -> None:
+def test_int4_model_in_the_engine_loads_and_generates(result: tuple[str, dict[str, Any]]) -> None:
     family, steps = result
     packed = {name for name in steps["disk"]["tensors"] if name.endswith("w13_weight_packed")}
     assert packed == {f"model.layers.{layer}.mlp.experts.w13_weight_packed" for layer in PACKED[family]}
@@ -91,8 +91,8 @@ def test_two_updates_leave_the_checksum_that_the_disk_gives(result: tuple[str, d
     for step in ("update 1", "update 2", "mended"):
         assert differing(steps["disk"], steps[step]) == []
         assert steps[step]["total"] == steps["disk"]["total"]
-    # Not the tokens that it chooses: two that are as good as equal change places where sums are done in another order. Seen: 0.006, and
-    # with two experts exchanged 0.017.
+    # Chosen tokens are not compared: two that are nearly equal change places when sums are done in another order.
+    # Seen: 0.006, and with two experts exchanged 0.017.
     assert furthest(steps, "judged after updates") < 0.01
 
 

@@ -1,4 +1,4 @@
-"""Real SGLang on a GPU: checkpoints load through the repacking for Marlin's kernels, and what is repacked is what was loaded."""
+"""Real SGLang on a GPU repacks checkpoints for Marlin's kernels, and repacks exactly what it loaded."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_sound_checkpoints_pass_through_repacking(
 def test_zero_points_and_fp8_blocks_pass_through_repacking(
     name: str, cases: dict[str, Case], runs: dict[str, SglangRun]
 ) -> None:
-    """Zero points of experts lie in AWQ's order, those of linear layers in compressed-tensors'; both end in Marlin's."""
+    """Experts store zero points in AWQ's order, linear layers in compressed-tensors'. Both end in Marlin's."""
     status, found = findings(cases[name], runs[name])
     assert found == set()
     assert {code for code, one in status.items() if one == "passed"} == {
@@ -189,7 +189,7 @@ def test_the_quantized_router_is_named(family: str, cases: dict[str, Case], runs
     ]
 
 
-def test_verify_passes(cases: dict[str, Case]) -> None:
+def test_verify_against_sglang_on_the_gpu_passes(cases: dict[str, Case]) -> None:
     report = verify(cases["qmax7 qwen3_moe"].checkpoint, against=frozenset({"sglang"}))
     for line in (*report.findings, *report.checks, report.facts):
         print(line)

@@ -136,7 +136,7 @@ def saved(tensor: Tensor) -> bytes:
         bytes(bytes_of(tensor.contiguous())),
     )
     crc = zlib.crc32(content)
-    return layout.before(crc) + content + layout.behind(crc)
+    return layout.header(crc) + content + layout.trailer(crc)
 
 
 def _stored(path: Path, key: str, expert: int) -> tuple[Blob, tuple[int, ...], str]:

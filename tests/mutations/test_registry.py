@@ -38,9 +38,12 @@ def other_epsilon(path: Path, place: str) -> None:
 
 
 def rows() -> dict[str, list[str]]:
-    """The cells of every row of docs/failure-modes.md, by mode."""
-    lines = [line.strip("| \n").split(" | ") for line in DOCUMENT.read_text().splitlines() if re.match(r"\| F\d", line)]
-    return {cells[0]: cells[1:] for cells in lines}
+    """What docs/failure-modes.md says of every mode: what goes wrong, its checks, its mutations."""
+    modes = re.split(r"^\*\*(F\d+)\.\*\*", DOCUMENT.read_text(), flags=re.MULTILINE)[1:]
+    return {
+        mode: [" ".join(part.split()) for part in re.split(r"\n- (?:Checks|Mutations|Reports): ", text)[:3]]
+        for mode, text in zip(modes[::2], modes[1::2], strict=True)
+    }
 
 
 def codes(text: str) -> set[str]:

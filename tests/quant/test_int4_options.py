@@ -48,7 +48,7 @@ def test_every_option_is_recorded_and_the_result_verifies(
     assert {check.code for check in report.checks if check.status == "passed"} >= {"CK302", "CK303", "CK304", "CK305"}
 
 
-def test_on_the_way_from_megatron(converted: PathOf, tmp_path: Path) -> None:
+def test_convert_from_megatron_with_quantize_takes_the_int4_options(converted: PathOf, tmp_path: Path) -> None:
     run(
         "convert",
         converted("qwen2-tied"),
@@ -62,7 +62,7 @@ def test_on_the_way_from_megatron(converted: PathOf, tmp_path: Path) -> None:
     assert scheme_of(tmp_path / "out") == QuantScheme(32, "minmax", (), symmetric=False)
 
 
-def test_what_is_not_said_is_as_in_an_int4_source(releases: PathOf, tmp_path: Path) -> None:
+def test_options_not_given_default_to_those_of_an_int4_source(releases: PathOf, tmp_path: Path) -> None:
     run("quantize", releases("qwen2-tied"), tmp_path / "first", "--group-size", "32", "--asymmetric")
     run("quantize", tmp_path / "first", tmp_path / "second")
     assert scheme_of(tmp_path / "second") == QuantScheme(32, "minmax", (), symmetric=False)
@@ -71,6 +71,6 @@ def test_what_is_not_said_is_as_in_an_int4_source(releases: PathOf, tmp_path: Pa
 @pytest.mark.parametrize(
     "options", [["--grid", "qmax7", "--asymmetric"], ["--grid", "qmax7", "--search", "mse"]], ids=str
 )
-def test_what_does_not_go_together_is_refused(options: list[str], releases: PathOf, tmp_path: Path) -> None:
+def test_qmax7_options_that_contradict_it_are_refused(options: list[str], releases: PathOf, tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match="qmax7 grid"):
         run("quantize", releases("qwen2-tied"), tmp_path / "out", *options)

@@ -39,7 +39,7 @@ def int4(releases: Callable[[str], Path], tmp_path_factory: pytest.TempPathFacto
 
 
 def compressed(path: Path) -> Iterator[tuple[str, dict[str, torch.Tensor], QuantizationScheme]]:
-    """Every packed module of a checkpoint: its name, its tensors by their local names, the scheme as compressed-tensors reads it."""
+    """Every packed module: its name, its tensors by local name, and its scheme as compressed-tensors reads it."""
     content = json.loads((path / "config.json").read_text())["quantization_config"]
     scheme = QuantizationConfig.model_validate(content).config_groups["group_0"]
     tensors = models.tensors(path)
@@ -96,7 +96,7 @@ def test_qmax7_unpacks_to_within_half_a_step(
         assert ((weight - read).abs() <= step * (0.5 + 7 / 128)).all(), module
 
 
-def test_transformers_loads_it(int4: Callable[[str, str], Path]) -> None:
+def test_transformers_unpacks_int4_to_the_compressors_weights(int4: Callable[[str, str], Path]) -> None:
     """transformers with compressed-tensors unpacks the dense model to the weights that the compressor unpacks."""
     path = int4("qwen2-untied", "qmax7")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
@@ -131,7 +131,7 @@ def test_shards_are_cut_as_in_the_source(releases: Callable[[str], Path], int4: 
         } == set(names)
 
 
-def test_layout_by_hand() -> None:
+def test_quantized_layout_keeps_parts_in_the_shard_of_their_weight() -> None:
     layout = {"a": ["x.weight", "x.bias"], "b": ["norm.weight"]}
     after = ["x.weight_packed", "x.weight_scale", "x.weight_shape", "x.bias", "norm.weight"]
     expected = {"a": ["x.weight_packed", "x.weight_scale", "x.weight_shape", "x.bias"], "b": ["norm.weight"]}

@@ -45,7 +45,7 @@ def edit_json() -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def alone() -> Callable[..., tuple[CheckResult | None, list[Finding]]]:
-    """`alone(code, path, ...)`: one check by itself, with the keywords of Subject; its result is None where it does not apply."""
+    """`alone(code, path, ...)` runs one check, with the keywords of Subject. None: the check does not apply."""
 
     def run(code: str, path: Path, **how: Any) -> tuple[CheckResult | None, list[Finding]]:
         subject = Subject(path, **how)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.specs import TensorSpec
+from quant.formats.compressed import stated_scheme
 from quant.formats.part_names import PACKED, packed_in
-from quant.formats.scheme import read_scheme
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
 from quant.selection.portable import Divergence, Question, advice, said
@@ -50,7 +50,7 @@ def agreement(
     Which disagreement is an error is for `severity_of`; `asked` and `updated` are as there. Raises CkptkitError as
     `read_scheme` and `class_tree` do.
     """
-    ignore, tree, stored = read_scheme(config).ignore, class_tree(config), set(packed_in(specs))
+    ignore, tree, stored = stated_scheme(config).ignore, class_tree(config), set(packed_in(specs))
     matrices = [*matrices_of(specs, tree, config), *_absent(specs, tree, config)]
     packed = [matrix.module in stored for matrix in matrices]
     question = Question(matrices, packed, config, tuple(RULES))

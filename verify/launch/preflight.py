@@ -11,7 +11,6 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from ckptkit.core.collector import uncollected
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import refuse_url
 from verify.check import NOTES, Check, all_checks, run_checks
@@ -26,7 +25,6 @@ from verify.report import CheckResult, Report
 from verify.run import choose
 
 
-@uncollected()
 def preflight(
     hf_checkpoint: str | Path | None = None,
     load: str | Path | None = None,

@@ -39,7 +39,10 @@ def opened(path: str | Path) -> Iterator[Directory]:
 
 
 def config_at(path: str | Path) -> dict[str, Any] | None:
-    """The config.json of an HF directory at a path or URL; None where there is none. Raises CkptkitError as `read_json` and `Store` do."""
+    """The config.json of an HF directory at a path or URL; None where there is none.
+
+    Raises CkptkitError as `read_json` and `Store` do.
+    """
     if not is_url(path):
         return read_json(Path(path) / CONFIG) if (Path(path) / CONFIG).exists() else None
     store = Store(path)

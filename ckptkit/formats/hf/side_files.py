@@ -33,7 +33,7 @@ def side_files(root: Path) -> Iterator[Path]:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file, named relative to its HF directory, or a folder that it is in, is hidden: a download's own, and no part of the model."""
+    """Whether a file, named relative to its HF directory, or a folder of it is hidden: no part of the model."""
     return any(part.startswith(".") for part in name.split("/"))
 
 
@@ -59,7 +59,10 @@ _QUANTIZATION = ("quantization_config", "compression_config")
 
 
 def quantization_of(config: Mapping[str, Any]) -> Any:
-    """What an HF config says of quantized weights, also under compressed-tensors' older key and in `text_config`; None: they are not."""
+    """What an HF config says of quantized weights; None: they are not.
+
+    It may stand in `text_config`, or under compressed-tensors' older key.
+    """
     holders = [holder for holder in (config, config.get("text_config")) if isinstance(holder, Mapping)]
     return next((holder[key] for holder in holders for key in _QUANTIZATION if holder.get(key) is not None), None)
 
@@ -105,7 +108,7 @@ def main_dtype(specs: Mapping[str, TensorSpec]) -> str | None:
 
 
 def stored_layout(manifest: Path) -> dict[str, list[str]] | None:
-    """How the release cut its shards, from the manifest that was written beside Megatron's weights; None when there is none."""
+    """How the release cut its shards, from the manifest beside Megatron's weights; None when there is none."""
     if not manifest.exists():
         return None
     layout = read_json(manifest).get("hf_layout")

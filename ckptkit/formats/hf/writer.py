@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SafetensorsFiles:
-    """Shards cut as `layout` says, below `folder` of the checkpoint's root. One file named model.safetensors needs no index.
+    """Shards cut by `layout`, below `folder` of the root. One file named model.safetensors needs no index.
 
     Raises CkptkitError unless `layout` names exactly the tensors of `specs`, each once.
     """
@@ -68,7 +68,7 @@ class SafetensorsFiles:
         """Bytes of a file."""
         return self._size[file]
 
-    def around(self, file: str) -> tuple[int, bytes]:
+    def extra_bytes(self, file: str) -> tuple[int, bytes]:
         """The header."""
         return 0, self._header[file]
 
@@ -97,7 +97,7 @@ class SafetensorsFiles:
 
 
 def cut_shards(specs: Mapping[str, TensorSpec], limit: int = FILE_BYTES) -> dict[str, list[str]]:
-    """A layout where there is no reference: tensors in order, files of at most `limit` bytes, named as HF names them."""
+    """A layout without a reference: tensors in order, files of at most `limit` bytes, named as HF names them."""
     shards: list[list[str]] = []
     size = math.inf
     for spec in specs.values():

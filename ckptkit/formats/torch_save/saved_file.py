@@ -1,4 +1,4 @@
-"""A file that torch.save wrote with many tensors in it, such as a rank's `model_optim_rng.pt`: read one tensor at a time.
+"""Reads files of torch.save with many tensors, such as a rank's `model_optim_rng.pt`, one tensor at a time.
 
 Nothing that its pickle names is run, and only the bytes of the tensors that are asked for are held in memory.
 """
@@ -48,7 +48,10 @@ class SavedTensor:
 
 
 class SavedFile:
-    """Opening reads the directory of the zip and the pickle. Raises CkptkitError when it is damaged or in torch's old format."""
+    """A file whose directory of the zip and pickle are read when it is opened.
+
+    Raises CkptkitError when it is damaged or in torch's old format.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -75,7 +78,7 @@ class SavedFile:
         self.__dict__.pop("content", None)
 
     def tensor(self, value: Any, name: str) -> SavedTensor:
-        """The tensor that a value of `content` stands for. Raises CkptkitError, with `name`, when it is no plain one."""
+        """The tensor that a value of `content` describes. Raises CkptkitError, with `name`, when it is no plain one."""
         if isinstance(value, Record) and value.kind == "torch._utils._rebuild_parameter" and value.args:
             value = value.args[0]
         if not isinstance(value, Record) or value.kind != "torch._utils._rebuild_tensor_v2" or len(value.args) < 4:
@@ -116,7 +119,7 @@ class SavedFile:
     def read(self, tensor: SavedTensor) -> Tensor:
         """The tensor, contiguous. Raises CkptkitError when its storage does not match its checksum.
 
-        Storages may be large and hold many tensors (a buffer of all of a rank's parameters): only this tensor's part is kept.
+        A storage may hold many tensors (a buffer of all of a rank's parameters): only this tensor's part is kept.
         """
         import torch
 

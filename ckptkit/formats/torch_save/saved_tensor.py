@@ -1,9 +1,9 @@
-"""A dense tensor in the format of torch.save, of a size that is known beforehand: many can be written into one file at once.
+"""Writes dense tensors in the format of torch.save. Sizes are known beforehand, so a file may hold many.
 
-The format is a zip without compression. `archive/data.pkl` describes the tensor, `archive/data/0` is its storage, behind
-padding that puts it on a multiple of 64 bytes. Sources: `torch/serialization.py` for the entries and the pickle; PKWARE's
-APPNOTE.TXT for the zip, sections 4.3.7 (local header), 4.3.12 (central directory) and 4.3.14 to 4.3.16 (its end). Sizes are
-always in the 64 bit fields, as torch writes them.
+The format is a zip without compression. `archive/data.pkl` describes the tensor; `archive/data/0` is its storage, after
+padding that puts it on a multiple of 64 bytes. Sources: `torch/serialization.py` for the entries and the pickle;
+PKWARE's APPNOTE.TXT for the zip, sections 4.3.7 (local header), 4.3.12 (central directory) and 4.3.14 to 4.3.16 (its
+end). Sizes are always in the 64 bit fields, as torch writes them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class _Entry:
-    """A file of the zip: its name, where its local header begins, and how many bytes of padding stand before its content."""
+    """A file of the zip: name, where its local header begins, size, and bytes of padding before its content."""
 
     name: bytes
     offset: int
@@ -60,12 +60,12 @@ class _Entry:
         return self.begin + self.size
 
     def local(self, crc: int) -> bytes:
-        """What stands before the content."""
+        """The local header."""
         sizes = crc, _MOST_32, _MOST_32, len(self.name), len(self.extra)
         return _LOCAL.pack(b"PK\3\4", _VERSION, 0, 0, 0, _NEW_YEAR_1980, *sizes) + self.name + self.extra
 
     def central(self, crc: int) -> bytes:
-        """What stands in the directory."""
+        """The entry of the central directory."""
         extra = _SIZES64.pack(_IN_64, 16, self.size, self.size)
         sizes = crc, _MOST_32, _MOST_32, len(self.name), len(extra)
         return (
@@ -77,7 +77,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class SavedLayout:
-    """How a tensor of this shape and dtype is stored: bytes before its data, the data, bytes behind it."""
+    """How a tensor of some shape and dtype is stored: a header, its data, a trailer."""
 
     small: tuple[tuple[_Entry, bytes], ...]
     data: _Entry
@@ -99,23 +99,23 @@ class SavedLayout:
     @cached_property
     def size(self) -> int:
         """Bytes in all."""
-        return self.data.end + len(self.behind(0))
+        return self.data.end + len(self.trailer(0))
 
     def write(self, file: WrittenFile, offset: int, piece: Callable[[int, int], memoryview]) -> None:
-        """Writes a tensor to `offset` of an open file. `piece` gives its bytes from begin to end, and is asked in order. Raises OSError."""
+        """Writes a tensor to `offset` of a file. `piece` gives its bytes between two, in order. Raises OSError."""
         tensor = SavedTensor(self, file, offset)
         for begin, end in cuts(offset + self.data.begin, self.data.size):
             tensor.append(piece(begin, end))
         tensor.finish()
 
-    def before(self, crc: int) -> bytes:
-        """What stands before data with this CRC-32."""
+    def header(self, crc: int) -> bytes:
+        """The bytes before data with this CRC-32."""
         return b"".join(
             entry.local(zlib_ng.crc32(content)) + content for entry, content in self.small
         ) + self.data.local(crc)
 
-    def behind(self, crc: int) -> bytes:
-        """The directory of the zip, which stands behind the data."""
+    def trailer(self, crc: int) -> bytes:
+        """The bytes after data with this CRC-32: the directory of the zip."""
         directory = b"".join(
             entry.central(zlib_ng.crc32(content)) for entry, content in self.small
         ) + self.data.central(crc)
@@ -139,9 +139,9 @@ class SavedTensor:
         self._at += len(content)
 
     def finish(self) -> None:
-        """Writes what stands around the data when all of it is there. Raises OSError."""
-        self._file.write(self._layout.before(self._crc), self._offset)
-        self._file.write(self._layout.behind(self._crc), self._offset + self._layout.data.end)
+        """Writes header and trailer when all data is there. Raises OSError."""
+        self._file.write(self._layout.header(self._crc), self._offset)
+        self._file.write(self._layout.trailer(self._crc), self._offset + self._layout.data.end)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The Ray cluster to work on: the one this process is connected to, the one at an address, or a new one on this machine."""
+"""Connects to a Ray cluster: the one at hand, the one at an address, or a new one on this machine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _STORE = 100_000_000  # bytes of the object store of a cluster that is started h
 def connected(address: str, workers: int | None = None) -> Iterator[Any]:
     """The module `ray`, connected to a cluster while the block runs.
 
-    A process that is connected already stays so. Else `address` is host:port of a cluster, or "auto": what RAY_ADDRESS says, or a
-    cluster that runs on this machine, or a new one of `workers` CPUs (None: one a core) that ends with the block.
+    A process that is connected already stays so. Else `address` is host:port of a cluster, or "auto": what RAY_ADDRESS
+    says, or a cluster that runs on this machine, or a new one of `workers` CPUs (None: one a core) that ends with the
+    block.
     Raises CkptkitError where Ray is missing, nothing answers, or the cluster has another version of Ray or Python.
     """
     try:
@@ -59,7 +60,10 @@ def _connect(ray: Any, address: str, cpus: int) -> None:
 
 
 def _is_left_behind() -> bool:
-    """Whether the cluster that Ray last recorded on this machine is gone: one that crashed leaves its file, and Ray tries it for minutes."""
+    """Whether the cluster that Ray last recorded on this machine is gone.
+
+    One that crashed leaves its file, and Ray tries to reach it for minutes.
+    """
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - where Ray has it
     file = Path(folder, "ray", "ray_current_cluster")
     if not file.exists():

@@ -1,4 +1,4 @@
-"""Runs pieces of work as tasks on a Ray cluster: one core each, started again where they are lost, all ended when one fails."""
+"""Runs pieces of work as tasks on a Ray cluster: one core each, retried where lost, all ended when one fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EACH = (
 )
 RETRIES = 5  # times that Ray starts a task again whose worker or node was lost
 _STOP_S = 60.0  # what the tasks that have begun when a run fails may take to end
-Told = TypeVar("Told")
+TaskInput = TypeVar("TaskInput")
 Part = TypeVar("Part", bound=Hashable)
 Outcome = TypeVar("Outcome")
 
@@ -38,7 +38,7 @@ def check_gpus(ray: Any) -> None:
 
 
 def pieces_of(sizes: Mapping[Part, int], workers: int) -> list[list[Part]]:
-    """What to make tasks of: neighbours share one while it stays small enough, so that every worker gets several. `sizes`: bytes of each part."""
+    """Cuts parts, of `sizes` bytes, into tasks: neighbours share one, unless workers would get too few."""
     return _neighbours(sizes, min(PIECE, sum(sizes.values()) // (_EACH * workers)))
 
 
@@ -56,19 +56,19 @@ def _neighbours(sizes: Mapping[Part, int], limit: int) -> list[list[Part]]:
 
 def outcomes(
     ray: Any,
-    call: Callable[[Told, Sequence[str]], Outcome],
-    told: Told,
+    call: Callable[[TaskInput, Sequence[str]], Outcome],
+    given: TaskInput,
     pieces: Sequence[Sequence[str]],
     workers: int | None = None,
     gpus: int = 0,
     stop: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, Outcome]]:
-    """Yields the index of each piece and what `call(told, piece)` returned on some node, in the order in which they end.
+    """Yields the index of each piece and what `call(given, piece)` returned on some node, as they end.
 
-    `call` is a function of a module; `told` is plain data; a piece is a list of names. `workers`: tasks at one time (None: as many as the
-    cluster has cores). On any error, and when the caller stops, `stop` is called, which tells tasks that have not begun to end at once, and
-    those that have begun are waited for, up to a minute. Raises what a task raised; CkptkitError where a node has another version of this
-    package, or where a task is lost again and again.
+    `call` is a function of a module; `given` is plain data; a piece is a list of names. `workers`: tasks at one time
+    (None: as many as the cluster has cores). On any error, and when the caller stops, `stop` is called, which tells
+    tasks that have not begun to end at once; those that have begun are waited for, up to a minute. Raises what a task
+    raised; CkptkitError where a node has another version of this package, or a task is lost again and again.
     """
     how = {
         "num_cpus": 1,
@@ -78,11 +78,11 @@ def outcomes(
         "name": f"ckptkit {call.__name__}",
     }
     task = ray.remote(**how)(_task())
-    content = ray.put(pickle.dumps((call, told)))
+    content = ray.put(pickle.dumps((call, given)))
     waiting, running = deque(range(len(pieces))), dict[Any, int]()
     try:
         while waiting or running:
-            # Where nobody says how many: as many again as can run, so that no worker waits and a cluster that grows sees why.
+            # By default twice as many as can run: no worker waits, and a cluster that can grow sees why.
             while waiting and len(running) < (workers or 2 * cpus(ray)):
                 index = waiting.popleft()
                 running[task.remote(version("ckptkit"), content, pieces[index])] = index
@@ -91,13 +91,14 @@ def outcomes(
                 yield running.pop(reference), outcome
     finally:
         if running:
-            # ray.cancel of a task that ends at that moment aborts this whole process ("Tried to complete task that was not pending", Ray 2.60).
+            # ray.cancel of a task that ends at that moment aborts this process ("Tried to complete task that was not
+            # pending", Ray 2.60).
             stop()
             ray.wait(list(running), num_returns=len(running), timeout=_STOP_S)
 
 
 def _outcome(ray: Any, reference: Any, piece: Sequence[str]) -> Any:
-    """What a task returned. Raises what it raised as it was raised there, and CkptkitError when Ray lost it too often."""
+    """What a task returned. Raises what it raised there, and CkptkitError when Ray lost it too often."""
     try:
         refused, outcome = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
@@ -115,7 +116,7 @@ def _outcome(ray: Any, reference: Any, piece: Sequence[str]) -> Any:
 
 
 def _task() -> Callable[[str, bytes, Sequence[str]], tuple[str | None, Any]]:
-    """The remote function. It is sent as it stands, so that it runs, and can say so, where this package is missing or another version."""
+    """The remote function. It is sent as code, so that it can report a node with no or another version of ckptkit."""
 
     def run(wanted: str, content: bytes, piece: Sequence[str]) -> tuple[str | None, Any]:
         import pickle
@@ -128,7 +129,7 @@ def _task() -> Callable[[str, bytes, Sequence[str]], tuple[str | None, Any]]:
             found = "none"
         if found != wanted:
             return f"node {platform.node()} has ckptkit {found}, and the coordinator {wanted}", None
-        call, told = pickle.loads(content)
-        return None, call(told, piece)
+        call, given = pickle.loads(content)
+        return None, call(given, piece)
 
     return run

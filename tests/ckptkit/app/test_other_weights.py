@@ -78,7 +78,7 @@ def test_safetensors_that_nothing_names(tmp_path: Path, file: str, hint: str) ->
     assert str(error.value.hint).startswith(hint)
 
 
-def test_a_config_alone(tmp_path: Path) -> None:
+def test_inspect_of_a_config_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CkptkitError, match="has neither") as error:
         inspect(tmp_path)

@@ -33,14 +33,14 @@ Use = Callable[[str], None]
 
 
 @BOTH
-def test_no_such_bucket(bucket: Bucket, use: Use) -> None:
+def test_read_from_a_missing_bucket_is_refused(bucket: Bucket, use: Use) -> None:
     with pytest.raises(CkptkitError, match="s3://not-there/model: The specified bucket does not exist") as error:
         use("s3://not-there/model")
     assert error.value.hint == "check the URL"
 
 
 @pytest.mark.parametrize("prefix", ["nothing/here", ""])
-def test_nothing_there(bucket: Bucket, prefix: str) -> None:
+def test_url_that_holds_nothing_is_refused(bucket: Bucket, prefix: str) -> None:
     with pytest.raises(CkptkitError, match=f"{bucket.url(prefix)} holds nothing"):
         reading(bucket.url(prefix))
 
@@ -111,7 +111,7 @@ def test_a_store_that_cannot_be_written() -> None:
 @pytest.mark.parametrize(
     "key", ["latest_checkpointed_iteration.txt", "iter_0000010/.metadata", ".metadata", "mp_rank_00/model_optim_rng.pt"]
 )
-def test_a_megatron_checkpoint(bucket: Bucket, key: str) -> None:
+def test_megatron_checkpoint_at_a_url_is_refused(bucket: Bucket, key: str) -> None:
     bucket.put(f"model/{key}", b"x")
     with pytest.raises(
         CkptkitError, match="is a Megatron checkpoint, and only HF directories are read from URLs"
@@ -154,5 +154,5 @@ def test_verify_refuses_a_url_with_exit_code_2() -> None:
         (Path("s3://bucket/model"), False),
     ],
 )
-def test_what_is_a_url(text: str | Path, expected: bool) -> None:
+def test_is_url_tells_urls_from_paths(text: str | Path, expected: bool) -> None:
     assert is_url(text) is expected

@@ -94,7 +94,7 @@ BOTH = pytest.mark.parametrize("use", [reading, writing])
 
 
 @BOTH
-def test_no_such_bucket(use: Use, small_release: Path, bucket: Bucket, tmp_path: Path) -> None:
+def test_write_to_a_missing_bucket_is_refused(use: Use, small_release: Path, bucket: Bucket, tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match="s3://not-there/model: The specified bucket does not exist"):
         use("s3://not-there/model", small_release, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -186,7 +186,7 @@ def refused(message: str, hint: str, **how: Any) -> Any:
         ),
     ],
 )
-def test_what_cannot_be_done_with_urls(
+def test_convert_options_that_urls_do_not_support_are_refused(
     small_release: Path, how: dict[str, Any], message: str, hint: str, tmp_path: Path
 ) -> None:
     with pytest.raises(CkptkitError, match=message) as error:

@@ -90,7 +90,7 @@ def test_the_release_on_the_way_back_may_be_at_a_url(
     assert "--hf " + stored in " ".join(json.loads((tmp_path / "back" / MANIFEST).read_text())["command"])
 
 
-def test_from_the_hub(small_release: Path, megatron: Path, tmp_path: Path) -> None:
+def test_convert_from_the_hub_writes_the_same_bytes(small_release: Path, megatron: Path, tmp_path: Path) -> None:
     asked: list[str] = []
     with fake_hub("org/qwen", small_release, asked) as address:
         done = ckptkit("convert", "hf://org/qwen", tmp_path / "out", HF_ENDPOINT=address, HF_HUB_OFFLINE="0")

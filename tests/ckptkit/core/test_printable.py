@@ -21,7 +21,7 @@ from ckptkit.app.cli import main
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import json_text, printable
 
-# Escape codes, a carriage return, line breaks of three kinds, C1, marks that turn text round, DEL: and the verdict that they would forge.
+# Escape codes, carriage return, three line breaks, C1, marks that reverse text, DEL: and the verdict they would forge.
 EVIL = "a\x1b[2J\x1b[1;1H\rb\nPASSED  forged\x85PASSED\x9b31m\u202ec\u2028PASSED\u2029\x7f\u200f\ufeff\u2066"
 VERDICT = re.compile(r"PASSED( with \d+ warnings?)?  /\S+/(model|qwen2-tied)((, | against )/\S+)*")
 HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
@@ -261,7 +261,7 @@ def test_nothing_is_printed_but_through_the_functions_that_escape() -> None:
         f"{file.relative_to(root)}: {ast.unparse(node)}" for file, node in calls if ast.unparse(node.func) in prints
     ]
     assert found == [
-        "ckptkit/app/cli.py: click.echo('\\n'.join(map(printable, lines)), err=err)",
-        "ckptkit/app/cli.py: click.echo(json_text(content))",
-        "ckptkit/app/cli.py: click.secho('error: ', fg='red', bold=True, nl=False, err=True)",
+        "ckptkit/app/cli/__init__.py: click.secho('error: ', fg='red', bold=True, nl=False, err=True)",
+        "ckptkit/app/cli/output.py: click.echo('\\n'.join(map(printable, lines)), err=err)",
+        "ckptkit/app/cli/output.py: click.echo(json_text(content))",
     ]

@@ -19,7 +19,7 @@ from ckptkit.core.specs import fold, summarize
         ([], []),
     ],
 )
-def test_fold(names: list[str], folded: list[str]) -> None:
+def test_fold_joins_names_that_differ_in_numbers(names: list[str], folded: list[str]) -> None:
     assert sorted(fold(names)) == sorted(folded)
 
 

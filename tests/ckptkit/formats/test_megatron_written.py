@@ -1,4 +1,4 @@
-"""Checkpoints that megatron-core itself saved, at every kind of parallel sizes, are read and come back as the release's bytes.
+"""Checkpoints that megatron-core itself saved, at all kinds of parallel sizes, come back as the release's bytes.
 
 megatron-core up to 0.18 writes `common.pt`, from 0.19 a `common_state` object: run on both to see both.
 """

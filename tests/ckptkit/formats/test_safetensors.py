@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.hf.reader import HfCheckpoint, read_shard
+from ckptkit.formats.hf.reader import HfCheckpoint, parse_header, read_shard
 from ckptkit.formats.hf.writer import SafetensorsFiles, cut_shards
 from ckptkit.transfer.files import FilesWriter
 
@@ -108,6 +108,32 @@ def change(key: str, field: str, value: object) -> Callable[[bytes], bytes]:
         return with_header(content, header)
 
     return mutate
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"a":{"x":1},"a":{"x":1}}',
+        b'{"a":{"x":1},"a" :{"x":1}}',
+        b'{"a":{"x":1},"a"\n:{"x":1}}',
+        b'{"a":{"x":1,"x":2}}',
+        b'{"a":{"x":{"y":1,"y":2}}}',
+        b'{"a":[{"y":1,"y":2}]}',
+        '{"a":1,"a":1}'.encode("utf-16-le"),
+    ],
+)
+def test_key_that_is_there_twice_is_refused(text: bytes) -> None:
+    with pytest.raises(ValueError, match="twice"):
+        parse_header(text)
+
+
+@pytest.mark.parametrize(
+    "header", [{"a": {"x": 1}, "b": {"x": 1}}, {'a":': {"x": '":'}}, {"a": {"x": {"y": 1}}}, {"a": [{"y": 1}]}, [1], {}]
+)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_header_without_such_a_key_is_read(header: object, indent: int | None) -> None:
+    assert parse_header(json.dumps(header, indent=indent).encode()) == header
+    assert parse_header(json.dumps(header, separators=(" , ", " : ")).encode()) == header
 
 
 @pytest.mark.parametrize(

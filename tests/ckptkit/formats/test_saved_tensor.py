@@ -92,7 +92,7 @@ def test_a_tensor_beyond_4_gib(tmp_path: Path) -> None:
     saved = SavedLayout.of(shape, "uint8")
     descriptor = os.open(tmp_path / "x", os.O_CREAT | os.O_WRONLY, 0o644)
     # The data stays a hole in the file: reading 5 GB to check their sum would take long, and so is not asked for.
-    for content, offset in ((saved.before(0), 0), (saved.behind(0), saved.data.end)):
+    for content, offset in ((saved.header(0), 0), (saved.trailer(0), saved.data.end)):
         os.pwrite(descriptor, content, offset)
     os.close(descriptor)
     found = torch.load(tmp_path / "x", mmap=True, weights_only=True)

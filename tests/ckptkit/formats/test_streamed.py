@@ -45,7 +45,7 @@ def flip(path: Path, offset: int) -> None:
 
 @pytest.fixture
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Makes every tensor and chunk large enough, and pieces small. Returns for every piece that is read the file and where the tensor begins."""
+    """Streams every tensor and chunk in small pieces. Returns the file and the tensor's start for each piece read."""
     read: list[tuple[str, int]] = []
     extent_read = raw.FileExtent.read
 
@@ -216,7 +216,7 @@ def test_an_extent_holds_the_tensor(converted: PathOf, in_pieces: list[tuple[str
 
 
 def test_bytes_that_do_not_lie_end_to_end_are_not_streamed() -> None:
-    """Two tensors of which the first is longer on disk than it is: put together, its padding would stand between them."""
+    """The first of two tensors is padded on disk. Put together, its padding would stand between them."""
 
     def place(name: str, *sizes: int) -> list[raw.FileExtent]:
         return [raw.FileExtent(Path(name), 100 * index, size) for index, size in enumerate(sizes)]

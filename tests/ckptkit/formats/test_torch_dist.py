@@ -1,4 +1,4 @@
-"""The torch_dist writer as torch's own distributed checkpoint reader sees it, and the reader on what torch and we write."""
+"""torch's own distributed checkpoint reader reads what we write, and our reader what torch and we write."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_what_megatron_expects_beside_the_tensors(converted: PathOf) -> None:
 
 
 def test_objects_of_norms_that_go_by_two_names(converted: PathOf) -> None:
-    """Under Transformer Engine's spec the norms of compressed queries, keys and values are modules of their own around sparse attention alone."""
+    """With Transformer Engine, compressed queries, keys and values have norm modules only around sparse attention."""
     with (converted("deepseek_v32") / "release/.metadata").open("rb") as file:
         keys = pickle.load(file).state_dict_metadata.keys()
     for layer in ("decoder.layers.0", "decoder.layers.11", "mtp.layers.0.transformer_layer"):
@@ -178,7 +178,7 @@ def test_optimizer_state_is_left_out(converted: PathOf, tmp_path: Path, prefix: 
 def test_metadata_in_the_classes_of_older_megatron(
     converted: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """megatron-core 0.13 to 0.15: a Metadata of its own, and with older torch the plans of all ranks. None of it is built."""
+    """megatron-core 0.13 to 0.15 has its own Metadata, and with older torch all ranks' plans. Neither is built."""
     path = Path(shutil.copytree(converted("qwen2-tied") / "release", tmp_path / "release"))
     before = TorchDistCheckpoint(path)
     module = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")

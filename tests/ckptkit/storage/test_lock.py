@@ -48,7 +48,7 @@ cli.main(sys.argv[1:], standalone_mode=False)
 
 @contextmanager
 def writing(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
-    """A run in a process of its own that is in the midst of writing. It is killed at the end, as a machine that goes down would."""
+    """A run in a process of its own that is writing. It is killed at the end, as by a machine that goes down."""
     words = [sys.executable, "-c", STOPS, *map(str, arguments), "--workers", "1"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as process:
         try:
@@ -89,8 +89,8 @@ def test_lock_of_a_live_run_refuses_the_second_and_of_a_killed_one_does_not(
         second = ckptkit(*words, how)
         assert (second.returncode, second.stdout) == (2, ""), second.stderr
         assert (
-            f"another run is writing there: pid {process.pid} on {socket.gethostname()} holds {tmp_path / LOCK}\n  next: "
-            in second.stderr
+            f"another run is writing there: pid {process.pid} on {socket.gethostname()} "
+            f"holds {tmp_path / LOCK}\n  next: " in second.stderr
         )
         assert content(tmp_path / "out.partial") == before
     assert (tmp_path / LOCK).exists()
@@ -132,7 +132,7 @@ def test_lock_leaves_nothing_after_an_error_or_an_end(tmp_path: Path) -> None:
 def test_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The other run ends between this one's opening and locking the file: its lock would be on a file that nobody else can find.
+    # The other run ends between opening and locking here: the lock would be on a file that nobody else can find.
     flock, calls = fcntl.flock, []
 
     def ended_meanwhile(descriptor: int, kind: int) -> None:

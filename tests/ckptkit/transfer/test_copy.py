@@ -1,136 +1,206 @@
-"""A destination appears whole or not at all."""
+"""Groups move through several threads: all of them, never too many bytes at once, and the first error ends it."""
 
 from __future__ import annotations
 
-import errno
-import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from ckptkit.core.errors import CkptkitError
-from ckptkit.transfer.destination import check_destination, new_directory
+from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.app.plan import make_plan
+from ckptkit.app.run_options import RunOptions
+from ckptkit.core.errors import CkptkitError, FinalError
+from ckptkit.core.plan import Plan, Step, View, identity, read_and_held
+from ckptkit.core.specs import TensorSpec
+from ckptkit.transfer.copy import IN_FLIGHT, copy, threads
 
-ASKED = {"command": "ckptkit convert source out"}
-
-
-def test_appears_only_when_finished(tmp_path: Path) -> None:
-    with new_directory(tmp_path / "out", ASKED) as (partial, _):
-        (partial / "x").write_text("1")
-        assert not (tmp_path / "out").exists()
-    assert (tmp_path / "out/x").read_text() == "1"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, CkptkitError("no"), ZeroDivisionError])
-def test_nothing_is_left_after_a_failure(tmp_path: Path, error: type[BaseException] | BaseException) -> None:
-    with (
-        pytest.raises((KeyboardInterrupt, CkptkitError, ZeroDivisionError)),
-        new_directory(tmp_path / "out", ASKED) as (partial, _),
-    ):
-        (partial / "x").write_text("1")
-        raise error
-    assert list(tmp_path.iterdir()) == []
+NAMES = [f"w{index}" for index in range(40)]
 
 
-@pytest.mark.parametrize("resumable", [True, False])
-def test_finished_files_are_kept_only_where_the_same_job_may_go_on(tmp_path: Path, resumable: bool) -> None:
-    error = CkptkitError("no")
-    error.resumable = resumable
-    with pytest.raises(CkptkitError), new_directory(tmp_path / "out", ASKED) as (_, journal):
-        journal.record("x", {})
-        raise error
-    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"] * resumable
+class Numbers:
+    """40 tensors of 1000 bytes, each filled with its number; counts the bytes that were read and not yet written."""
+
+    def __init__(self) -> None:
+        self.config: Mapping[str, Any] = {}
+        self.specs = {name: TensorSpec(name, (1000,), "uint8") for name in NAMES}
+        self.groups = [(name,) for name in NAMES]
+        self.lock = threading.Lock()
+        self.order: list[str] = []
+        self.held, self.most = 0, 0
+        self.threads: set[int] = set()
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        with self.lock:
+            self.order += names
+            self.threads.add(threading.get_ident())
+            self.held += 1000 * len(names)
+            self.most = max(self.most, self.held)
+        time.sleep(0.002)
+        return {name: torch.full((1000,), int(name[1:]), dtype=torch.uint8) for name in names}
 
 
-def test_overwrite_replaces_only_when_the_new_one_is_whole(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/config.json").write_text("old")
-    with pytest.raises(CkptkitError, match="out exists already"), new_directory(tmp_path / "out", ASKED):
-        pass
-    with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "out", ASKED, overwrite=True):
-        raise ZeroDivisionError
-    assert (tmp_path / "out/config.json").read_text() == "old"
-    with new_directory(tmp_path / "out", ASKED, overwrite=True) as (partial, _):
-        (partial / "new").write_text("new")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+class Sink:
+    """A writer that remembers what it got and how it ended."""
+
+    def __init__(self, source: Numbers) -> None:
+        self.source, self.values, self.end = source, dict[str, int](), ""
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        with self.source.lock:
+            self.source.held -= tensor.nbytes
+            self.values[name] = int(tensor[0])
+
+    def finish(self) -> None:
+        self.end = "finished"
+
+    def discard(self) -> None:
+        self.end = "discarded"
 
 
-def test_a_partial_of_a_dead_run_is_not_touched_without_overwrite(tmp_path: Path) -> None:
-    (tmp_path / "out.partial").mkdir()
-    with pytest.raises(CkptkitError, match="out.partial exists already"), new_directory(tmp_path / "out", ASKED):
-        pass
-    with new_directory(tmp_path / "out", ASKED, overwrite=True):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_every_group_is_copied_once_by_so_many_threads(workers: int) -> None:
+    source = Numbers()
+    sink = Sink(source)
+    copy(source, sink, "test", workers)
+    assert sink.values == {name: int(name[1:]) for name in NAMES}
+    assert sink.end == "finished"
+    assert sorted(source.order) == sorted(NAMES)
+    assert len(source.threads) == workers
+    if workers == 1:
+        assert source.order == NAMES
 
 
-def test_missing_parent_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="absent does not exist"), new_directory(tmp_path / "absent/out", ASKED):
-        pass
+def test_bytes_in_flight_are_bounded() -> None:
+    source = Numbers()
+    copy(source, Sink(source), "test", 8, memory=3000)
+    assert source.most == 3000
 
 
-@pytest.mark.parametrize("destination", ["source", "source/inside", ".", "source.partial/..", "link", "dangling", "/"])
-def test_destinations_that_would_lose_something(tmp_path: Path, destination: str) -> None:
-    for name in ("source", "source.partial"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("x")
-    (tmp_path / "link").symlink_to(tmp_path / "source")
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(CkptkitError, match=r"overlaps|cannot be a destination"):
-        check_destination(tmp_path / destination, [tmp_path / "source", None], overwrite=True)
-    assert (tmp_path / "source/config.json").read_text() == "x"
+@pytest.mark.parametrize(
+    ("cores", "memory", "expected"), [(2, IN_FLIGHT, 5), (64, IN_FLIGHT, 10), (64, 10 * IN_FLIGHT, 67), (8, 1, 1)]
+)
+def test_threads_have_buffers_of_no_more_than_the_bound(
+    monkeypatch: pytest.MonkeyPatch, cores: int, memory: int, expected: int
+) -> None:
+    monkeypatch.setattr("ckptkit.transfer.copy.cores", lambda: cores)
+    assert threads(memory) == expected
+    source = Numbers()
+    copy(source, Sink(source), "test", memory=memory)
+    assert len(source.threads) <= expected
 
 
-def test_a_source_that_is_the_partial_of_the_destination(tmp_path: Path) -> None:
-    (tmp_path / "out.partial").mkdir()
-    with pytest.raises(CkptkitError, match="overlaps"):
-        check_destination(tmp_path / "out", [tmp_path / "out.partial"], overwrite=True)
+def test_a_group_larger_than_the_bound_goes_alone() -> None:
+    source = Numbers()
+    sink = Sink(source)
+    copy(source, sink, "test", 8, memory=10)
+    assert source.most == 1000
+    assert source.order == NAMES
+    assert len(sink.values) == 40
 
 
-def test_overwrite_replaces_checkpoints_and_empty_directories_only(tmp_path: Path) -> None:
-    (tmp_path / "home").mkdir()
-    check_destination(tmp_path / "home", overwrite=True)
-    (tmp_path / "home/thesis.txt").write_text("x")
-    with pytest.raises(CkptkitError, match="is no checkpoint, so it is not replaced"):
-        check_destination(tmp_path / "home", overwrite=True)
-    (tmp_path / "home/latest_checkpointed_iteration.txt").write_text("release")
-    check_destination(tmp_path / "home", overwrite=True)
+def test_memory_counts_what_is_read_through_every_view() -> None:
+    source = Numbers()
+    half = Step(("w0", "w1"), (TensorSpec("half", (500,), "uint8"),), lambda tensors: [tensors[0][:500]], "half")
+    first = View(source, Plan((half, *(identity(source.specs[name]) for name in NAMES[2:])), source.specs))
+    second = View(first, Plan(tuple(identity(spec) for spec in first.specs.values()), first.specs))
+    assert read_and_held(source, ["w0", "w1"]) == (2000, 2000)
+    assert read_and_held(first, ["half"]) == (2000, 500 + 2000)
+    # A copy lies where it was read.
+    assert read_and_held(second, ["half", "w2"]) == (3000, 500 + 3000)
 
 
-def test_a_neighbour_with_a_similar_name_is_left_alone(tmp_path: Path) -> None:
-    for name in ("out", "out.old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(name)
-    with new_directory(tmp_path / "out", ASKED, overwrite=True):
-        pass
-    assert (tmp_path / "out.old/config.json").read_text() == "out.old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.old"]
+def test_tensors_that_are_joined_count_twice_in_memory() -> None:
+    """Even where bytes are only copied, as those of gate and up; on the way back they are parts of one memory."""
+    source = Numbers()
+    both = Step(
+        ("w0", "w1"),
+        (TensorSpec("both", (2000,), "uint8"),),
+        lambda tensors: [torch.cat(list(tensors))],
+        "merge",
+        is_byte_copy=True,
+    )
+    parts = Step(
+        ("both",),
+        (source.specs["w0"], source.specs["w1"]),
+        lambda tensors: list(tensors[0].chunk(2)),
+        "split",
+        is_byte_copy=True,
+    )
+    merged = View(source, Plan((both,), ["w0", "w1"]))
+    assert read_and_held(merged, ["both"]) == (2000, 4000)
+    assert read_and_held(View(merged, Plan((parts,), ["both"])), ["w0", "w1"]) == (2000, 4000)
 
 
-def test_what_was_there_is_put_back_when_the_last_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/config.json").write_text("old")
-    rename = os.rename
-
-    def fail(source: Path, target: Path) -> None:
-        if Path(source).name == "out.partial":
-            raise OSError(errno.EIO, "Input/output error", str(source))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", fail)
-    with (
-        pytest.raises(CkptkitError, match="Input/output error"),
-        new_directory(tmp_path / "out", ASKED, overwrite=True),
-    ):
-        pass
-    assert (tmp_path / "out/config.json").read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+@pytest.mark.parametrize("megatron", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2-tied", "glm4_moe"])
+def test_tensors_that_share_memory_lie_in_that_of_their_source(
+    releases: Callable[[str], Path], converted: Callable[[str], Path], name: str, megatron: bool
+) -> None:
+    view = make_plan(RunOptions("convert", str((converted if megatron else releases)(name)), "out")).outputs[0].view
+    assert isinstance(view, View)
+    shared = [tensor for tensor in view.specs if view.shares_memory(tensor)]
+    assert 10 < len(shared) < len(view.specs)
+    for tensor in shared:
+        step = view.step(tensor)
+        (read,) = view.source.read(step.inputs).values()
+        (made,) = [one for spec, one in zip(step.outputs, step.run([read]), strict=True) if spec.name == tensor]
+        assert made.contiguous().untyped_storage().data_ptr() == read.untyped_storage().data_ptr(), tensor
 
 
-def test_a_partial_that_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial/thesis.txt").write_text("x")
-    with pytest.raises(CkptkitError, match="out.partial is no checkpoint"):
-        check_destination(tmp_path / "out", overwrite=True)
+def test_only_some_are_copied() -> None:
+    source = Numbers()
+    sink = Sink(source)
+    copy(source, sink, "test", 2, only={"w3", "w5"})
+    assert sink.values == {"w3": 3, "w5": 5}
+    assert sorted(source.order) == ["w3", "w5"]
+
+
+class BrokenError(Exception):
+    """What a stage raises."""
+
+
+@pytest.mark.parametrize("stage", ["read", "write", "finish"])
+@pytest.mark.parametrize(
+    "error", [CkptkitError("w7 is broken"), BrokenError("w7 is broken"), KeyboardInterrupt("w7 is broken")]
+)
+def test_an_error_of_a_stage_ends_the_job(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) -> None:
+    source = Numbers()
+    sink = Sink(source)
+    target: Any = source if stage == "read" else sink
+    original = getattr(target, stage)
+
+    def fail(*arguments: Any) -> Any:
+        if stage == "finish" or "w7" in (*arguments[0], arguments[0]):
+            raise error
+        return original(*arguments)
+
+    monkeypatch.setattr(target, stage, fail)
+    with pytest.raises(type(error), match="w7 is broken") as raised:
+        copy(source, sink, "test", 2)
+    assert isinstance(raised.value, FinalError) == (isinstance(error, CkptkitError) and stage != "finish")
+    assert sink.end == "discarded"
+    # What was running ends, nothing new begins.
+    assert len(source.order) == 40 if stage == "finish" else len(source.order) < 15
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ckptkit-copy")]
+
+
+@pytest.mark.parametrize("verb", ["to Megatron", "to HF", "to INT4"])
+def test_bytes_on_disk_do_not_depend_on_the_threads(
+    releases: Callable[[str], Path], converted: Callable[[str], Path], tmp_path: Path, verb: str
+) -> None:
+    written = []
+    for workers in (1, 2, 4):
+        out = tmp_path / str(workers)
+        if verb == "to INT4":
+            quantize(releases("qwen3_moe"), out, int4_scheme(group_size=32), workers=workers)
+        else:
+            convert((releases if verb == "to Megatron" else converted)("qwen3_moe"), out, workers=workers)
+        written.append({str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()})
+    assert len(written[0]) > 4
+    assert written[0] == written[1] == written[2]

@@ -1,4 +1,4 @@
-"""Launch scripts of released models, written by hand from their published configs, against what the config alone gives."""
+"""Launch scripts of released models, written by hand from their configs, against what the config alone gives."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_pattern_is_what_megatron_evaluates_it_to(values: list[int], text: str
     assert eval(text) == values  # noqa: S307 - as Megatron's `moe_freq_type` does
 
 
-def test_the_command_line_needs_only_a_config(tmp_path: Path) -> None:
+def test_inspect_megatron_args_needs_only_a_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GLM_4_5))
     result = CliRunner().invoke(cli, ["inspect", "--megatron-args", str(tmp_path)])
     lines = result.output.splitlines()
@@ -149,18 +149,21 @@ def test_the_command_line_needs_only_a_config(tmp_path: Path) -> None:
     assert json.loads(as_json.output)["num_query_groups"] == 8
 
 
-# What Megatron-LM's `load_args_from_checkpoint` takes from a checkpoint under --use-checkpoint-args and a model depends on;
-# whatever is absent there stays at Megatron's own default, which is another model.
-_TAKEN = """num_layers hidden_size ffn_hidden_size seq_length num_attention_heads num_query_groups group_query_attention kv_channels
-max_position_embeddings position_embedding_type add_position_embedding use_rotary_position_embeddings rotary_base rotary_percent
-rotary_interleaved add_bias_linear add_qkv_bias squared_relu swiglu untie_embeddings_and_output_weights apply_layernorm_1p
-normalization apply_query_key_layer_scaling attention_dropout hidden_dropout num_experts mtp_num_layers moe_layer_freq
-moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax moe_grouped_gemm moe_shared_expert_intermediate_size
-moe_router_score_function moe_router_enable_expert_bias moe_router_topk_scaling_factor padded_vocab_size""".split()  # noqa: SIM905 - seven lines instead of forty
+# What a model depends on of what Megatron-LM's `load_args_from_checkpoint` takes from a checkpoint; whatever is absent
+# there stays at Megatron's own default, which is another model.
+_TAKEN = """
+num_layers hidden_size ffn_hidden_size seq_length num_attention_heads num_query_groups group_query_attention
+kv_channels max_position_embeddings position_embedding_type add_position_embedding use_rotary_position_embeddings
+rotary_base rotary_percent rotary_interleaved add_bias_linear add_qkv_bias squared_relu swiglu
+untie_embeddings_and_output_weights apply_layernorm_1p normalization apply_query_key_layer_scaling attention_dropout
+hidden_dropout num_experts mtp_num_layers moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax
+moe_grouped_gemm moe_shared_expert_intermediate_size moe_router_score_function moe_router_enable_expert_bias
+moe_router_topk_scaling_factor padded_vocab_size
+""".split()  # noqa: SIM905 - seven lines instead of forty
 
 
 @pytest.mark.parametrize("config", [QWEN3_30B_A3B, GLM_4_5])
-def test_nothing_is_missing_for_use_checkpoint_args(config: dict[str, Any]) -> None:
+def test_checkpoint_args_have_all_that_megatron_reads(config: dict[str, Any]) -> None:
     args = megatron_args(dims_of(config))
     assert [name for name in _TAKEN if name not in args] == []
     assert args["attention_dropout"] == args["hidden_dropout"] == 0.0
@@ -215,8 +218,11 @@ def comments(tmp_path: Path, config: dict[str, Any]) -> list[str]:
     ]
 
 
-def test_what_gemma3_needs_beyond_flags_is_said(tmp_path: Path) -> None:
-    """Megatron-Bridge's Gemma3ModelProvider has all of these, Megatron-LM's options none. sqrt(5376) is 73.3212, 168**-0.5 is 0.0771517."""
+def test_gemma3_comments_name_what_flags_cannot_build(tmp_path: Path) -> None:
+    """Megatron-Bridge's Gemma3ModelProvider has all of these, Megatron-LM's options none.
+
+    sqrt(5376) is 73.3212, 168**-0.5 is 0.0771517.
+    """
     said = comments(tmp_path, GEMMA_3_27B)
     assert [line.partition(":")[0] for line in said] == [
         "the gated MLP of gelu's tanh approximation",
@@ -233,7 +239,7 @@ def test_what_gemma3_needs_beyond_flags_is_said(tmp_path: Path) -> None:
     assert (as_json["rotary_base"], as_json["swiglu"]) == (1000000, False)
 
 
-def test_what_follows_from_the_head_size_and_is_not_scaled_needs_no_word(tmp_path: Path) -> None:
+def test_gemma3_1b_comments_leave_out_default_scales(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in comments(tmp_path, GEMMA_3_1B)] == [
         "the gated MLP of gelu's tanh approximation",
         "a rotary base of 10000 in layers with a window (--rotary-base is that of the others)",
@@ -243,13 +249,13 @@ def test_what_follows_from_the_head_size_and_is_not_scaled_needs_no_word(tmp_pat
 
 
 @pytest.mark.parametrize("config", [QWEN3_30B_A3B, GLM_4_5])
-def test_a_model_that_flags_build_has_no_comment(config: dict[str, Any], tmp_path: Path) -> None:
+def test_model_that_flags_build_has_no_comment(config: dict[str, Any], tmp_path: Path) -> None:
     assert comments(tmp_path, config) == []
     assert "no_argument_for" not in model_arguments(tmp_path)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_family_says_its_gate_and_its_rotary_embedding(name: str, tmp_path: Path) -> None:
+def test_flags_of_every_family_state_gate_and_rotary_embedding(name: str, tmp_path: Path) -> None:
     """Against the config classes of transformers: its activation, and how its rotary embedding is scaled."""
     config = CASES[name].config()
     text = config.get_text_config()

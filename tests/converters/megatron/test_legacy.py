@@ -1,4 +1,4 @@
-"""Megatron's legacy format: what real megatron-core models saved rank by rank is exported to the model that it came from."""
+"""Megatron's legacy format: what real megatron-core models saved rank by rank becomes their release again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def same(left: Path, right: Path) -> bool:
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_it_comes_back_bit_for_bit(
+def test_legacy_save_comes_back_bit_for_bit(
     saved: Path, releases: PathOf, tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = releases(SAVES[label][0])
@@ -42,7 +42,7 @@ def test_it_comes_back_bit_for_bit(
     assert convert(iteration, tmp_path / "again", hf=release, dry_run=True).tensors == written.tensors
 
 
-def test_the_saves_are_of_the_kinds_that_they_claim_to_be(saved: Path) -> None:
+def test_legacy_saves_are_of_the_kinds_they_are_named_for(saved: Path) -> None:
     """Otherwise the test above would read the same layout again and again."""
     names = {label: list(rank_files(saved / label)) for label in LABELS}
     assert names == {
@@ -126,7 +126,7 @@ def test_the_export_is_verified_against_the_files_that_it_came_from(
     assert (finding.code, finding.tensor) == ("CK202", "model.layers.11.mlp.down_proj.weight")
 
 
-def test_verify_and_preflight_say_that_they_cannot_look_into_it(saved: Path, releases: PathOf) -> None:
+def test_verify_and_preflight_of_legacy_save_name_the_next_move(saved: Path, releases: PathOf) -> None:
     root = saved / "legacy"
     for path in (root, root / "release"):
         with pytest.raises(CkptkitError, match="legacy format") as error:
@@ -138,7 +138,7 @@ def test_verify_and_preflight_say_that_they_cannot_look_into_it(saved: Path, rel
     assert (finding.code, finding.hint) == ("CK712", f"give its parent: --ref-load {root}")
 
 
-def test_inspect(saved: Path, releases: PathOf) -> None:
+def test_inspect_of_legacy_save_reports_format_ranks_and_names(saved: Path, releases: PathOf) -> None:
     facts = inspect(saved / "legacy, experts", hf=releases("glm4_moe"))
     assert facts["format"] == "Megatron legacy torch (mp_rank_*)"
     assert facts["ranks"] == "4 files of TP2 PP2 EP2 ETP1"

@@ -1,4 +1,4 @@
-"""Megatron's legacy format for architectures of every kind: what tensor and pipeline parallel ranks saved becomes the release again."""
+"""Megatron's legacy format for architectures of every kind: what ranks saved becomes the release again."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from converters.planner import rules_of
 
 pytest.importorskip("megatron.core")
 
-# What is special about each: multi-token prediction behind a pipeline, with the embedding on both stages; latent attention,
-# sparse attention; linear attention in parts, with an output gate; biases and sinks; norms over all heads, of 1 + weight, after layers.
+# What is special about each: multi-token prediction behind a pipeline, with the embedding on both stages; latent
+# attention, sparse attention; linear attention in parts, with an output gate; biases and sinks; norms over all heads,
+# of 1 + weight, after layers.
 HOW = {
     "glm4_moe-mtp": ParallelSizes(pp=2, layout="Et*7|t*5mL"),
     "mimo": ParallelSizes(pp=2),
@@ -49,7 +50,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", HOW)
-def test_it_comes_back(root: Path, tmp_path: Path, name: str) -> None:
+def test_legacy_save_comes_back_as_the_release(root: Path, tmp_path: Path, name: str) -> None:
     release = root / name / "release"
     assert len(list((root / name / "saved").rglob("model_optim_rng.pt"))) == 2
     convert(root / name / "saved", tmp_path / "back", hf=release)

@@ -163,7 +163,7 @@ NEXT_LAYER = "decoder.layers.7.self_attention.linear_proj.weight"
         ),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(
+def test_legacy_save_with_a_defect_is_refused_by_name(
     saved: Path, copy_of: PathOf, releases: PathOf, tmp_path: Path, change: Any, ranks: list[str], said: str
 ) -> None:
     root = copy_of(saved / "legacy, experts")
@@ -206,7 +206,7 @@ def loaded_bytes(content: bytes, scratch: Path) -> State:
     return loaded(scratch / "content.pt")
 
 
-def test_the_config_must_be_named(saved: Path, releases: PathOf, tmp_path: Path) -> None:
+def test_legacy_save_without_its_config_is_refused(saved: Path, releases: PathOf, tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match="the HF config of this model is not stored beside it"):
         convert(saved / "legacy", tmp_path / "back")
     with pytest.raises(CkptkitError, match="was saved with num_layers 12"):

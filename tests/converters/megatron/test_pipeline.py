@@ -1,4 +1,4 @@
-"""Layers of pipeline stages: by hand, and against megatron-core's own functions on every combination of small numbers."""
+"""Layers of pipeline stages: by hand, and against megatron-core's functions on every combination of small numbers."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_layers_of_each_stage_and_chunk(pipeline: Pipeline, stages: Stages) -> N
         (Pipeline(4, 2, layout="E(t)*99999999999|L"), "too long"),
     ],
 )
-def test_what_megatron_refuses_is_refused(pipeline: Pipeline, said: str) -> None:
+def test_pipeline_that_megatron_refuses_is_refused(pipeline: Pipeline, said: str) -> None:
     with pytest.raises(CkptkitError) as error:
         pipeline.stages  # noqa: B018 - a cached property that raises
     assert said in error.value.message
 
 
-def test_from_training_arguments() -> None:
+def test_pipeline_stages_follow_from_training_arguments() -> None:
     args = {
         "num_layers": 61,
         "pipeline_model_parallel_size": 4,
@@ -151,7 +151,7 @@ LAYOUTS = [
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("vpp", [1, 2, 3])
-def test_megatron_agrees(vpp: int) -> None:
+def test_pipeline_stages_agree_with_megatron(vpp: int) -> None:
     pytest.importorskip("megatron.core")
     agreed = 0
     for layers, pp, first, last in product(range(4, 13, 2), (2, 3, 4), SIZES, SIZES):
@@ -171,7 +171,7 @@ def test_megatron_agrees(vpp: int) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_megatron_agrees_on_layouts(layout: str) -> None:
+def test_pipeline_layouts_agree_with_megatron(layout: str) -> None:
     pytest.importorskip("megatron.core")
     for pp, mtp in product((2, 3, 4), (0, 1, 2)):
         pipeline = Pipeline(8, pp, layout=layout, mtp=mtp)

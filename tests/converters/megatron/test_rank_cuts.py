@@ -1,4 +1,4 @@
-"""Chunks end where tensor-parallel ranks cut: what a rank reads, counted by torch's own reader, what Megatron loads, and the same bytes on the way back."""
+"""Chunks end where tensor-parallel ranks cut: what a rank reads, what Megatron loads, and the bytes on the way back."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_rank_of_eight_reads_its_part_and_no_more(in_chunks: PathOf) -> None:
         assert read_by(metadata, f"{MLP}.linear_fc1.weight", gate_up) == 2 * 36 * 128
 
 
-def test_kinds_of_rows_that_have_keys_of_their_own(in_chunks: PathOf) -> None:
+def test_rank_reads_only_its_part_of_keys_by_kind_of_row(in_chunks: PathOf) -> None:
     """Qwen3-Next's in_proj: each kind of row is a key, which ranks share."""
     path = in_chunks("qwen3_next") / "release"
     metadata = FileSystemReader(path).read_metadata()
@@ -152,7 +152,7 @@ def test_megatron_loads_chunks(in_chunks: PathOf, releases: PathOf, name: str) -
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> Streamed:
-    """From when this is called on tensors that stay as they are go through a buffer, a small one. Returns the extents that are read."""
+    """Calling this sends tensors that stay as they are through a small buffer. Returns the extents that are read."""
 
     def start() -> list[raw.FileExtent]:
         read, found = raw.FileExtent.read, list[raw.FileExtent]()
@@ -190,7 +190,7 @@ def test_columns_are_cut_from_pieces_of_rows(
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "deepseek_v3", "qwen2-tied"])
 @pytest.mark.parametrize("pieces", [False, True])
-def test_the_way_back(
+def test_checkpoint_in_chunks_comes_back_as_the_release(
     in_chunks: PathOf, releases: PathOf, tmp_path: Path, streamed: Streamed, name: str, pieces: bool
 ) -> None:
     path = in_chunks(name)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptkit.core.errors import CkptkitError
-from quant.formats.compressed import judged_format, usual_int4
-from quant.formats.scheme import QuantScheme, quantization_config
+from quant.formats.compressed import judged_format, stated_scheme, usual_int4
+from quant.formats.scheme import QuantScheme, quantization_config, read_scheme
 
 RECORDS = Path(__file__).parents[2] / "releases" / "records"
 # By key of `weights`, what may stand there; every one is tried in a config that is otherwise usual.
@@ -80,13 +81,13 @@ def test_configs_of_releases_are_read_as_compressed_tensors_reads_them() -> None
         assert usual_int4(content) == judged_format(content)
 
 
-def test_odd_config_is_left_to_compressed_tensors_or_read_alike(usual: dict[str, Any]) -> None:
+def odd_configs(usual: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """A key, its value, and the usual config with it."""
     places: list[tuple[dict[str, list[Any]], tuple[str, ...]]] = [
         (ODD, ("config_groups", "group_0", "weights")),
         (ODD_GROUP, ("config_groups", "group_0")),
         (ODD_TOP, ()),
     ]
-    tried = 0
     for odd, path in places:
         for key, value in [(key, value) for key, values in odd.items() for value in values]:
             content = copy.deepcopy(usual)
@@ -94,7 +95,26 @@ def test_odd_config_is_left_to_compressed_tensors_or_read_alike(usual: dict[str,
             for name in path:
                 holder = holder[name]
             holder[key] = value
-            if (found := usual_int4(content)) is not None:
-                assert found == judged(content), (key, value)
-                tried += 1
-    assert tried > 3
+            yield key, value, content
+
+
+def test_odd_config_is_left_to_compressed_tensors_or_read_alike(usual: dict[str, Any]) -> None:
+    read = [(found, one) for one in odd_configs(usual) if (found := usual_int4(one[2])) is not None]
+    for found, (key, value, content) in read:
+        assert found == judged(content), (key, value)
+    assert len(read) > 3
+
+
+def outcome(read: Callable[[dict[str, Any]], QuantScheme], content: dict[str, Any]) -> object:
+    """The scheme, or why there is none."""
+    try:
+        return read({"quantization_config": content})
+    except CkptkitError as error:
+        return str(error)
+
+
+def test_stated_scheme_is_the_one_that_compressed_tensors_reads(usual: dict[str, Any]) -> None:
+    usual |= {"quant_method": "compressed-tensors"}
+    assert isinstance(outcome(stated_scheme, usual), QuantScheme)
+    for key, value, content in [("", None, usual), *odd_configs(usual)]:
+        assert outcome(stated_scheme, content) == outcome(read_scheme, content), (key, value)

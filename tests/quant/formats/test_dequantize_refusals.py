@@ -1,4 +1,4 @@
-"""Everything about a quantized release that is refused: by name, with the file, before anything is read where headers can tell."""
+"""Quantized releases are refused by tensor name and file, before weights are read if headers suffice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways in which readers of one config differ, each on a concrete entry: every reader's verdict, and what ckptkit says or writes.
+"""Readers of one config differ: each reader's verdict on a concrete entry, and what ckptkit says or writes.
 
 The letters are those of `docs/lint.md`. Verdicts are written by hand: P packs, K keeps, R refuses the layer.
 """
@@ -40,7 +40,7 @@ def weights(config: dict[str, Any], *more: str) -> list[str]:
 
 
 def verdicts(config: dict[str, Any], ignore: list[str], module: str, *more: str) -> str:
-    """What compressed-tensors, transformers, vLLM, SGLang 0.5.16, SGLang 0.5.23 and slime make of a module, in this order."""
+    """Verdicts on a module, in this order: compressed-tensors, transformers, vLLM, SGLang 0.5.16 and 0.5.23, slime."""
     matrices = matrices_named(weights(config, *more), class_tree(config), config)
     index = [matrix.module for matrix in matrices].index(module)
     return "".join(LETTERS[reading.answers[index]] for reading in read_all(RULES, matrices, ignore, config).values())
@@ -97,11 +97,11 @@ def test_d1_on_a_linear() -> None:
         ("Linear", f"{L3}.self_attn.o_proj", "KKPPPP"),
     ],
 )
-def test_d2_plain_entries(entry: str, module: str, expected: str) -> None:
+def test_plain_entries_get_these_verdicts_from_each_reader(entry: str, module: str, expected: str) -> None:
     assert verdicts(QWEN2, ["lm_head", "model.embed_tokens", entry], module) == expected
 
 
-def test_d2_advice() -> None:
+def test_plain_entry_that_readers_take_differently_is_refused_with_a_regex() -> None:
     message = r"SGLang 0\.5\.16 and slime would leave unpacked .*model\.layers\.\{1,10\.\.11\}"
     refused(QWEN2, ["lm_head", "model.embed_tokens", "model.layers.1"], message, r"'re:model\.layers\.1(\..*)?$'")
     accepted(QWEN2, ["lm_head", "model.embed_tokens", r"re:model\.layers\.1(\..*)?$"])
@@ -140,13 +140,15 @@ SHARDS = [f"{L3}.self_attn.{name}_proj" for name in "qkv"]
     ],
     ids=["not declared", "declared", "declared, in part", "not declared, in part", "alias", "latent"],
 )
-def test_d4_fused_layers(config: dict[str, Any], ignore: list[str], expected: str | None) -> None:
+def test_entries_for_parts_of_fused_layers_get_these_verdicts(
+    config: dict[str, Any], ignore: list[str], expected: str | None
+) -> None:
     """Only some of SGLang's classes say what a fused layer is made of; vLLM's all do."""
     module = SHARDS[0] if expected else f"{L3}.self_attn.q_a_proj"
     assert verdicts(config, ["lm_head", *ignore], module) == (expected or "KKKKKK")
 
 
-def test_d4_advice() -> None:
+def test_entry_for_one_part_of_a_fused_layer_is_refused_with_all_parts() -> None:
     ignore = ["lm_head", "model.embed_tokens", r"re:.*\.self_attn\.q_proj(\.weight)?$"]
     refused(
         QWEN2,
@@ -177,13 +179,13 @@ def test_d6_a_shared_expert_beside_packed_experts(tmp_path: Path) -> None:
     )
 
 
-def test_d7_several_groups(tmp_path: Path) -> None:
+def test_config_with_several_groups_is_found_for_slime(tmp_path: Path) -> None:
     (finding,) = lint(write(tmp_path, QWEN, default_ignore(QWEN), groups=2)).findings
     assert (finding.kind, finding.readers) == ("groups", ("slime",))
 
 
-def test_d8_draft_layers() -> None:
-    """compressed-tensors, transformers and vLLM do not build them; slime packs them, and SGLang calls them model.decoder."""
+def test_draft_layers_are_packed_by_slime_and_sglang_only() -> None:
+    """No other reader builds them. slime packs them, and SGLang calls them model.decoder."""
     ignore, draft = list(default_ignore(GLM)), "model.layers.4"
     more = (f"{draft}.eh_proj", f"{draft}.self_attn.o_proj")
     assert verdicts(GLM, ignore[:-1], more[0], *more) == "KKKKKP"
@@ -209,7 +211,7 @@ NEXT = {
 NEXT |= {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 
 
-def test_d9_three_axes() -> None:
+def test_convolution_with_three_axes_is_packed_by_slime_only() -> None:
     """conv1d has three: slime would pack it, no reader else; A_log has no `.weight` and one axis."""
     config = NEXT
     module = "model.layers.0.linear_attn.conv1d"
@@ -263,8 +265,8 @@ def test_d11_names_of_another_namespace() -> None:
     )
 
 
-def test_transformers_itself() -> None:
-    """What transformers' own model gets: Linear layers by the same rule; its fused experts are parameters, and get nothing at all."""
+def test_transformers_model_packs_linear_layers_only() -> None:
+    """transformers' own model packs Linear layers by the same rule, and no fused experts: they are parameters."""
     config = Qwen3MoeConfig(**{key: value for key, value in QWEN.items() if key != "model_type"})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -1,4 +1,4 @@
-"""Classes built from a config of anyone: nothing of it makes transformers fetch or run code, and its sizes give the same model."""
+"""Classes are built from any config without fetching or running code, and its sizes give the same model."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_no_key_that_picks_code_has_an_effect(attempts: Callable[..., list[str]]
 
 
 def every_name() -> set[str]:
-    """Every word in transformers' code for configs, models and kernels, and in that of the classes used here, that might be a key."""
+    """Every word that might be a key in transformers' code for configs, models, kernels and the classes used here."""
     root = Path(transformers.__file__).parent
     files = [
         *(
@@ -286,7 +286,7 @@ def every_name() -> set[str]:
 def test_only_sizes_reach_transformers_whatever_its_version_reads(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A config with every word of the installed transformers for a key: what is passed on are numbers, switches and known words."""
+    """A config with every word of transformers for a key passes on only numbers, switches and known words."""
     passed: list[Any] = []
     build = AutoConfig.for_model
 
@@ -497,7 +497,7 @@ def test_lint_of_a_config_with_a_kernel_fetches_nothing(tmp_path: Path, attempts
 
 
 def test_one_module_alone_hands_configs_to_transformers() -> None:
-    """The demo builds models from sizes of its own; whoever else comes to need a class asks `quant.selection.meta_model`."""
+    """Only the demo builds models itself, from its own sizes. All others ask `quant.selection.meta_model`."""
     root = Path(__file__).parents[3]
     found = set()
     for file in (

@@ -74,7 +74,7 @@ def sglang_quantization() -> Any:
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0]} {row[1]}")
-def test_verdicts_by_hand(row: tuple[str, str, bool, bool, bool, bool]) -> None:
+def test_entry_matches_a_module_for_each_reader_as_listed(row: tuple[str, str, bool, bool, bool, bool]) -> None:
     entry, module, *expected = row
     read = [
         compressed_tensors(module, entry),

@@ -54,20 +54,20 @@ VALUES, COMPARED = {"CK201", "CK204", "CK205", "CK206", "CK207", "CK208"}, {"CK2
 
 
 @pytest.mark.parametrize("source", [None, "megatron"])
-def test_a_release_is(source: str | None, made: Made) -> None:
+def test_verify_hf_release_is_silent(source: str | None, made: Made) -> None:
     report = verify(made["hf"], source=made.get(source or ""))
     silent(report)
     assert codes(report) >= {"CK101", "CK104", *VALUES}
     assert (codes(report) >= COMPARED) == (source is not None)
 
 
-def test_its_megatron_version_is(made: Made) -> None:
+def test_verify_megatron_of_release_is_silent(made: Made) -> None:
     report = verify(made["megatron"], source=made["hf"])
     silent(report)
     assert codes(report) >= {"CK101", "CK104", "CK111", "CK114", "CK701", *VALUES, *COMPARED}
 
 
-def test_its_int4_version_is(made: Made) -> None:
+def test_verify_int4_of_release_is_silent(made: Made) -> None:
     if "int4" not in made:
         pytest.skip("no INT4 reader knows these experts one by one")
     report = verify(made["int4"], source=made["hf"])

@@ -172,7 +172,7 @@ def test_published_launch_arguments_agree_with_published_configs(config: dict[st
     assert wrong(config, args) == []
 
 
-def test_a_published_launch_script_that_does_not() -> None:
+def test_published_launch_arguments_with_another_rotary_base_are_found() -> None:
     assert wrong(QWEN25_15B, ARGS_QWEN25_15B) == [("rotary_base", "1000000", "10000")]
 
 
@@ -214,7 +214,9 @@ def test_a_published_launch_script_that_does_not() -> None:
         ("padded_vocab_size", 151329, "at least 151552", "151329"),
     ],
 )
-def test_one_wrong_argument(argument: str, value: Any, expected: str, actual: str) -> None:
+def test_megatron_argument_that_differs_is_the_only_finding(
+    argument: str, value: Any, expected: str, actual: str
+) -> None:
     found = wrong(GLM45, ARGS_GLM45 | {argument: value})
     shown = "num_query_groups" if argument == "group_query_attention" else argument
     assert (shown, expected, actual) in found
@@ -222,7 +224,7 @@ def test_one_wrong_argument(argument: str, value: Any, expected: str, actual: st
     assert len(found) == 1
 
 
-def test_training_without_the_mtp_layer_that_the_config_promises() -> None:
+def test_megatron_arguments_without_the_promised_mtp_layer_are_found() -> None:
     assert wrong(GLM45 | {"num_nextn_predict_layers": 1}, ARGS_GLM45) == [("mtp_num_layers", "1", "0")]
 
 
@@ -233,7 +235,7 @@ def test_softmax_before_topk_matters_for_a_softmax_router_only() -> None:
     assert wrong(GLM45, ARGS_GLM45 | {"moe_router_pre_softmax": False}) == []
 
 
-def test_what_means_the_same_is_no_finding() -> None:
+def test_megatron_arguments_in_equivalent_spellings_have_no_finding() -> None:
     assert (
         wrong(QWEN3_30B_A3B, ARGS_QWEN3_30B_A3B | {"moe_layer_freq": 1, "ffn_hidden_size": 1, "norm_epsilon": 0.000001})
         == []
@@ -308,13 +310,13 @@ def test_a_config_that_changed_on_the_way(
         ((1, 3), ["the number of experts"]),
     ],
 )
-def test_parallel_sizes_of_glm45(sizes: tuple[int, int], said: list[str]) -> None:
+def test_parallel_sizes_of_glm45_are_refused_or_accepted(sizes: tuple[int, int], said: list[str]) -> None:
     tp, ep = sizes
     found = [one.expected.split(" that ")[0] for one in refusals(dims_of(GLM45), ParallelSizes(tp, ep=ep, etp=tp))]
     assert found == said
 
 
-def test_parallel_sizes_are_a_finding(releases: PathOf, only: OnlyFinding) -> None:
+def test_parallel_sizes_that_do_not_divide_are_found(releases: PathOf, only: OnlyFinding) -> None:
     finding = only(verify(releases("glm4_moe"), tp=2, pp=5, ep=4))
     assert (finding.code, finding.actual) == ("CK703", "num_hidden_layers = 12")
     assert "--decoder-last-pipeline-num-layers" in finding.hint

@@ -259,11 +259,13 @@ def test_kimi_k2_is_trained_with_another_yarn_than_it_was_released_with() -> Non
         ("moe_router_group_topk", None, "4", "1"),
     ],
 )
-def test_one_wrong_argument(argument: str, value: Any, expected: str, actual: str) -> None:
+def test_megatron_argument_that_differs_is_the_only_finding(
+    argument: str, value: Any, expected: str, actual: str
+) -> None:
     assert wrong(DEEPSEEK_V3, ARGS_DEEPSEEK_V3 | {argument: value}) == [(argument, expected, actual)]
 
 
-def test_a_factor_of_one_is_no_yarn() -> None:
+def test_rotary_scaling_factor_of_one_means_no_yarn() -> None:
     assert wrong(DEEPSEEK_V3, ARGS_DEEPSEEK_V3 | {"rotary_scaling_factor": 1}) == [
         ("rope_type", "yarn", "rope"),
         ("rotary_scaling_factor", "40.0", "1"),

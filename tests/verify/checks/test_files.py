@@ -51,7 +51,7 @@ def test_a_release_has_no_finding(name: str, releases: PathOf) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_its_megatron_version_has_no_finding(name: str, converted: PathOf) -> None:
+def test_megatron_of_a_release_has_no_finding(name: str, converted: PathOf) -> None:
     report = verify(converted(name))
     assert report.findings == []
     assert {check.status for check in report.checks} == {"passed"}
@@ -70,7 +70,7 @@ def test_a_single_file_without_index_has_no_finding(tmp_path: Path) -> None:
     assert "CK106" not in {check.code for check in report.checks}
 
 
-def test_tensors_per_layer_are_told(releases: PathOf) -> None:
+def test_tensors_per_layer_are_reported(releases: PathOf) -> None:
     facts = verify(releases("glm4_moe")).facts["tensors per layer"]
     # dense: 2 norms, 4 projections, 3 biases, 2 q/k norms, 3 mlp; MoE: 11 + router and bias + 12 x 3 experts + 3 shared
     assert facts == ["dense layers {0..1}: 14 tensors each", "MoE layers {2..11}: 52 tensors each"]
@@ -293,14 +293,14 @@ def test_what_mistral_publishes_beside_its_shards_is_a_warning(
     assert "Mistral's own names" in finding.actual
 
 
-def test_a_leftover_of_that_name_is_none_of_mistrals(releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
+def test_leftover_named_like_mistrals_extra_file_is_found(releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
     path = copy_of(releases("qwen2-tied"))
     save_file({"model.norm.weight": torch.ones(128, dtype=torch.bfloat16)}, path / "consolidated.safetensors")
     finding = only(verify(path))
     assert (finding.code, finding.severity) == ("CK104", "error")
 
 
-def test_a_layer_more_than_the_config_says(
+def test_layer_beyond_the_configs_count_is_found(
     releases: PathOf, copy_of: CopyOf, edit_json: Callable[..., None], codes: CodesOf
 ) -> None:
     path = copy_of(releases("qwen2-tied"))
@@ -311,7 +311,9 @@ def test_a_layer_more_than_the_config_says(
     assert "num_hidden_layers" in found[0].hint
 
 
-def test_a_layer_less_than_the_config_says(releases: PathOf, copy_of: CopyOf, edit_json: Callable[..., None]) -> None:
+def test_layer_missing_from_the_configs_count_is_found(
+    releases: PathOf, copy_of: CopyOf, edit_json: Callable[..., None]
+) -> None:
     path = copy_of(releases("qwen2-tied"))
     edit_json(path / "config.json", num_hidden_layers=13, layer_types=None, max_window_layers=None)
     found = verify(path).findings
@@ -329,7 +331,7 @@ def test_an_output_layer_of_its_own_beside_a_tied_config(
     assert "tie_word_embeddings" in finding.hint
 
 
-def test_uneven_layers_are_told_even_without_a_usable_config(
+def test_uneven_layers_without_a_usable_config_are_found(
     releases: PathOf, copy_of: CopyOf, edit_json: Callable[..., None]
 ) -> None:
     path = copy_of(releases("glm4_moe"))
@@ -340,7 +342,7 @@ def test_uneven_layers_are_told_even_without_a_usable_config(
     assert ("CK104", "layers.6.mlp.gate.weight") in [(finding.code, finding.tensor) for finding in found]
 
 
-def test_an_expert_that_every_layer_lacks_is_told_even_without_a_usable_config(
+def test_expert_missing_in_every_layer_without_a_usable_config_is_found(
     releases: PathOf, copy_of: CopyOf, edit_json: Callable[..., None]
 ) -> None:
     path = copy_of(releases("glm4_moe"))
@@ -443,7 +445,9 @@ def test_a_router_bias_in_bf16_is_a_warning_without_a_source(
 
 
 @pytest.mark.parametrize("text", ["iter_one", "7", ""])
-def test_a_tracker_that_names_nothing(text: str, converted: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
+def test_tracker_that_names_no_iteration_is_found(
+    text: str, converted: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
     path = copy_of(converted("qwen2-tied"))
     (path / "latest_checkpointed_iteration.txt").write_text(text)
     finding = only(verify(path))
@@ -467,7 +471,7 @@ def test_a_megatron_file_that_is_garbage(file: str, converted: PathOf, copy_of: 
     assert only(verify(path)).code == "CK111"
 
 
-def test_another_backend(converted: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
+def test_checkpoint_of_another_backend_is_found(converted: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
     path = copy_of(converted("qwen2-tied"))
     (path / "release" / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
     finding = only(verify(path))

@@ -53,11 +53,11 @@ SLIME = shlex.split(
         ('{"a.b": "c=d"}', False),
     ],
 )
-def test_words_of_the_form_of_an_override(word: str, is_one: bool) -> None:
+def test_overrides_are_recognized_by_their_form(word: str, is_one: bool) -> None:
     assert bool(overrides([word])) is is_one
 
 
-def test_a_launch_that_is_read_leaves_nothing_out() -> None:
+def test_launch_arguments_all_read_leave_nothing_unread() -> None:
     assert unread(SLIME, frozenset()) == []
 
 
@@ -76,7 +76,7 @@ def test_a_launch_that_is_read_leaves_nothing_out() -> None:
         (["data.seed=4", "data.n=1"], "2 overrides of a configuration file, such as data.seed=4"),
     ],
 )
-def test_what_matters_and_is_not_read_is_listed(words: list[str], line: str) -> None:
+def test_launch_arguments_that_matter_and_are_unread_are_listed(words: list[str], line: str) -> None:
     assert unread(words, frozenset()) == [line]
 
 
@@ -115,17 +115,17 @@ def test_a_launch_that_is_read_passes(releases: PathOf) -> None:
     assert next(one.status for one in report.checks if one.code == "CK717") == "passed"
 
 
-def test_without_a_launch_there_is_nothing_to_read(releases: PathOf) -> None:
+def test_preflight_without_a_launch_has_nothing_unread(releases: PathOf) -> None:
     assert "CK717" not in [one.code for one in preflight(hf_checkpoint=releases("qwen3_moe")).checks]
 
 
-def test_a_finding_stands_above_what_was_not_read(releases: PathOf) -> None:
+def test_report_with_findings_and_unread_arguments_is_failed(releases: PathOf) -> None:
     report = preflight(hf_checkpoint=releases("qwen3_moe"), arguments=["--expert-model-parallel-size", "5", "a.b=1"])
     assert (report.status, [finding.code for finding in report.findings]) == ("failed", ["CK703"])
 
 
 @pytest.mark.parametrize("word", ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4", "+a.b=1", "--tp=4"])
-def test_on_the_command_line(word: str, releases: PathOf) -> None:
+def test_preflight_command_with_an_unread_override_is_inconclusive(word: str, releases: PathOf) -> None:
     done = CliRunner().invoke(cli, ["preflight", "--hf-checkpoint", str(releases("qwen2-tied")), "--", word])
     assert done.exit_code == 2
     assert done.output.startswith("INCONCLUSIVE")

@@ -40,7 +40,7 @@ def test_sizes_whose_squares_float32_cannot_hold(value: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.uint8, torch.int32])
-def test_extremes_of_what_is_no_float(dtype: torch.dtype) -> None:
+def test_extremes_of_non_float_dtypes_have_no_rms(dtype: torch.dtype) -> None:
     found = extremes(torch.tensor([[0, 0], [1, 0]]).to(dtype))
     assert (found.low, found.high, found.zero_rows, found.rms) == (0, 1, 1, 0)
 
@@ -151,7 +151,7 @@ def padded(source: Path, path: Path, rows: Tensor, iteration: str = "release") -
 
 
 @pytest.mark.parametrize(("iteration", "severity"), [("release", "error"), ("iter_0000010", "warning")])
-def test_padding_that_is_not_zero(
+def test_vocabulary_padding_that_is_not_zero_is_found(
     iteration: str, severity: str, converted: PathOf, tmp_path: Path, alone: RunAlone
 ) -> None:
     rows = torch.zeros(32, 128, dtype=torch.bfloat16)
@@ -162,7 +162,7 @@ def test_padding_that_is_not_zero(
     assert finding.actual == "3 of 32 rows from row 352 on are not"
 
 
-def test_padding_of_zeros(converted: PathOf, releases: PathOf, tmp_path: Path) -> None:
+def test_vocabulary_padding_of_zeros_is_silent(converted: PathOf, releases: PathOf, tmp_path: Path) -> None:
     path = padded(converted("qwen2-tied"), tmp_path / "padded", torch.zeros(32, 128, dtype=torch.bfloat16))
     report = verify(path, source=releases("qwen2-tied"))
     assert [finding for finding in report.findings if finding.code.startswith("CK2")] == []

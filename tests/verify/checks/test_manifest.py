@@ -130,14 +130,16 @@ def test_a_changed_bit_is_named_with_its_file(
     assert finding.file == str(home)
 
 
-def test_another_dtype_or_shape(releases: PathOf, manifests: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+def test_tensor_with_another_dtype_or_shape_than_the_manifest_is_found(
+    releases: PathOf, manifests: PathOf, copy_of: CopyOf, alone: RunAlone
+) -> None:
     path = copy_of(releases("qwen2-tied"))
     models.edit(path, UP, models.tensors(path)[UP].half())
     _, (finding,) = alone("CK120", path, manifest=manifests("qwen2-tied"))
     assert finding.actual == "[288, 128] float16, in the manifest [288, 128] bfloat16"
 
 
-def test_a_tensor_more_and_a_tensor_less(releases: PathOf, manifests: PathOf, alone: RunAlone) -> None:
+def test_manifest_with_missing_or_extra_tensors_is_found(releases: PathOf, manifests: PathOf, alone: RunAlone) -> None:
     _, findings = alone("CK120", releases("qwen2-tied"), manifest=manifests("qwen2-untied"))
     assert ("lm_head.weight", "it is not there") in [(one.tensor, one.actual) for one in findings]
     _, findings = alone("CK120", releases("qwen2-untied"), manifest=manifests("qwen2-tied"))
@@ -147,7 +149,7 @@ def test_a_tensor_more_and_a_tensor_less(releases: PathOf, manifests: PathOf, al
 
 
 @pytest.mark.parametrize(("change", "actual"), [("edit", "its bytes are others"), ("remove", "it is not there")])
-def test_a_side_file(
+def test_side_file_changed_since_the_manifest_is_found(
     change: str, actual: str, releases: PathOf, manifests: PathOf, copy_of: CopyOf, alone: RunAlone
 ) -> None:
     path = copy_of(releases("qwen2-tied"))
@@ -206,13 +208,17 @@ def test_a_manifest_from_before_digests_is_completed(converted: PathOf, copy_of:
         ({"tensors": {"x": ["bfloat16", [1.5], "0" * 64]}}, "the entry of x is not"),
     ],
 )
-def test_what_is_no_manifest(change: dict[str, Any], message: str, manifests: PathOf, tmp_path: Path) -> None:
+def test_manifest_that_is_malformed_is_refused(
+    change: dict[str, Any], message: str, manifests: PathOf, tmp_path: Path
+) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps(promised(manifests("qwen2-tied")) | change))
     with pytest.raises(CkptkitError, match=message):
         read_manifest(tmp_path / "manifest.json")
 
 
-def test_on_the_command_line(releases: PathOf, copy_of: CopyOf, tmp_path: Path) -> None:
+def test_manifest_command_output_is_verified_by_the_verify_command(
+    releases: PathOf, copy_of: CopyOf, tmp_path: Path
+) -> None:
     path = copy_of(releases("qwen2-tied"))
     run = CliRunner().invoke
     made = run(cli, ["manifest", str(path), "--output", str(tmp_path / "kept.json")])

@@ -137,7 +137,7 @@ def test_a_layer_that_the_save_lost(converted: PathOf, copy_of: CopyOf, alone: R
     assert (finding.actual, finding.tensor) == ("5 not stored", "decoder.layers.5.*")
 
 
-def test_arguments_that_say_nothing_promise_nothing(converted: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+def test_training_arguments_without_sizes_require_no_keys(converted: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
     path = copy_of(converted("qwen2-tied"))
     edit_common(path, lambda common: common.update(args=Namespace(seed=1)))
     assert alone("CK114", path)[1] == []
@@ -294,7 +294,7 @@ def test_a_version_that_megatron_does_not_know(
     assert (finding.expected.split()[0], finding.actual) == (key, repr(value))
 
 
-def test_what_later_versions_leave_out(
+def test_metadata_that_later_megatron_omits_is_not_missed(
     converted: PathOf, copy_of: CopyOf, edit_json: Callable[..., None], alone: RunAlone
 ) -> None:
     path = copy_of(converted("qwen2-tied"))

@@ -36,7 +36,7 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_they_stand_in_the_table_of_layers(glm: Path) -> None:
+def test_mtp_layers_are_counted_in_tensors_per_layer(glm: Path) -> None:
     """58: 52 of an MoE layer, 4 around it and two copies. 39: the 35 that Megatron has of an MoE layer, and 4."""
     hf, megatron = verify(glm / "hf"), verify(glm / "megatron", source=glm / "hf")
     assert hf.findings == megatron.findings == []

@@ -49,7 +49,7 @@ def unpack(*modules: str) -> Callable[[dict[str, torch.Tensor]], None]:
 
 
 @pytest.mark.parametrize("code", ["CK306", "CK308"])
-def test_a_good_one_is_silent(code: str, int4: Path, alone: RunAlone) -> None:
+def test_packed_checkpoint_without_defect_is_silent(code: str, int4: Path, alone: RunAlone) -> None:
     result, found = alone(code, int4)
     assert found == []
     assert result is not None
@@ -62,7 +62,7 @@ def test_a_good_one_is_silent(code: str, int4: Path, alone: RunAlone) -> None:
 
 
 @pytest.mark.parametrize("code", ["CK306", "CK307", "CK308"])
-def test_a_plain_one_is_not_looked_at(code: str, releases: PathOf, alone: RunAlone) -> None:
+def test_unpacked_checkpoint_is_not_checked(code: str, releases: PathOf, alone: RunAlone) -> None:
     assert alone(code, releases("glm4_moe"), tp=2) == (None, [])
 
 
@@ -87,7 +87,7 @@ def test_a_plain_one_is_not_looked_at(code: str, releases: PathOf, alone: RunAlo
         ),
     ],
 )
-def test_a_part_that_is_not_packed(
+def test_fused_layer_packed_in_part_is_found(
     modules: list[str], tensor: str, count: int, int4: Path, copy_of: CopyOf, alone: RunAlone
 ) -> None:
     path = copy_of(int4)
@@ -102,7 +102,7 @@ def test_a_part_that_is_not_packed(
     assert {found[0].actual, found[0].expected.split(", as ")[0]} == {"unquantized", packed}
 
 
-def test_a_layer_that_is_left_out_as_a_whole_is_no_finding(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
+def test_fused_layer_wholly_unpacked_has_no_finding(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
     path = copy_of(int4)
     edit(
         path,
@@ -121,7 +121,7 @@ def test_a_layer_that_is_left_out_as_a_whole_is_no_finding(int4: Path, copy_of: 
 @pytest.mark.parametrize(
     ("scale", "said"), [(torch.ones(64, 2).bfloat16(), "groups of 64"), (torch.ones(64, 4), "scales in float32")]
 )
-def test_parts_of_other_groups_or_dtypes(
+def test_fused_parts_with_other_group_sizes_or_dtypes_are_found(
     scale: torch.Tensor, said: str, int4: Path, copy_of: CopyOf, alone: RunAlone
 ) -> None:
     path = copy_of(int4)
@@ -201,7 +201,7 @@ def too_coarse(path: Path, module: str, original: torch.Tensor, factor: float) -
 
 
 @pytest.mark.parametrize(("factor", "named"), [(2.0, True), (2.0, False), (1.0, True)])
-def test_steps_that_are_too_large(
+def test_quantization_steps_too_large_for_the_named_grid_are_found(
     factor: float, named: bool, int4: Path, copy_of: CopyOf, releases: PathOf, alone: RunAlone
 ) -> None:
     path = copy_of(int4)

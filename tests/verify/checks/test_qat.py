@@ -117,7 +117,7 @@ def test_variables_are_read_wherever_a_launch_has_them(words: list[str]) -> None
     assert (options.qat, options.qat_group, options.engine) == (True, 32, 8)
 
 
-def test_words_count_before_the_environment() -> None:
+def test_launch_arguments_override_the_environment() -> None:
     options = LaunchArguments.read([f"{GROUP}=64"], {FLAG: "0", GROUP: "32", "HOME": "1"})
     assert (options.qat, options.qat_group) == (False, 64)
 
@@ -127,7 +127,7 @@ def test_a_group_size_that_is_no_number() -> None:
         LaunchArguments.read([f"{GROUP}=many"])
 
 
-def test_a_launch_that_fits(experts: Path) -> None:
+def test_launch_that_rounds_as_the_engine_serves_is_silent(experts: Path) -> None:
     report = preflight(hf_checkpoint=experts, arguments=[f"{FLAG}=1", f"{GROUP}=32"])
     compared = {check.code: check.tensors_compared for check in report.checks}
     assert (compared["CK709"], compared["CK715"] > 12 * 3) == (5, True)
@@ -135,19 +135,19 @@ def test_a_launch_that_fits(experts: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], [f"{FLAG}=0", f"{GROUP}=128"]])
-def test_a_launch_that_does_not_round(arguments: list[str], int4: Path) -> None:
+def test_launch_without_rounding_is_not_checked(arguments: list[str], int4: Path) -> None:
     report = preflight(hf_checkpoint=int4, arguments=arguments)
     assert "CK709" not in [check.code for check in report.checks]
     assert report.findings == []
 
 
-def test_another_group_size(int4: Path) -> None:
+def test_launch_with_another_group_size_is_found(int4: Path) -> None:
     (finding,) = found(preflight(hf_checkpoint=int4, arguments=[f"{FLAG}=1", f"{GROUP}=128"]), "CK709")
     assert (finding.expected, finding.actual) == ("group_size = 128, as training rounds", "group_size = 32")
     assert GROUP in finding.hint
 
 
-def test_the_environment_counts(int4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_size_in_the_environment_is_read(int4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FLAG, "1")
     monkeypatch.setenv(GROUP, "64")
     (finding,) = found(preflight(hf_checkpoint=int4), "CK709")
@@ -157,7 +157,7 @@ def test_the_environment_counts(int4: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("key", "value", "expected"), [("symmetric", False, True), ("num_bits", 8, 4), ("strategy", "channel", "group")]
 )
-def test_another_scheme(key: str, value: Any, expected: Any, int4: Path, copy_of: CopyOf) -> None:
+def test_engine_with_another_scheme_is_found(key: str, value: Any, expected: Any, int4: Path, copy_of: CopyOf) -> None:
     path = copy_of(int4)
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["weights"][key] = value

@@ -72,7 +72,9 @@ def unpack_weight(path: Path, module: str) -> None:
 
 @pytest.mark.parametrize("grid", ["qmax7", "minmax"])
 @pytest.mark.parametrize("name", ["qwen2-untied", "qwen3_moe", "glm4_moe"])
-def test_a_good_one_has_no_finding(name: str, grid: str, releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+def test_int4_checkpoint_without_defect_has_no_finding(
+    name: str, grid: str, releases: PathOf, converted: PathOf, tmp_path: Path
+) -> None:
     quantize(releases(name), tmp_path / "int4", QuantScheme(32, grid))  # type: ignore[arg-type]
     for source in (releases(name), converted(name)):
         report = verify(tmp_path / "int4", source=source)
@@ -81,7 +83,7 @@ def test_a_good_one_has_no_finding(name: str, grid: str, releases: PathOf, conve
         assert {f"CK30{digit}" for digit in range(1, 6)} <= {check.code for check in report.checks}
 
 
-def test_it_is_compared_with_fused_experts_too(int4: Path, releases: PathOf) -> None:
+def test_int4_checkpoint_against_fused_experts_has_no_finding(int4: Path, releases: PathOf) -> None:
     report = verify(int4, source=releases("glm4_moe", fused=True))
     assert report.findings == []
     assert (
@@ -103,7 +105,7 @@ def test_a_plain_checkpoint_is_not_checked_for_packing(releases: PathOf) -> None
         ("lm_head", "the output layer"),
     ],
 )
-def test_a_module_that_must_never_be_packed(
+def test_packed_module_that_must_never_be_packed_is_found(
     module: str, what: str, int4: Path, copy_of: CopyOf, only: OnlyFinding
 ) -> None:
     path = copy_of(int4)
@@ -123,7 +125,7 @@ def test_all_routers_packed_are_one_finding_and_it_comes_first_of_its_kind(
     assert (finding.code, finding.tensor, finding.count) == ("CK301", "model.layers.{2..11}.mlp.gate.weight_packed", 10)
 
 
-def test_a_linear_that_is_not_packed(int4: Path, copy_of: CopyOf) -> None:
+def test_linear_that_is_not_packed_is_found(int4: Path, copy_of: CopyOf) -> None:
     path = copy_of(int4)
     unpack_weight(path, EXPERT)
     found = verify(path).findings
@@ -229,7 +231,9 @@ def test_a_group_size_that_is_not_the_one_used(int4: Path, copy_of: CopyOf, code
 @pytest.mark.parametrize(
     ("value", "said"), [(float("nan"), "NaN"), (float("inf"), "NaN or infinity"), (0.0, "1 of 384"), (-1.0, "1 of 384")]
 )
-def test_a_scale_that_cannot_be(value: float, said: str, int4: Path, copy_of: CopyOf, releases: PathOf) -> None:
+def test_scale_that_is_impossible_is_found(
+    value: float, said: str, int4: Path, copy_of: CopyOf, releases: PathOf
+) -> None:
     path = copy_of(int4)
     scale = models.tensors(path)[f"{EXPERT}.weight_scale"]
     scale[127, 1] = value
@@ -239,7 +243,9 @@ def test_a_scale_that_cannot_be(value: float, said: str, int4: Path, copy_of: Co
     assert said in found[0].actual
 
 
-def test_a_weight_shape_that_lies(int4: Path, copy_of: CopyOf, only: OnlyFinding) -> None:
+def test_weight_shape_that_contradicts_the_packed_tensor_is_found(
+    int4: Path, copy_of: CopyOf, only: OnlyFinding
+) -> None:
     path = copy_of(int4)
     models.edit(path, f"{EXPERT}.weight_shape", torch.tensor([128, 95]))
     finding = only(verify(path))
@@ -265,7 +271,7 @@ def reverse_nibbles(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [change_scale, change_nibble, reverse_nibbles])
 @pytest.mark.parametrize("source", ["hf", "megatron"])
-def test_a_weight_that_is_not_the_sources(
+def test_weight_other_than_the_sources_is_found(
     change: Callable[[Path], None],
     source: str,
     int4: Path,
@@ -281,7 +287,7 @@ def test_a_weight_that_is_not_the_sources(
     assert "steps" in finding.actual
 
 
-def test_a_source_of_another_size_is_said_and_no_crash(int4: Path, releases: PathOf, tmp_path: Path) -> None:
+def test_source_of_another_size_is_found(int4: Path, releases: PathOf, tmp_path: Path) -> None:
     config = models.configs()["glm4_moe"]
     config.intermediate_size, config.num_hidden_layers = 224, 10
     torch.manual_seed(0)
@@ -292,7 +298,7 @@ def test_a_source_of_another_size_is_said_and_no_crash(int4: Path, releases: Pat
     assert "CK305" in found
 
 
-def test_a_broken_header_and_a_packed_router_are_both_said(int4: Path, copy_of: CopyOf) -> None:
+def test_broken_header_and_packed_router_are_both_found(int4: Path, copy_of: CopyOf) -> None:
     path = copy_of(int4)
     pack_weight(path, "model.layers.2.mlp.gate")
     index = json.loads((path / INDEX).read_text())

@@ -68,7 +68,9 @@ WEIGHTS = ("config_groups", "group_0", "weights")
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"W4A16": ["Linear"]}},
     ],
 )
-def test_a_config_that_describes_no_packed_weights(value: Any, with_config: Any, only: OnlyFinding) -> None:
+def test_quantization_config_without_packed_weights_is_an_error(
+    value: Any, with_config: Any, only: OnlyFinding
+) -> None:
     finding = only(verify(with_config(lambda _: value)))
     assert (finding.code, finding.severity) == ("CK302", "error")
     assert finding.expected == "a quantization_config that describes the packed weights"
@@ -97,14 +99,16 @@ def test_a_config_that_describes_no_packed_weights(value: Any, with_config: Any,
         (("ignore",), ["lm_head", "re:(["]),
     ],
 )
-def test_a_scheme_that_readers_refuse(keys: tuple[str, ...], value: Any, with_config: Any) -> None:
+def test_scheme_that_readers_refuse_is_found(keys: tuple[str, ...], value: Any, with_config: Any) -> None:
     report = verify(with_config(set_in(*keys, value=value)))
     said = [(finding.code, finding.expected) for finding in report.findings if finding.severity == "error"]
     assert ("CK302", "a quantization_config that describes the packed weights") in said
     assert {code for code, _ in said} <= {"CK302", "CK303"}
 
 
-def test_null_is_no_quantization(with_config: Any, releases: PathOf, copy_of: Callable[[Path], Path]) -> None:
+def test_quantization_config_of_null_counts_as_absent(
+    with_config: Any, releases: PathOf, copy_of: Callable[[Path], Path]
+) -> None:
     assert {finding.code for finding in verify(with_config(lambda _: None)).findings} == {"CK104"}
     plain = copy_of(releases("qwen2-tied"))
     config = json.loads((plain / "config.json").read_text())
@@ -112,7 +116,7 @@ def test_null_is_no_quantization(with_config: Any, releases: PathOf, copy_of: Ca
     assert verify(plain).findings == []
 
 
-def test_an_asymmetric_scheme_on_a_symmetric_grid_is_not_judged(with_config: Any) -> None:
+def test_asymmetric_scheme_on_a_symmetric_grid_is_not_judged(with_config: Any) -> None:
     report = verify(with_config(set_in(*WEIGHTS, "symmetric", value=False)))
     # Its zero points are missing, which CK104 says.
     assert {(finding.code, (finding.tensor or "").rpartition(".")[2]) for finding in report.findings} == {

@@ -46,7 +46,7 @@ def names(numbers: Any, total: str, stem: str = "model-") -> list[str]:
         ["part-a.safetensors", "part-b.safetensors"],
     ],
 )
-def test_the_ways_that_releases_number_shards(files: list[str], tmp_path: Path, alone: RunAlone) -> None:
+def test_shard_numbering_of_releases_is_accepted(files: list[str], tmp_path: Path, alone: RunAlone) -> None:
     result, found = alone("CK108", write(tmp_path / "hf", files))
     assert found == []
     assert result is not None
@@ -61,7 +61,7 @@ def test_a_number_that_is_missing_from_files_and_index(tmp_path: Path, alone: Ru
     assert (finding.severity, finding.file) == ("error", str(path))
 
 
-def test_the_last_number_is_missing(tmp_path: Path, alone: RunAlone) -> None:
+def test_shard_with_the_last_number_missing_is_found(tmp_path: Path, alone: RunAlone) -> None:
     _, (finding,) = alone("CK108", write(tmp_path / "hf", names([1, 2], "00003")))
     assert finding.actual == "number 3 is not among them"
 
@@ -100,7 +100,7 @@ def test_a_leftover_of_an_earlier_save_is_not_taken_for_a_renamed_shard(
     assert [finding.file for finding in found] == [str(second)]
 
 
-def test_without_shards_there_is_nothing_to_number(tmp_path: Path, alone: RunAlone) -> None:
+def test_shard_numbering_without_shards_is_not_checked(tmp_path: Path, alone: RunAlone) -> None:
     (tmp_path / "config.json").write_text("{}")
     result, found = alone("CK108", tmp_path)
     assert found == []

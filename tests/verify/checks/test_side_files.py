@@ -41,7 +41,7 @@ def hf(releases: PathOf, copy_of: CopyOf) -> Path:
 
 
 @pytest.mark.parametrize("code", ["CK706", "CK707"])
-def test_a_whole_one_is_silent(code: str, hf: Path, alone: RunAlone) -> None:
+def test_side_files_that_agree_are_silent(code: str, hf: Path, alone: RunAlone) -> None:
     result, found = alone(code, hf)
     assert found == []
     assert result is not None
@@ -52,7 +52,9 @@ def test_without_a_tokenizer_ids_are_not_looked_at(releases: PathOf, alone: RunA
     assert alone("CK706", releases("qwen2-tied")) == (None, [])
 
 
-def test_without_other_files_only_config_speaks(releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+def test_special_tokens_without_files_to_compare_are_not_checked(
+    releases: PathOf, copy_of: CopyOf, alone: RunAlone
+) -> None:
     path = copy_of(releases("qwen2-tied"))
     (path / "generation_config.json").unlink()
     assert alone("CK707", path) == (None, [])
@@ -76,7 +78,7 @@ def test_without_other_files_only_config_speaks(releases: PathOf, copy_of: CopyO
         ("added_tokens.json", {"<new>": 352}),
     ],
 )
-def test_an_id_without_a_row(file: str, content: Any, hf: Path, alone: RunAlone) -> None:
+def test_token_id_beyond_the_embedding_is_found(file: str, content: Any, hf: Path, alone: RunAlone) -> None:
     write(hf, file, content)
     _, (finding,) = alone("CK706", hf)
     assert finding.expected == "ids below 352, the rows of the embedding"
@@ -84,7 +86,7 @@ def test_an_id_without_a_row(file: str, content: Any, hf: Path, alone: RunAlone)
     assert finding.file == str(hf / file)
 
 
-def test_ranks_of_tiktoken(releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+def test_tiktoken_rank_beyond_the_embedding_is_found(releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
     path = copy_of(releases("qwen2-tied"))
     lines = [f"{base64.b64encode(str(rank).encode()).decode()} {rank}" for rank in range(353)]
     (path / "tiktoken.model").write_text("\n".join(lines[:352]))
@@ -110,13 +112,13 @@ def test_a_tokenizer_that_cannot_be_read(content: str, hf: Path, alone: RunAlone
     assert "tokenizer.json" in finding.actual
 
 
-def test_an_id_that_is_no_number(hf: Path, alone: RunAlone) -> None:
+def test_token_id_that_is_no_number_is_found(hf: Path, alone: RunAlone) -> None:
     write(hf, "tokenizer.json", tokenizer(added_tokens=[{"id": "350", "content": "<end>"}]))
     _, (finding,) = alone("CK706", hf)
     assert finding.actual.endswith("the id of '<end>' is '350', no whole number")
 
 
-def test_the_tokenizer_beside_megatron(converted: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+def test_tokenizer_beside_megatron_is_checked(converted: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
     path = copy_of(converted("qwen2-tied"))
     write(path / "hf", "tokenizer.json", tokenizer(added_tokens=[{"id": 400, "content": "<new>"}]))
     _, (finding,) = alone("CK706", path)
@@ -174,7 +176,7 @@ def test_the_tokenizer_beside_megatron(converted: PathOf, copy_of: CopyOf, alone
         ),
     ],
 )
-def test_files_that_disagree(
+def test_special_tokens_that_disagree_are_found(
     file: str, changes: dict[str, Any], severity: str, expected: str, actual: str, hf: Path, alone: RunAlone
 ) -> None:
     write(hf, file, json.loads((hf / file).read_text()) | changes)
@@ -191,7 +193,7 @@ def test_files_that_disagree(
         ((9, None, "w7"), "warning", "9 in config.json, 7 in tokenizer_config.json"),
     ],
 )
-def test_files_of_which_none_is_outvoted_are_all_named(
+def test_special_tokens_without_a_majority_name_every_file(
     ends: tuple[int, int | None, str | None], severity: str, actual: str, hf: Path, alone: RunAlone
 ) -> None:
     changes = {
@@ -206,13 +208,13 @@ def test_files_of_which_none_is_outvoted_are_all_named(
 
 
 @pytest.mark.parametrize("number", [352, -7])
-def test_an_end_without_a_row(number: int, hf: Path, alone: RunAlone) -> None:
+def test_eos_token_id_beyond_the_embedding_is_found(number: int, hf: Path, alone: RunAlone) -> None:
     write(hf, "generation_config.json", {"eos_token_id": [350, number]})
     _, (finding,) = alone("CK707", hf)
     assert (finding.expected, finding.actual) == ("eos_token_id below 352, the rows of the embedding", str(number))
 
 
-def test_padding_of_minus_one_is_none(hf: Path, alone: RunAlone) -> None:
+def test_pad_token_id_of_minus_one_means_none(hf: Path, alone: RunAlone) -> None:
     write(hf, "tokenizer_config.json", {"eos_token": "<end>"})
     for file in ("config.json", "generation_config.json"):
         write(hf, file, json.loads((hf / file).read_text()) | {"pad_token_id": -1})
@@ -250,7 +252,7 @@ def pair(hf: Path, tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "here", source
 
 
-def test_what_was_carried_over(pair: tuple[Path, Path], alone: RunAlone) -> None:
+def test_side_files_equal_to_the_sources_pass(pair: tuple[Path, Path], alone: RunAlone) -> None:
     result, found = alone("CK708", pair[0], source_path=pair[1])
     assert found == []
     assert result is not None
@@ -293,7 +295,7 @@ def test_the_file_of_a_template_is_named(file: str, pair: tuple[Path, Path], alo
     assert found[0].file == str(here / (file if "tool_use" in file else "tokenizer_config.json"))
 
 
-def test_one_of_several_templates(pair: tuple[Path, Path], alone: RunAlone) -> None:
+def test_chat_template_missing_among_several_is_found(pair: tuple[Path, Path], alone: RunAlone) -> None:
     here, source = pair
     both = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     write(source, "tokenizer_config.json", {"chat_template": both})
@@ -302,7 +304,7 @@ def test_one_of_several_templates(pair: tuple[Path, Path], alone: RunAlone) -> N
     assert (finding.expected, finding.actual) == ("the chat template 'tool_use' of the source", "missing")
 
 
-def test_another_tokenizer(pair: tuple[Path, Path], alone: RunAlone) -> None:
+def test_tokenizer_other_than_the_sources_is_found(pair: tuple[Path, Path], alone: RunAlone) -> None:
     here, source = pair
     write(here, "tokenizer.json", tokenizer(model={"vocab": WORDS | {"w4": 5, "w5": 4}}))
     _, (finding,) = alone("CK708", here, source_path=source)

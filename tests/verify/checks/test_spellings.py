@@ -89,13 +89,15 @@ def test_spellings_that_differ(
 
 
 @pytest.mark.parametrize("rope", [{"rope_parameters": YARN}, {"rope_theta": 1e6, "rope_parameters": "absent"}])
-def test_one_spelling_is_nothing_to_compare(
+def test_config_with_one_spelling_is_not_compared(
     rope: dict[str, Any], releases: PathOf, copy_of: CopyOf, alone: RunAlone
 ) -> None:
     assert alone("CK704", edited(copy_of(releases("qwen2-tied")), **rope)) == (None, [])
 
 
-def test_inside_text_config_and_beside_megatron(converted: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+def test_spellings_inside_text_config_and_beside_megatron_are_compared(
+    converted: PathOf, copy_of: CopyOf, alone: RunAlone
+) -> None:
     path = copy_of(converted("qwen2-tied"))
     edited(path / "hf", text_config={"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}})
     _, (finding,) = alone("CK704", path)
@@ -124,5 +126,7 @@ def test_the_tie_flag_that_transformers_adds_by_default(releases: PathOf, copy_o
 
 
 @pytest.mark.parametrize("text", ["absent", None, {}, {"hidden_size": 128, "model_type": "x"}])
-def test_a_config_that_says_it_once(text: Any, releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+def test_config_that_states_a_value_once_is_not_compared(
+    text: Any, releases: PathOf, copy_of: CopyOf, alone: RunAlone
+) -> None:
     assert alone("CK705", edited(copy_of(releases("qwen2-tied")), hidden_size="absent", text_config=text)) == (None, [])

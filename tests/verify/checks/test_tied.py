@@ -117,7 +117,7 @@ def test_a_head_that_differs_is_refused_by_convert(stale: Path, tmp_path: Path) 
     assert not (tmp_path / "megatron").exists()
 
 
-def test_headers_alone_make_it_a_note(stale: Path) -> None:
+def test_preflight_of_a_head_beside_tied_embeddings_gives_a_note(stale: Path) -> None:
     report = preflight(hf_checkpoint=stale)
     assert [finding for finding in report.findings if finding.tensor == HEAD] == []
     assert [note for note in notes(report) if note.startswith(f"{HEAD} is stored although tie_word_embeddings is true")]
@@ -136,7 +136,9 @@ def test_quantize_leaves_the_head_as_it_is(releases: PathOf, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("shipping", ["source", "reference"])
-def test_quantize_like_a_reference_that_ships_it_otherwise(releases: PathOf, tmp_path: Path, shipping: str) -> None:
+def test_quantize_like_a_reference_with_other_head_keeps_the_packed_set(
+    releases: PathOf, tmp_path: Path, shipping: str
+) -> None:
     """The packed set is the reference's; a head that only one of the two ships is none of it."""
     plain = releases("qwen2-tied")
     path = with_head(plain, tmp_path / "shipped", "qwen2-tied")

@@ -26,7 +26,9 @@ def compared(report: Report, code: str) -> int:
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_moe", "glm4_moe"])
 @pytest.mark.parametrize("direction", ["hf-hf", "hf-megatron", "megatron-hf", "megatron-megatron"])
-def test_the_same_model_in_any_two_formats(name: str, direction: str, releases: PathOf, converted: PathOf) -> None:
+def test_values_of_one_model_in_any_two_formats_are_equal(
+    name: str, direction: str, releases: PathOf, converted: PathOf
+) -> None:
     sides = {"hf": releases(name), "megatron": converted(name)}
     checkpoint, source = (sides[side] for side in direction.split("-"))
     report = verify(checkpoint, source=source)
@@ -45,7 +47,7 @@ def test_fused_experts_are_compared_one_by_one(against: str, releases: PathOf, c
 @pytest.mark.parametrize(
     ("name", "element"), [("model.layers.3.mlp.up_proj.weight", (5, 7)), ("model.norm.weight", (0,))]
 )
-def test_one_changed_element(
+def test_values_with_one_changed_element_are_found(
     name: str, element: tuple[int, ...], releases: PathOf, converted: PathOf, copy_of: CopyOf, only: OnlyFinding
 ) -> None:
     path = copy_of(releases("qwen2-tied"))
@@ -85,7 +87,7 @@ def swap(path: Path, first: str, second: str) -> None:
         ("model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight"),
     ],
 )
-def test_a_swap_is_named(
+def test_swapped_tensors_are_named(
     first: str, second: str, releases: PathOf, converted: PathOf, copy_of: CopyOf, codes: CodesOf
 ) -> None:
     path = copy_of(releases("glm4_moe"))
@@ -97,7 +99,7 @@ def test_a_swap_is_named(
     assert sum(finding.count for finding in report.findings) == 2
 
 
-def test_experts_shifted_by_one(releases: PathOf, copy_of: CopyOf, codes: CodesOf) -> None:
+def test_experts_shifted_by_one_are_found(releases: PathOf, copy_of: CopyOf, codes: CodesOf) -> None:
     path = copy_of(releases("glm4_moe"))
     found = models.tensors(path)
     for expert in range(12):
@@ -140,7 +142,7 @@ def test_the_hf_side_gives_the_config_where_megatron_has_none(
         assert {check.status for check in report.checks} == {"passed"}
 
 
-def test_a_source_with_other_tensors(releases: PathOf) -> None:
+def test_source_with_other_tensors_is_found(releases: PathOf) -> None:
     report = verify(releases("qwen2-untied"), source=releases("qwen2-tied"))
     assert ("CK202", "lm_head.weight") in [(finding.code, finding.tensor) for finding in report.findings]
     report = verify(releases("qwen2-tied"), source=releases("qwen2-untied"))

@@ -29,7 +29,7 @@ def test_the_config_beside_an_iteration_is_found_from_anywhere(
     assert {check.status for check in report.checks} == {"passed"}
 
 
-def test_the_directory_above_the_working_one(converted: PathOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_resolved(converted: PathOf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(converted("qwen2-tied") / "hf")
     subject = Subject(Path(".."), source_path=Path("."), hf_path=Path("../hf"))
     assert [subject.path, subject.source_path, subject.hf_path] == [
@@ -53,9 +53,7 @@ def test_an_hf_directory_with_a_file_that_megatron_has_too(name: str, releases: 
 
 
 @pytest.mark.parametrize("name", ["metadata.json", "common.pt"])
-def test_such_a_file_alone_is_what_is_left_of_a_megatron_directory(
-    name: str, converted: PathOf, copy_of: CopyOf
-) -> None:
+def test_single_megatron_file_counts_as_a_megatron_directory(name: str, converted: PathOf, copy_of: CopyOf) -> None:
     path = copy_of(converted("qwen2-tied") / "release")
     for file in path.iterdir():
         if file.name != name:

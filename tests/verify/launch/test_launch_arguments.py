@@ -19,12 +19,14 @@ from verify.run import verify
 
 # As launch scripts for GLM-4.5 have it: 92 layers over 7 stages.
 GLM45 = shlex.split(
-    "python3 train.py --actor-num-nodes 8 --hf-checkpoint /models/GLM-4.5 --tensor-model-parallel-size 8 --sequence-parallel "
-    "--pipeline-model-parallel-size 7 --decoder-last-pipeline-num-layers=2 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
+    "python3 train.py --actor-num-nodes 8 --hf-checkpoint /models/GLM-4.5 "
+    "--tensor-model-parallel-size 8 --sequence-parallel "
+    "--pipeline-model-parallel-size 7 --decoder-last-pipeline-num-layers=2 --expert-model-parallel-size 8 "
+    "--expert-tensor-parallel-size 1"
 )
 
 
-def test_what_is_read() -> None:
+def test_launch_arguments_are_read_with_defaults_and_last_value() -> None:
     assert LaunchArguments.read(GLM45) == LaunchArguments(tp=8, pp=7, ep=8, etp=1, last=2)
     assert LaunchArguments.read([]) == LaunchArguments()
     assert LaunchArguments.read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from fixture_types import CopyOf, OnlyFinding, PathOf
+from processes import python
 
+from ckptkit.app.api import quantize
 from ckptkit.core.errors import CkptkitError
+from quant.formats.scheme import QuantScheme
 from verify.launch.preflight import preflight
 from verify.report import Report
 
@@ -33,7 +37,7 @@ def loads(report: Report) -> list[str]:
     return list(report.facts["what would be loaded"])
 
 
-def test_a_first_start(releases: PathOf, converted: PathOf) -> None:
+def test_preflight_of_a_first_start_passes(releases: PathOf, converted: PathOf) -> None:
     reference = converted(NAME)
     report = preflight(hf_checkpoint=releases(NAME), ref_load=reference, tp=2, pp=4, ep=4)
     assert report.findings == []
@@ -62,7 +66,7 @@ def test_a_resumed_run_loads_what_its_tracker_says(releases: PathOf, converted: 
     assert loads(report) == [f"actor loads {run_of / 'iter_0000010'} (Megatron): --ckpt-step 10 of --load"]
 
 
-def test_step_zero_is_no_step(run_of: Path) -> None:
+def test_step_zero_does_not_count_as_a_step(run_of: Path) -> None:
     assert "iter_0000020" in loads(preflight(load=run_of, ckpt_step=0))[0]
 
 
@@ -85,11 +89,12 @@ def test_a_save_directory_that_is_not_there_yet_is_a_warning(
     assert "so --ref-load is taken" in loads(report)[0]
 
 
-def test_and_an_error_where_there_is_nothing_to_fall_back_to(tmp_path: Path, only: OnlyFinding) -> None:
+def test_save_directory_missing_without_a_fallback_is_an_error(tmp_path: Path, only: OnlyFinding) -> None:
     report = preflight(load=tmp_path / "save")
     assert (only(report).code, only(report).severity) == ("CK711", "error")
     assert loads(report) == [
-        f"actor cannot start: --load {tmp_path / 'save'} holds no checkpoint and --ref-load is not given, so slime and miles stop"
+        f"actor cannot start: --load {tmp_path / 'save'} holds no checkpoint and --ref-load is not given, "
+        "so slime and miles stop"
     ]
 
 
@@ -127,7 +132,8 @@ def test_a_reference_called_iteration_is_random_in_megatron(run_of: Path, only: 
     path = run_of / "iter_0000010"
     report = preflight(ref_load=path)
     assert only(report).code == "CK712"
-    said = f"starts from RANDOM weights: {{}}--ref-load {path} has no tracker; Megatron finds no tracker and only prints a warning"
+    why = "Megatron finds no tracker and only prints a warning"
+    said = f"starts from RANDOM weights: {{}}--ref-load {path} has no tracker; {why}"
     assert loads(report) == ["actor " + said.format("--load is not given; "), "reference " + said.format("")]
 
 
@@ -139,8 +145,8 @@ def test_an_empty_reference_stops_the_trainers(made: bool, tmp_path: Path, only:
     report = preflight(ref_load=path)
     assert only(report).code == "CK712"
     assert (
-        loads(report)[1]
-        == f"reference cannot start: --ref-load {path} has no tracker; slime and miles stop, since it is empty or not there"
+        loads(report)[1] == f"reference cannot start: --ref-load {path} has no tracker; "
+        "slime and miles stop, since it is empty or not there"
     )
 
 
@@ -201,16 +207,16 @@ def test_verl_does_not_follow_a_tracker(converted: PathOf, only: OnlyFinding) ->
     )
 
 
-def test_verl_with_a_directory_that_is_none(tmp_path: Path, only: OnlyFinding) -> None:
+def test_verl_with_a_directory_that_does_not_exist_is_found(tmp_path: Path, only: OnlyFinding) -> None:
     assert only(preflight(ref_load=tmp_path / "nowhere", arguments=verl("ref", tmp_path / "nowhere"))).code == "CK712"
 
 
-def test_a_reference_that_is_not_there(tmp_path: Path, only: OnlyFinding) -> None:
+def test_reference_that_does_not_exist_is_found(tmp_path: Path, only: OnlyFinding) -> None:
     assert only(preflight(ref_load=tmp_path / "nowhere")).code == "CK712"
 
 
 @pytest.mark.parametrize("text", ["30", "soon"])
-def test_a_tracker_that_names_nothing(text: str, run_of: Path, only: OnlyFinding) -> None:
+def test_tracker_that_names_no_stored_iteration_is_found(text: str, run_of: Path, only: OnlyFinding) -> None:
     (run_of / TRACKER).write_text(text)
     finding = only(preflight(load=run_of))
     assert (finding.code, finding.file) == ("CK711", str(run_of / TRACKER))
@@ -272,3 +278,24 @@ def test_parallel_sizes(releases: PathOf, only: OnlyFinding) -> None:
 def test_nothing_given_is_bad_usage() -> None:
     with pytest.raises(CkptkitError, match="nothing"):
         preflight()
+
+
+# Runs preflight with these options, and writes which checks ran and the names of all modules that are there.
+RUN = """
+import json, sys
+from verify.launch.preflight import preflight
+report = preflight(**json.load(sys.stdin))
+print(json.dumps([[one.code for one in report.checks if one.status != "skipped"], list(sys.modules)]))
+"""
+
+
+def test_preflight_of_int4_training_imports_neither_torch_nor_kernels(
+    releases: PathOf, converted: PathOf, tmp_path: Path
+) -> None:
+    quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*",)))
+    words = ["OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1", "--rollout-num-gpus-per-engine", "2"]
+    load = str(converted("qwen3_moe"))
+    given = json.dumps({"hf_checkpoint": str(tmp_path / "int4"), "load": load, "arguments": words})
+    codes, modules = json.loads(python("-c", RUN, given=given).stdout)
+    assert {"CK105", "CK301", "CK302", "CK307", "CK709", "CK715", "CK716"} <= set(codes)
+    assert set(modules) & {"torch", "transformers", "compressed_tensors", "numba", "llvmlite", "sglang", "ray"} == set()

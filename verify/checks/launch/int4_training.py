@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
-from quant.formats.scheme import read_scheme
+from quant.formats.compressed import stated_scheme
 from quant.online.served import served
 from verify.check import Skip, Tally, check
 from verify.checks.launch.engine import engine_config, engine_of, unless_skipped
@@ -100,7 +100,7 @@ def updates_taken(subject: Subject, tally: Tally) -> Iterator[Issue]:
     root, config = _updated(subject)
     tally.compared(0)
     try:
-        tally.compared(0, len(served(config, read_scheme(config), root).packed))
+        tally.compared(0, len(served(config, stated_scheme(config), root).packed))
     except CkptkitError as error:
         expected = "INT4 weights that SGLang can take again at every update"
         yield Issue(expected, error.message, error.hint or "quantize it again", file=root)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
+from quant.formats.compressed import stated_scheme
 from verify.evidence.packed import format_of
 from verify.issue import Issue
 from verify.skip import Unable
@@ -20,16 +21,13 @@ def config_issue(config: Mapping[str, Any]) -> Issue | None:
 
     Raises Unable for a scheme that is valid compressed-tensors and is not judged here, such as an asymmetric one.
     """
-    # Imported here because it brings transformers with it, which takes seconds.
-    from quant.formats.scheme import read_scheme
-
     content = quantization_of(config)
     hint = "restore the quantization_config of the release, or quantize again with `ckptkit quantize`"
     expected = "a quantization_config that describes the packed weights"
     if not isinstance(content, Mapping) or not content:
         return Issue(expected, f"quantization_config is {content!r:.80}", hint)
     try:
-        read_scheme(config)
+        stated_scheme(config)
     except CkptkitError as error:
         if format_of(config) is not None and _valid_elsewhere(config):
             raise Unable(f"no decision for this quantization_config: {error.message}") from error
@@ -40,8 +38,6 @@ def config_issue(config: Mapping[str, Any]) -> Issue | None:
 def _valid_elsewhere(config: Mapping[str, Any]) -> bool:
     """Whether compressed-tensors takes the scheme, which is not judged here only for the way it rounds weights."""
     from compressed_tensors.quantization import QuantizationConfig
-
-    from quant.formats.scheme import read_scheme
 
     content = quantization_of(config)
     if not all(
@@ -54,7 +50,7 @@ def _valid_elsewhere(config: Mapping[str, Any]) -> bool:
     }
     try:
         QuantizationConfig.model_validate(dict(content))
-        read_scheme({**config, "quantization_config": {**content, "config_groups": groups}})
+        stated_scheme({**config, "quantization_config": {**content, "config_groups": groups}})
     except (CkptkitError, ValueError, KeyError, NotImplementedError):
         return False
     return True
