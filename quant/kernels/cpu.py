@@ -1,7 +1,7 @@
-"""Weights to INT4 words and scales on a CPU: every weight is read once, and every word and scale written once, on all cores.
+"""Weights to INT4 words and scales on a CPU: every word and scale is written once, on all cores, with the bytes of `quant.formats.grids`.
 
-The bytes are those of `quant.formats.grids`. `quant.kernels.cpu_kernel` is compiled at the first call for a combination of dtypes and grid, which
-takes a second or two; later processes load it from Numba's cache on disk.
+`quant.kernels.cpu_kernel` is compiled at the first call for a combination of dtypes and grid, which takes seconds; later processes load it
+from Numba's cache on disk in a fraction of one.
 """
 
 from __future__ import annotations
