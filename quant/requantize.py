@@ -1,4 +1,4 @@
-"""Quantizes weights with the scales of an INT4 checkpoint that they came from, so that unchanged groups keep their bits.
+"""Quantizes weights with the scales of the INT4 checkpoint they came from: unchanged groups keep their bits.
 
 A group keeps its scale as long as that scale gives its weights. A fresh scale could move weights that nobody changed:
 it follows from the group's largest weight, which need not lie at the end of the grid that it was rounded to.
@@ -79,12 +79,12 @@ def stored_parts(reference: Checkpoint, module: str, symmetric: bool) -> Packed 
 
 
 def requantize(weight: Tensor, before: Packed, scheme: QuantScheme, name: str) -> Packed:
-    """Packs [rows, columns] with the scales and zero points of `before` where they reproduce a group, else with fresh ones.
+    """Packs [rows, columns]; groups that the scales and zero points of `before` reproduce keep them.
 
     A group keeps its scale when (code - zero point) x scale, with code = round(w / scale) + zero point in -8..7, equals
-    each of its weights in the weight's dtype. The sign of a zero does not count: no code holds it. Scales are stored in
-    the scheme's dtype, or in the dtype of `before` if it has none. Raises CkptkitError as `quantize_pack` does, and when
-    `before` has other groups.
+    each of its weights in the weight's dtype. The sign of a zero does not count: no code holds it. Other groups get
+    fresh scales. Scales are stored in the scheme's dtype, or in that of `before` if the scheme has none.
+    Raises CkptkitError as `quantize_pack` does, and when `before` has other groups.
     """
     scheme = replace(scheme, scale_dtype=scheme.scale_dtype or before.scale.dtype)
     check(weight, scheme, name)

@@ -103,7 +103,7 @@ def pattern_table(subject: Subject) -> dict[str, dict[str, tuple[str, ...]]]:
 def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = False) -> LintReport:
     """Checks the `ignore` list of the checkpoint at `path`; config.json is enough, with or without an index.
 
-    `readers` (as `--reader`): those that must agree; None: all, with severities by `quant.selection.readers.severity_of`.
+    `readers` (as `--reader`): those that must agree; None: all. Severities: `quant.selection.readers.severity_of`.
     `fix`: writes the portable list into config.json and keeps the original as config.json.orig.
     Raises CkptkitError as `open_subject` does, for a URL, and with `fix` when there is no portable list.
     """

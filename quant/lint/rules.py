@@ -72,7 +72,7 @@ _SLIME = {"packs": "would pack it", "keeps": "would leave it unpacked"}
 
 
 def _differences(subject: Subject) -> Iterator[LintFinding]:
-    """Finds readers that take a tensor for the wrong kind: `exposed` where it must never be INT4, else `disagreement`."""
+    """Finds readers that misjudge a tensor: `exposed` where it must never be INT4, else `disagreement`."""
     by_name = {matrix.tensor: (matrix, packs) for matrix, packs in zip(subject.matrices, subject.packed, strict=True)}
     readers: dict[tuple[str, str, tuple[str, ...], Severity], list[str]] = {}
     for one in subject.divergences(subject.readings):

@@ -52,7 +52,7 @@ class Subject:
 
     @cached_property
     def packed(self) -> tuple[bool, ...]:
-        """Whether each matrix is INT4: by the stored names if any is packed, else as compressed-tensors takes the list."""
+        """Whether each matrix is INT4: by stored names if any is packed, else by classes and compressed-tensors."""
         if self.stored is not None:
             return tuple(matrix.module in self.stored for matrix in self.matrices)
         base = self.readings["compressed-tensors"]
@@ -89,7 +89,7 @@ class Subject:
 
 
 def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subject, str]:
-    """Loads the list and names at `path`, a directory with config.json; also returns where the names come from, in words.
+    """Loads the subject at `path`, a directory with config.json, and says in words where its names come from.
 
     Raises CkptkitError when there is no compressed-tensors INT4 config, or the model is not known.
     """
@@ -150,7 +150,7 @@ def _stored_names(path: Path) -> tuple[list[str], str]:
 
 
 def _draft_modules(tree: ClassTree) -> Iterator[str]:
-    """Yields the modules of draft layers: the one that joins their inputs, and those of the model's last layer."""
+    """Yields the modules of draft layers: the one that joins their inputs, and the same as in the last layer."""
     for draft in tree.drafts:
         yield draft.joint
         yield from (draft.layer + tail.replace("#", "0") for tail in sorted(tree.last_tails))
