@@ -41,11 +41,12 @@ def quantized(
     """Quantizes a checkpoint to INT4; tensors that are not quantized pass through.
 
     `N.weight` becomes `N.weight_packed`, `N.weight_scale`, `N.weight_shape` and, if asymmetric, `N.weight_zero_point`.
-    `source` has one tensor per expert. `scheme.ignore` is added to the model's own list (`default_ignore`). The result's
-    config records the scheme. `reference`: an INT4 checkpoint whose scales are kept where its groups are the same.
+    `source` has one tensor per expert. `scheme.ignore` is added to the model's own list (`default_ignore`).
+    The result's config records the scheme. `reference`: an INT4 checkpoint; if its groups are the same, its scales are
+    kept where they still give the weights.
     `like`: the names of an INT4 checkpoint of the same model; exactly what it has packed is packed.
-    `readers` (as `--reader`) must agree on what is packed. `tp`: a tensor parallel size that SGLang's kernels must
-    support. `device`: "cpu" or "cuda", with the same bytes from both.
+    `readers` (as `--reader`) must agree on what is packed. `tp`: a tensor parallel size at which SGLang's kernels
+    must be able to load it. `device`: "cpu" or "cuda", with the same bytes from both.
 
     Raises CkptkitError, before anything is read, as `resolve` does, and when a Linear of the model is missing, an entry
     of `scheme.ignore` covers nothing, or there is no such device.
