@@ -1,4 +1,4 @@
-"""An HF checkpoint seen as its INT4 version: a plan, so that it stacks on other plans and streams like any checkpoint."""
+"""Quantizes an HF checkpoint to INT4 by a plan, which stacks on other plans and streams like any checkpoint."""
 
 from __future__ import annotations
 
@@ -38,13 +38,18 @@ def quantized(
     readers: Sequence[str] = ALL_READERS,
     device: str = "cpu",
 ) -> View:
-    """Each `N.weight` to quantize becomes N.weight_packed, N.weight_scale and N.weight_shape; everything else passes through.
+    """Quantizes a checkpoint to INT4; tensors that are not quantized pass through.
 
-    `source` has one tensor an expert. `scheme.ignore` is added to the model's own list (`default_ignore`); the view's config
-    says what was done. With `like`, the names of an INT4 checkpoint of the same model, exactly what it has packed is packed. `readers`
-    (as `--reader`) must agree on that, and SGLang's kernels be able to load it at tensor parallel size `tp`. `device` ("cpu" or "cuda")
-    computes; the bytes are the same. Raises CkptkitError, before anything is read, as `resolve` does, when a Linear of the model is
-    missing, when an entry of `scheme.ignore` covers nothing, and when there is no such device.
+    `N.weight` becomes `N.weight_packed`, `N.weight_scale`, `N.weight_shape` and, if asymmetric, `N.weight_zero_point`.
+    `source` has one tensor per expert. `scheme.ignore` is added to the model's own list (`default_ignore`).
+    The result's config records the scheme. `reference`: an INT4 checkpoint; if its groups are the same, its scales are
+    kept where they still give the weights.
+    `like`: the names of an INT4 checkpoint of the same model; exactly what it has packed is packed.
+    `readers` (as `--reader`) must agree on what is packed. `tp`: a tensor parallel size at which SGLang's kernels
+    must be able to load it. `device`: "cpu" or "cuda", with the same bytes from both.
+
+    Raises CkptkitError, before anything is read, as `resolve` does, and when a Linear of the model is missing, an entry
+    of `scheme.ignore` covers nothing, or there is no such device.
     """
     if device != "cpu" and not torch.cuda.is_available():
         raise CkptkitError(f"torch finds no GPU for --device {device}", "leave it out: on a CPU the bytes are the same")
@@ -66,7 +71,7 @@ def quantized(
 
 
 def _check_used(ignore: Sequence[str], names: Collection[str], where: str) -> None:
-    """Raises CkptkitError for an entry that covers nothing: whoever wrote it believes that something is spared."""
+    """Raises CkptkitError for an entry that covers nothing: its author believes that it spares a module."""
     modules = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
     for pattern in ignore:
         if not any(compressed_tensors(module, pattern) for module in modules):
@@ -88,9 +93,10 @@ def quantize_step(
     sglang_experts: bool = False,
     device: str = "cpu",
 ) -> Step:
-    """A weight to its parts; with scales of `reference`, an INT4 checkpoint with the same groups, wherever they still give the weight.
+    """Returns the step that quantizes a weight to its packed parts.
 
-    `sglang_experts`: zero points of routed experts are stored as SGLang reads them (`quant.formats.zero_points`).
+    `reference`: an INT4 checkpoint with the same groups, whose scales are kept where they still give the weight.
+    `sglang_experts`: zero points of routed experts are stored in SGLang's layout (`quant.formats.zero_points`).
     """
     rows, columns = spec.shape
     groups, special = scheme.groups(columns), sglang_experts and is_expert(spec.name)
@@ -106,7 +112,7 @@ def quantize_step(
         across = -(-rows // CODES_PER_WORD)
         outputs.append(TensorSpec(zero_point, (groups, across) if special else (across, groups), "int32"))
 
-    # No closure: of a large model there are seventy thousand, and each would hold a cell a variable.
+    # No closure: a large model has 70,000 of these steps, and a closure holds a cell for each variable.
     run = partial(_parts, spec, scheme, reference, special, device)
     return Step((spec.name,), tuple(outputs), run, f"quantize {scheme.grid}")
 
@@ -119,7 +125,7 @@ def _parts(
     device: str,
     tensors: Sequence[Tensor],
 ) -> list[Tensor]:
-    """The parts of a weight, as `quantize_step` announces them."""
+    """Quantizes a weight to the parts that `quantize_step` announces."""
     before = (
         stored_parts(reference, spec.name.removesuffix(".weight"), scheme.symmetric) if reference is not None else None
     )
@@ -142,14 +148,14 @@ def _part_names(name: str) -> tuple[str, ...]:
 def quantized_layout(
     layout: Mapping[str, Sequence[str]], before: Collection[str], after: Collection[str]
 ) -> dict[str, list[str]]:
-    """The shard layout of the names `before` quantization for the names `after` it: where a weight stood, its parts stand."""
+    """Returns the shard layout after quantization, with each weight's parts in its place."""
     replaced = set(before) - set(after)
     made = {name: [part for part in _part_names(name) if part in after] for name in replaced}
     return {file: [new for name in names for new in made.get(name, [name])] for file, names in layout.items()}
 
 
 def packed_less(names: Collection[str], ignore: Sequence[str]) -> list[str]:
-    """The names of an INT4 checkpoint had it also ignored these entries: `N.weight` for every `N.weight_packed` that one covers."""
+    """Replaces `N.weight_packed` by `N.weight` in these names for every module that an `ignore` entry covers."""
     less = []
     for name in names:
         module = name.removesuffix(PACKED)
@@ -159,10 +165,10 @@ def packed_less(names: Collection[str], ignore: Sequence[str]) -> list[str]:
 
 
 def packed_modules(specs: Collection[str], config: Mapping[str, Any]) -> set[str]:
-    """Modules that a finished INT4 checkpoint must hold packed: every Linear of the model that its own `ignore` does not cover.
+    """Returns the modules that an INT4 checkpoint must hold packed: every Linear that its `ignore` does not cover.
 
-    `specs` are the checkpoint's names; an output embedding that is tied, and so not stored, is not expected. Raises CkptkitError
-    as `read_scheme` and `class_tree` do.
+    `specs`: the checkpoint's names. A tied output embedding, which is not stored, is not expected.
+    Raises CkptkitError as `read_scheme` and `class_tree` do.
     """
     ignore = read_scheme(config).ignore
     tree = class_tree(config)

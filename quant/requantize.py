@@ -1,7 +1,7 @@
-"""Weights that come from an INT4 checkpoint go back to it bit for bit: a group keeps its scale for as long as that gives its weights.
+"""Quantizes weights with the scales of the INT4 checkpoint they came from: unchanged groups keep their bits.
 
-Choosing a scale anew would move weights that nobody changed: the largest weight of a group need not stand at the end of the grid that it
-was rounded to, and scales are made from it.
+A group keeps its scale as long as that scale gives its weights. A fresh scale could move weights that nobody changed:
+it follows from the group's largest weight, which need not lie at the end of the grid that it was rounded to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _BLOCK = 1 << 20  # weights at a time: temporaries stay in the cache
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the config of an INT4 checkpoint says of its scales; `grid` is None where another tool wrote it, `scale_dtype` where nothing is said."""
+    """What the config of an INT4 checkpoint says about its scales.
+
+    `grid`: None where another tool wrote the config. `scale_dtype`: None where the config states none.
+    """
 
     group_size: int | None
     symmetric: bool
@@ -35,13 +38,16 @@ class Recorded:
     scale_dtype: torch.dtype | None = None
 
     def fits(self, scheme: QuantScheme) -> bool:
-        """Whether a scale here belongs to the same weights as in `scheme`."""
+        """Whether scales cover the same groups of weights as in `scheme`."""
         return (self.group_size, self.symmetric) == (scheme.group_size, scheme.symmetric)
 
 
 def recorded(config: Mapping[str, Any]) -> Recorded | None:
-    """Of a whole config.json; None when it describes no INT4 weights. Raises CkptkitError for what ckptkit cannot read."""
-    # Imported here because it brings transformers with it, which takes seconds.
+    """Reads what a whole config.json says about INT4 scales; None when the weights are not INT4.
+
+    Raises CkptkitError for a quantization that ckptkit cannot read.
+    """
+    # Imported here because it imports transformers, which takes seconds.
     from compressed_tensors.quantization import QuantizationConfig
 
     from quant.formats.dequantize import format_of
@@ -56,7 +62,7 @@ def recorded(config: Mapping[str, Any]) -> Recorded | None:
 
 
 def stored_parts(reference: Checkpoint, module: str, symmetric: bool) -> Packed | None:
-    """What an INT4 checkpoint has of a module; None when it does not have it packed.
+    """Reads the packed parts of a module from an INT4 checkpoint; None when the module is not packed.
 
     Raises CkptkitError when a part is missing.
     """
@@ -73,11 +79,12 @@ def stored_parts(reference: Checkpoint, module: str, symmetric: bool) -> Packed 
 
 
 def requantize(weight: Tensor, before: Packed, scheme: QuantScheme, name: str) -> Packed:
-    """Packs [rows, columns] with the scales and zero points of `before` in every group that they reproduce, with fresh ones in the others.
+    """Packs [rows, columns]; groups that the scales and zero points of `before` reproduce keep them.
 
-    A group keeps its scale when (code - zero point) x scale, with code = round(w / scale) + zero point in -8..7, is each weight of it
-    in the weight's dtype; of zeros the sign, which no code holds, does not count. Scales are stored in the scheme's dtype, or else as they
-    were. Raises CkptkitError as `quantize_pack` does, and when `before` has other groups.
+    A group keeps its scale when (code - zero point) x scale, with code = round(w / scale) + zero point in -8..7, equals
+    each of its weights in the weight's dtype. The sign of a zero does not count: no code holds it. Other groups get
+    fresh scales. Scales are stored in the scheme's dtype, or in that of `before` if the scheme has none.
+    Raises CkptkitError as `quantize_pack` does, and when `before` has other groups.
     """
     scheme = replace(scheme, scale_dtype=scheme.scale_dtype or before.scale.dtype)
     check(weight, scheme, name)
@@ -106,7 +113,7 @@ def requantize(weight: Tensor, before: Packed, scheme: QuantScheme, name: str) -
 
 
 def _codes(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
-    """Codes int8 [rows, columns] by these scales, and [rows, groups]: where they give every weight."""
+    """Returns codes int8 [rows, columns] for these scales, and bool [rows, groups]: which groups they reproduce."""
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     kept = torch.ones(scale.shape, dtype=torch.bool, device=weight.device)
     size = scheme.group_size or weight.shape[1]

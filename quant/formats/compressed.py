@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
 _FP8 = "float-quantized"
-_IN_ORDER = (None, False, "weight", "static")  # weights are stored in their own order
+_IN_ORDER = (None, False, "weight", "static")  # of actorder: stored columns are not reordered
 _HINT = "ckptkit reads INT4 pack-quantized and FP8 float-quantized releases: start from the unquantized release"
 # Values of QuantizationArgs that do not change how weights are stored.
 _SAYS_NOTHING: Mapping[str, tuple[Any, ...]] = {

@@ -26,7 +26,7 @@ from quant.formats.scheme import SCALE_DTYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NAN = 0x7F  # the byte without its sign bit
+_NAN = 0x7F  # NaN without its sign bit
 _LARGEST = 448.0
 _PRODUCTS, _ROWS = 1 << 14, 1 << 8  # products and rows of weights worked on at a time: they stay in the cache
 _FMTS = (None, "e4m3", "float8_e4m3fn")

@@ -4,13 +4,14 @@
 Symmetric: scale = absmax / 7.5, code = round(clamp(w / scale, -8, 7)).
 Asymmetric: low = min(w, 0), high = max(w, 0), scale = (high - low) / 15,
 zero point = round(clamp(-8 - low / scale, -8, 7)), code = round(clamp(w / scale + zero point, -8, 7)).
-Scale and zero point are computed in the weight's dtype, with every operation rounded to it. The scale is then rounded to
-the dtype that it is stored in; a zero becomes that dtype's epsilon. The quotient is rounded to the wider of the two.
-Source: compressed-tensors `calculate_qparams` and `_quantize` on the CPU. On a GPU its kernel divides in float32 and may
-choose the other neighbour at a tie.
+Scale and zero point are computed in the weight's dtype, with every operation rounded to it. The scale is then rounded
+to its stored dtype; a zero becomes that dtype's epsilon. The quotient is rounded to the wider of the two dtypes.
+Source: compressed-tensors `calculate_qparams` and `_quantize` on the CPU. On a GPU its kernel divides in float32 and
+may choose the other neighbour at a tie.
 
-`qmax7` is the grid of quantization-aware training in slime, and of Kimi K2: scale = max(absmax * float32(1/7), 1e-5) and
-code = round(w / scale), all in float32, so codes span -7..7. Only then is the scale converted to its stored dtype.
+`qmax7` is the grid of quantization-aware training in slime, and of Kimi K2.
+scale = max(absmax * float32(1/7), 1e-5) and code = round(w / scale), all in float32, so codes span -7..7.
+Only then is the scale converted to its stored dtype.
 Source: slime `fake_int4_quant_cuda.cu`, symmetric branch.
 
 Both round half to even. Minima and maxima are over `group_size` neighbours along the input dimension, or over the row.
@@ -40,7 +41,10 @@ class Codes(NamedTuple):
 
 
 def quantize(weight: Tensor, scheme: QuantScheme, name: str = "the weight") -> Codes:
-    """Quantizes a bfloat16, float16 or float32 matrix. Raises CkptkitError as `check` and `check_finite` do."""
+    """Quantizes [rows, columns] in bfloat16, float16 or float32.
+
+    Raises CkptkitError, with the tensor's `name`, as `check` and `check_finite` do.
+    """
     check(weight, scheme, name)
     rows, columns = weight.shape
     groups = weight.reshape(rows, scheme.groups(columns), scheme.group_size or columns)
@@ -77,7 +81,7 @@ def check(weight: Tensor, scheme: QuantScheme, name: str) -> None:
 
 
 def check_finite(weight: Tensor, scale: Tensor, name: str) -> None:
-    """Raises CkptkitError when a scale is not finite: the weight is not finite either, or the scale's dtype overflows."""
+    """Raises CkptkitError for a scale that is not finite: because the weight is not, or the scale's dtype overflows."""
     if not bool(torch.isfinite(scale).all()):
         raise not_finite(weight, scale.dtype, name)
 
@@ -95,7 +99,8 @@ def not_finite(weight: Tensor, dtype: torch.dtype, name: str) -> CkptkitError:
 def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
     """Returns the weights (codes - zero point) x scale, [rows, columns] in the scale's dtype.
 
-    `codes`: int8 [rows, columns]. `scale`, `zero_point` (int8): [rows, groups]. Source: compressed-tensors `_dequantize`.
+    `codes`: int8 [rows, columns]. `scale`, `zero_point` (int8): [rows, groups].
+    Source: compressed-tensors `_dequantize`.
     """
     groups = codes.reshape(*scale.shape, -1).to(scale.dtype)
     if zero_point is not None:
@@ -152,8 +157,8 @@ def fake_quantize(weight: Tensor, group_size: int) -> Tensor:
     """Rounds a weight [rows, columns] as slime's quantization-aware training does; the result keeps its dtype.
 
     scale = max(absmax * float32(1/7), 1e-5) in groups of `group_size` columns; round(w / scale) * scale in float32 is
-    rounded once to the weight's dtype. With scales stored in float32, `dequantize(*quantize(w))` in that dtype gives the
-    same bits; docs/int4.md says what a bfloat16 scale changes. Where slime gives -0.0 this gives 0.0, as codes do.
+    rounded once to the weight's dtype. With scales stored in float32, `dequantize(*quantize(w))` in that dtype gives
+    the same bits; docs/int4.md says what a bfloat16 scale changes. Where slime gives -0.0 this gives 0.0, as codes do.
     Gradients do not pass through the rounding: the trainer provides the straight-through estimator.
     Raises CkptkitError when the columns do not divide into groups. Source: slime `fake_int4_quantization_ste`.
     """

@@ -1,7 +1,7 @@
 """Packs and unpacks INT4 codes, eight to an int32 word, in compressed-tensors' order.
 
 Element i of a row goes to word i // 8, bits 4 * (i % 8) and up, stored as code + 8 (so 0..15). The bytes are those of
-compressed-tensors' `pack_to_int32`, which needs temporaries of 8 bytes a code and takes several times as long.
+compressed-tensors' `pack_to_int32`, which needs int32 temporaries of 8 bytes a code and takes several times as long.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class QuantScheme:
 
     `group_size`: neighbours along the input dimension that share a scale; None: one scale a row.
     `grid`, `symmetric`, `search`: see `quant.formats.grids`. `ignore`: in compressed-tensors' pattern language.
-    `scale_dtype`: the dtype that scales are stored in; None: the weight's own. Raises CkptkitError for a group size that
-    no INT4 kernel has, unknown or contradictory options, and patterns that are no regular expression.
+    `scale_dtype`: the dtype of stored scales; None: the weight's own. Raises CkptkitError for a group size that no INT4
+    kernel has, unknown or contradictory options, and patterns that are not regular expressions.
     """
 
     group_size: int | None

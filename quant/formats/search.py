@@ -13,7 +13,7 @@ STEPS, GRID, NORM = 20, 100, 2.4
 def shrunken(
     groups: Tensor, low: Tensor, high: Tensor, rounded: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Returns, for each group, the range with the smallest rounding error.
+    """Returns the range (low, high) of each group that has the smallest rounding error.
 
     `groups`: [rows, groups, size]; `low`, `high` and the result: [rows, groups]. `rounded(low, high)` rounds the groups
     to the grid of a range. The range is multiplied by 1, 0.99, ... 0.81; the first with the smallest sum of

@@ -1,4 +1,4 @@
-"""What is wrong with an `ignore` list, and the list that every reader takes alike.
+"""Finds what is wrong with an `ignore` list, and a list that all readers agree on.
 
 May import selection and formats.
 """

@@ -1,6 +1,6 @@
-"""What is wrong with the `ignore` list of an INT4 config.json, and the list that every reader takes alike.
+"""Checks the `ignore` list of an INT4 config.json, and finds a list that all readers agree on.
 
-No weights are read: names come from the index, or from the headers of the files, or from the classes of the model.
+Reads no weights: names come from the index, the header of the file, or the classes of the model.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from quant.selection.spelling import entries_for
 
 @dataclass(frozen=True)
 class LintReport:
-    """What was found. `names`: where tensor names come from. `patterns`: for every entry and reader the tensors (folded) that it covers.
+    """The result of `lint`.
 
-    `packed`: modules that are, or by the list would be, INT4, of `tensors` matrices. `portable`: a list that all readers
-    take alike and that packs the same; None when there is none.
+    `names`: where tensor names come from. `tensors`: how many matrices there are. `packed`: how many of them are INT4,
+    or would be by the list. `patterns`: the tensors (folded) that each entry covers for each reader.
+    `portable`: a list that packs the same and that all readers agree on; None when there is none.
+    `fixed`: whether it was written to config.json.
     """
 
     path: str
@@ -41,20 +43,21 @@ class LintReport:
 
     @property
     def failed(self) -> bool:
-        """Whether there is anything worse than a note."""
+        """Whether any finding is worse than a note."""
         return any(finding.severity != "note" for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        """The same as JSON values."""
+        """Returns the report as JSON values."""
         own = {key: value for key, value in vars(self).items() if key != "findings"}
         return {"schema": "ckptkit-lint/1", **own, "findings": [vars(finding) for finding in self.findings]}
 
 
 def portable_list(subject: Subject) -> tuple[str, ...] | None:
-    """The list with what is read differently replaced, and what is exposed added; None when no list makes all readers agree on what is packed.
+    """Returns a list that makes all readers agree on what is packed; None when there is none.
 
-    Entries that every reader takes alike stay as they are, in their order, and so do those that cannot be judged. Of Linear layers that
-    only transformers names, such as a vision tower's, none is left uncovered that was covered.
+    Entries that readers take differently are replaced, and missing ones added. Entries that all readers take alike, or
+    that cannot be judged, stay in their order. Linear layers that only transformers names, such as those of a vision
+    tower, stay covered if they were.
     """
     everybody = replace(subject, readers=tuple(RULES))
     suspects = {pattern for one in everybody.divergences(subject.readings) for pattern in one.patterns}
@@ -70,7 +73,7 @@ def portable_list(subject: Subject) -> tuple[str, ...] | None:
 
 
 def _uncovered(subject: Subject, found: Sequence[str]) -> list[str]:
-    """Linear layers, by transformers' names, that the list covers, `found` does not, and that are not packed under the release's name."""
+    """Returns unpacked Linear layers, by transformers' names, that the old list covers and `found` does not."""
     before = {name for pattern in subject.ignore for name in subject.spelled(pattern)}
     after = {name for pattern in found for name in subject.spelled(pattern)}
     packed = {matrix.module for matrix, packs in zip(subject.matrices, subject.packed, strict=True) if packs}
@@ -82,7 +85,7 @@ def _spares_packed(subject: Subject, pattern: str) -> bool:
 
 
 def pattern_table(subject: Subject) -> dict[str, dict[str, tuple[str, ...]]]:
-    """For every entry and reader the tensors (folded) that it covers."""
+    """Returns the tensors (folded) that each entry covers for each reader."""
     folded: dict[tuple[int, ...], tuple[str, ...]] = {}
     table: dict[str, dict[str, tuple[str, ...]]] = {}
     for pattern in subject.ignore:
@@ -98,11 +101,11 @@ def pattern_table(subject: Subject) -> dict[str, dict[str, tuple[str, ...]]]:
 
 
 def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = False) -> LintReport:
-    """Looks at the `ignore` list of the checkpoint at `path`; a lone config.json, or one with an index and no weights, is enough.
+    """Checks the `ignore` list of the checkpoint at `path`; config.json is enough, with or without an index.
 
-    `readers` (as `--reader`) are those whose agreement is wanted; None: all, and `quant.selection.readers.severity_of` says whose counts. `fix`
-    writes the portable list into config.json, and keeps the original beside it as config.json.orig. Raises CkptkitError as
-    `open_subject` does, for a URL, and when there is no list to write.
+    `readers` (as `--reader`): those that must agree; None: all. Severities: `quant.selection.readers.severity_of`.
+    `fix`: writes the portable list into config.json and keeps the original as config.json.orig.
+    Raises CkptkitError as `open_subject` does, for a URL, and with `fix` when there is no portable list.
     """
     refuse_url(path)
     root = Path(path)
@@ -126,7 +129,7 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
 
 
 def write_ignore(file: Path, ignore: Sequence[str]) -> None:
-    """Replaces `ignore` where config.json has it; the file as it was stays beside it as config.json.orig, unless one is there already."""
+    """Replaces `ignore` in config.json; keeps the old file as config.json.orig unless that exists already."""
     config = read_json(file)
     quantization_of(config)["ignore"] = list(ignore)
     original, partial = file.with_name(f"{file.name}.orig"), file.with_name(f"{file.name}.partial")

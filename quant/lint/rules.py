@@ -1,4 +1,4 @@
-"""What can be wrong with an `ignore` list: what each rule looks for, and how a finding says it."""
+"""The lint rules for an `ignore` list, and the findings that they report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True)
 class LintFinding:
-    """One thing that is wrong: which entry (None: that none covers the tensors), which tensors (folded) and how many, which readers."""
+    """One thing that is wrong with an `ignore` list.
+
+    `pattern`: the entry; None where no entry covers the tensors. `tensors`: folded names. `count`: how many tensors.
+    `readers`: those concerned.
+    """
 
     kind: str
     severity: Severity
@@ -33,7 +37,7 @@ class LintFinding:
 
 
 def examine(subject: Subject) -> tuple[LintFinding, ...]:
-    """Everything that is wrong, worst first."""
+    """Returns everything that is wrong, worst first."""
     order = ("error", "warning", "note")
     found = [
         *_differences(subject),
@@ -68,7 +72,7 @@ _SLIME = {"packs": "would pack it", "keeps": "would leave it unpacked"}
 
 
 def _differences(subject: Subject) -> Iterator[LintFinding]:
-    """Readers that do not take a tensor for what it is: `exposed` where it must never be INT4, else `disagreement`."""
+    """Finds readers that misjudge a tensor: `exposed` where it must never be INT4, else `disagreement`."""
     by_name = {matrix.tensor: (matrix, packs) for matrix, packs in zip(subject.matrices, subject.packed, strict=True)}
     readers: dict[tuple[str, str, tuple[str, ...], Severity], list[str]] = {}
     for one in subject.divergences(subject.readings):
@@ -106,7 +110,7 @@ def _differences(subject: Subject) -> Iterator[LintFinding]:
 
 
 def _partly(subject: Subject) -> Iterator[LintFinding]:
-    """Fused layers, and routed experts, of which some are packed and some are not: engines hold them as one."""
+    """Finds fused layers, and layers' routed experts, that are only partly packed: engines hold each as one."""
     layers: dict[str, list[int]] = {}
     for index, matrix in enumerate(subject.matrices):
         if matrix.vllm and matrix.vllm != matrix.module:
@@ -119,7 +123,10 @@ def _partly(subject: Subject) -> Iterator[LintFinding]:
         if not subject.packed[index]
     ]
     if mixed:
-        message = "unpacked, while other parts of the same fused layer are packed; engines hold q, k, v or gate, up or the experts of a layer in one"
+        message = (
+            "unpacked, while other parts of the same fused layer are packed; "
+            "engines hold q, k, v or gate, up or the experts of a layer in one"
+        )
         names = [subject.matrices[index].tensor for index in mixed]
         yield _finding(
             "partly ignored",
@@ -132,7 +139,7 @@ def _partly(subject: Subject) -> Iterator[LintFinding]:
 
 
 def _forbidden(subject: Subject) -> Iterator[LintFinding]:
-    """Tensors that are packed in the files and must not be."""
+    """Finds packed tensors that must not be packed."""
     reasons: dict[str, list[str]] = {}
     for matrix, packs in zip(subject.matrices, subject.packed, strict=True):
         if packs and matrix.kept:
@@ -153,7 +160,7 @@ _LAYER = re.compile(r".*?\blayers\.(\d+)\.")
 
 
 def _overreach(subject: Subject) -> Iterator[LintFinding]:
-    """Entries that cover more than what they name: a number that begins others, a name that begins others."""
+    """Finds entries that cover more than they name: a layer number or a module name that is the start of another."""
     routers = frozenset(tail(name) for name in [*subject.tree.others, *subject.tree.gates] if _LAYER.match(name))
     for pattern in subject.ignore:
         swallowed: dict[str, list[str]] = {}
@@ -164,7 +171,10 @@ def _overreach(subject: Subject) -> Iterator[LintFinding]:
                     swallowed.setdefault(matrix.tensor, []).append(reader)
         if swallowed:
             who = [reader for reader in RULES if any(reader in several for several in swallowed.values())]
-            hint = "end the entry where the name ends: `(\\.|$)` after a layer's number, `(\\.weight)?$` after a module's name"
+            hint = (
+                "end the entry where the name ends: "
+                "`(\\.|$)` after a layer's number, `(\\.weight)?$` after a module's name"
+            )
             message = f"'{pattern}' also covers what it does not name"
             yield _finding("over-match", "warning", message, hint, list(swallowed), who, pattern)
 
@@ -187,7 +197,7 @@ def _goes_beyond(pattern: str, module: str, routers: frozenset[str]) -> bool:
         ),
         None,
     )
-    # An entry that covers any name at this place names the place.
+    # An entry that covers any name under this parent is meant to.
     return (
         short is not None
         and match_whole(f"{parent}.\0") is None
@@ -196,9 +206,9 @@ def _goes_beyond(pattern: str, module: str, routers: frozenset[str]) -> bool:
 
 
 def _unused(subject: Subject) -> Iterator[LintFinding]:
-    """Entries that cover nothing for any reader; one for an output layer that is tied, and so not stored, is none.
+    """Finds entries that cover nothing for any reader. An entry for a tied output layer is fine.
 
-    Where config.json alone does not tell all modules, such an entry may still be about one of the others: that is a note.
+    Where config.json alone does not tell all modules, the entry may be about an unknown one, so it is only a note.
     """
     for pattern in idle(subject):
         if subject.whole:
@@ -218,7 +228,7 @@ def _unused(subject: Subject) -> Iterator[LintFinding]:
 
 
 def idle(subject: Subject) -> list[str]:
-    """Entries that cover nothing, by no name of a reader and by none that transformers has for a Linear layer of the whole model."""
+    """Returns entries that cover nothing, by any reader's names or by transformers' names of the Linear layers."""
     unread = (
         pattern
         for pattern in subject.ignore
@@ -228,7 +238,7 @@ def idle(subject: Subject) -> list[str]:
 
 
 def _groups(subject: Subject) -> Iterator[LintFinding]:
-    """Several groups: slime reads the first alone."""
+    """Finds several config_groups, of which slime reads only group_0."""
     groups = quantization_of(subject.config)["config_groups"]
     if len(groups) > 1 and "slime" in subject.readers:
         message = f"{len(groups)} config_groups; slime reads group_0 alone and packs everything by it"
@@ -243,7 +253,7 @@ def _groups(subject: Subject) -> Iterator[LintFinding]:
 
 
 def _fusion(subject: Subject) -> Iterator[LintFinding]:
-    """GLM-4.5 in SGLang: a shared expert that is not packed cannot become one of the packed routed experts."""
+    """Finds unpacked shared experts that SGLang would join with packed routed experts (GLM-4.5)."""
     if not FAMILIES[str(subject.config.get("model_type"))].sglang.joins_shared_expert:
         return
     both = [
@@ -251,7 +261,10 @@ def _fusion(subject: Subject) -> Iterator[LintFinding]:
     ]
     shared = [matrix.tensor for matrix, packs in both if ".shared_experts." in matrix.module and not packs]
     if shared and any(packs for matrix, packs in both if matrix.expert):
-        message = "unpacked, beside packed routed experts; SGLang joins the two on CUDA unless told not to, and then drops it without a word"
+        message = (
+            "unpacked, beside packed routed experts; "
+            "SGLang joins the two on CUDA unless told not to, and then drops it without a word"
+        )
         yield _finding(
             "shared expert",
             "note",

@@ -1,4 +1,4 @@
-"""The `ignore` list of an INT4 config.json beside the names of its model, read by every reader. No weights are read."""
+"""Loads the `ignore` list of an INT4 config.json and the tensor names of its model. Reads no weights."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from quant.selection.tree import ClassTree
 
 @dataclass(frozen=True)
 class Subject:
-    """An `ignore` list beside the names of a model, read by every reader. `packed[i]`: whether matrix i is INT4.
+    """An `ignore` list, the tensor names of its model, and how each reader takes the list.
 
-    `readers`: whose reading is looked at, `asked`: the names of `--reader` for them, None: nobody was named. `indexed`: whether the
-    names are those of the files, and not only what classes tell.
+    `stored`: modules that the files hold packed; None when they hold none. `readers`: the readers that are checked.
+    `asked`: the names given with `--reader`; None when none were. `indexed`: whether the names come from files, rather
+    than only from the model's classes.
     """
 
     config: Mapping[str, Any]
@@ -42,16 +43,16 @@ class Subject:
 
     @cached_property
     def readings(self) -> dict[str, Reading]:
-        """Every reader's reading."""
+        """How each reader takes the list."""
         return self.read(self.ignore)
 
     def read(self, ignore: Sequence[str]) -> dict[str, Reading]:
-        """Every reader's reading of another list."""
+        """Returns how each reader takes another list."""
         return read_all(RULES, self.matrices, ignore, self.config, self.targets)
 
     @cached_property
     def packed(self) -> tuple[bool, ...]:
-        """By the names of the index where it has packed ones, else by the classes and what compressed-tensors makes of the list."""
+        """Whether each matrix is INT4: by stored names if any is packed, else by classes and compressed-tensors."""
         if self.stored is not None:
             return tuple(matrix.module in self.stored for matrix in self.matrices)
         base = self.readings["compressed-tensors"]
@@ -62,21 +63,21 @@ class Subject:
 
     @cached_property
     def severities(self) -> dict[str, Literal["error", "warning"]]:
-        """What it is when a reader takes the list otherwise than the model is packed, as `verify` has it."""
+        """The severity of each reader's disagreement with what is packed, as in `verify`."""
         published = is_published(str(self.config.get("model_type")), self.ignore, self.tree)
         return {reader: severity_of(reader, self.asked, published=published) for reader in RULES}
 
     @property
     def whole(self) -> bool:
-        """Whether the names of all modules are known, so that an entry without any is of no use."""
+        """Whether all module names are known, so that an entry that covers none is useless."""
         return self.indexed or (self.tree.whole and not self.tree.drafts)
 
     def spelled(self, pattern: str) -> list[str]:
-        """The Linear layers that an entry covers by a name which transformers has for them."""
+        """Returns the Linear layers that an entry covers, by transformers' names."""
         return sorted(covered("transformers", pattern, sorted(self.tree.spelled)))
 
     def divergences(self, readings: Mapping[str, Reading]) -> list[Divergence]:
-        """Where the wanted readers take a list otherwise than what is packed."""
+        """Returns where the checked readers disagree with what is packed."""
         return list(
             divergences(
                 self.matrices,
@@ -88,7 +89,7 @@ class Subject:
 
 
 def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subject, str]:
-    """The subject at `path`, a directory with config.json, and in words where its names come from.
+    """Loads the subject at `path`, a directory with config.json, and says in words where its names come from.
 
     Raises CkptkitError when there is no compressed-tensors INT4 config, or the model is not known.
     """
@@ -106,7 +107,7 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subj
             f"{path / 'config.json'}: `ignore` is {ignore!r:.80}",
             "it must be a list of module names and `re:` patterns",
         )
-    QuantScheme(32, "qmax7", tuple(ignore))  # raises for an entry that is no regular expression
+    QuantScheme(32, "qmax7", tuple(ignore))  # raises for an invalid regular expression
     stored, source = _stored_names(path)
     config = as_spelled(config, stored)
     tree = class_tree(config)
@@ -140,7 +141,7 @@ def _targets(content: Mapping[str, Any], path: Path) -> tuple[str, ...]:
 
 
 def _stored_names(path: Path) -> tuple[list[str], str]:
-    """The names of stored tensors, and in words where they come from; none where there are no weights."""
+    """Returns the names of stored tensors (none without weights) and, in words, where they come from."""
     if (weight_map := shard_names(path)) is not None:
         return list(weight_map), "the index"
     if (path / SINGLE).exists():
@@ -149,7 +150,7 @@ def _stored_names(path: Path) -> tuple[list[str], str]:
 
 
 def _draft_modules(tree: ClassTree) -> Iterator[str]:
-    """Modules of the draft layers: that which joins their inputs, and those of the model's last layer, which they are built as."""
+    """Yields the modules of draft layers: the one that joins their inputs, and the same as in the last layer."""
     for draft in tree.drafts:
         yield draft.joint
         yield from (draft.layer + tail.replace("#", "0") for tail in sorted(tree.last_tails))

@@ -1,4 +1,4 @@
-"""A lint report as lines of text."""
+"""Formats a lint report as lines of text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHOWN = 4  # folded tensors in a line
 
 
 def lines(report: LintReport) -> Iterator[str]:
-    """The table of entries, the findings, and the portable list where it differs."""
+    """Yields the table of entries, the findings, and the portable list where it differs."""
     yield f"{report.path}: {report.packed} of {report.tensors} matrices are INT4 (names from {report.names})"
     for pattern, covers in report.patterns.items():
         yield f"  {pattern}"
@@ -30,7 +30,7 @@ def lines(report: LintReport) -> Iterator[str]:
 
 
 def _row(covers: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """What an entry covers; readers that agree in one line."""
+    """Yields what an entry covers, with one line for readers that agree."""
     readers: dict[tuple[str, ...], list[str]] = {}
     for reader, tensors in covers.items():
         readers.setdefault(tuple(tensors), []).append(reader)
