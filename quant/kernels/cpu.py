@@ -1,7 +1,7 @@
-"""Weights to INT4 words and scales on a CPU: every word and scale is written once, on all cores, with the bytes of `quant.formats.grids`.
+"""Packs weights as INT4 on all cores of a CPU, with the bytes of `quant.formats.grids`.
 
-`quant.kernels.cpu_kernel` is compiled at the first call for a combination of dtypes and grid, which takes seconds; later processes load it
-from Numba's cache on disk in a fraction of one.
+`quant.kernels.cpu_kernel` is compiled at the first call for a combination of dtypes and grid, which takes seconds.
+Later processes load it from Numba's cache on disk in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _bits(floats: Tensor) -> Tensor:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    """As many threads as cores, for the whole process, so that callers in several threads do not get more between them."""
+    """As many threads as cores, shared by all callers of the process."""
     return ThreadPoolExecutor(cores(), "ckptkit-quantize")
 
 

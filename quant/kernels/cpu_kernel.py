@@ -1,10 +1,11 @@
-"""The CPU kernel, compiled by Numba: from the bits of weights to scales and INT4 codes, a block that stays in the cache at a time.
+"""The CPU kernel, compiled by Numba: from the bits of weights to scales and INT4 codes, one small block at a time.
 
-Each loop goes over neighbours, reads some arrays and writes others, so that LLVM makes vector instructions of it. That is why the largest
-weight of every group is found by halving a whole block several times, and not by a short loop a group. Weights are compared as integers
-that order as the floats do: no rule for NaN is needed, and whatever is not finite lies beyond the bits of infinity.
+Each loop goes over neighbours, reads some arrays and writes others, so that LLVM turns it into vector instructions.
+That is why the largest weight of every group is found by halving a whole block several times, and not by a short loop
+a group. Weights are compared as integers that order as the floats do. So NaN needs no rule, and whatever is not finite
+lies beyond the bits of infinity.
 
-Instructions written by hand with llvmlite were no faster on the whole: this runs at 0.7 to 1.3 times their speed (docs/int4.md, "Speed").
+It runs at 0.7 to 1.3 times the speed of instructions written by hand with llvmlite (docs/int4.md, "Speed").
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ class _Variant(NamedTuple):
 def kernel(weight: torch.dtype, scale: torch.dtype, grid: Grid, symmetric: bool) -> Callable[..., bool]:
     """The function `quantize(weights, words, scales, zero points, first, last, size)`, compiled at its first call.
 
-    It quantizes groups `first` to `last` of `size` neighbouring weights each. Weights and scales are int16 or int32 arrays, the bits of
-    their floats; words uint8, half as many as weights; zero points int8, without use where the grid is symmetric. Returns whether a
-    weight or a scale is not finite.
+    It quantizes groups `first` to `last` of `size` neighbouring weights each. Weights and scales are int16 or int32,
+    the bits of their floats; words uint8, half as many as weights; zero points int8, unused on a symmetric grid.
+    Returns whether a weight or a scale is not finite.
     """
     quotient = torch.float32 if grid == "qmax7" else torch.promote_types(weight, scale)
     kinds = _KINDS[weight], _KINDS[scale], _KINDS[quotient]
@@ -132,14 +133,14 @@ def _rounded(x: Any, kind: int) -> Any:
 
 @_inlined
 def _key(bits: Any, kind: int, symmetric: bool) -> Any:
-    """Integers that order as the floats with these bits, or as their absolute values; keys of keys are the bits again."""
+    """Integers that order as these floats, or as their absolute values; keys of keys are the bits again."""
     sign, magnitude = (31, 0x7FFFFFFF) if kind == _FLOAT32 else (15, 0x7FFF)
     return bits & magnitude if symmetric else bits ^ ((bits >> sign) & magnitude)
 
 
 @_inlined
 def _maxima(weights: Any, keys: Any, spare: Any, size: int, kind: int, absolute: bool, flip: int) -> Any:
-    """The largest key of every `size` weights, in one of the two arrays; with `flip` -1 the complement of the smallest."""
+    """The largest key of every `size` weights, in one of the arrays; with `flip` -1 the complement of the smallest."""
     if size >= _LONG:
         for group in range(weights.size // size):
             largest = keys.dtype.type(_key(weights[group * size], kind, absolute) ^ flip)
@@ -168,7 +169,7 @@ def _halve(keys: Any, half: Any) -> None:
 
 @_inlined
 def _scales(low: Any, high: Any, scales: Any, zeros: Any, divisors: Any, offsets: Any, variant: _Variant) -> Any:
-    """Scales and zero points of groups, as they are stored and as `_codes` takes them. Returns whether something is not finite."""
+    """Scales and zero points, as stored and as `_codes` takes them. Returns whether something is not finite."""
     bad: Any = False
     for group in range(scales.size):
         top: Any = max(np.int64(high[group]), 0)

@@ -17,6 +17,7 @@ from ckptkit.core.errors import CkptkitError
 from quant.formats.grids import quantize
 from quant.formats.packing import pack, pack_zero_point
 from quant.formats.scheme import QuantScheme
+from quant.kernels import cpu_kernel
 from quant.kernels.dispatch import Packed, quantize_pack
 
 GRIDS = [("qmax7", True), ("minmax", True), ("minmax", False)]
@@ -131,6 +132,17 @@ def test_empty_matrices(shape: tuple[int, int], scheme: QuantScheme) -> None:
     (packed,) = quantize_pack([weight], scheme, ["a"])
     assert packed.words.shape == (shape[0], shape[1] // 8)
     assert same(packed, by_formula(weight, scheme))
+
+
+def test_without_a_writable_cache_the_kernel_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, scheme = torch.randn(8, 64), QuantScheme(32, "qmax7")
+    monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
+    cpu_kernel.kernel.cache_clear()
+    try:
+        assert same(quantize_pack([weight], scheme, ["a"])[0], by_formula(weight, scheme))
+        assert cpu_kernel.kernel(torch.float32, torch.float32, "qmax7", True).stats.cache_path is None  # type: ignore[attr-defined]
+    finally:
+        cpu_kernel.kernel.cache_clear()
 
 
 def test_nothing_at_all() -> None:
