@@ -185,7 +185,7 @@ def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: str | None) 
             f"one Megatron tensor, two dtypes: {'; '.join(map(str, inputs))}", "give --dtype or cast the source first"
         )
     narrow = _target(inputs[0], rule, dtype)
-    target = _WIDER[narrow] if rule.mapping.wide else narrow
+    target = _WIDER[narrow] if rule.mapping.upcast else narrow
     copies = [name for name in rule.mapping.copies if name in specs]
     for name in copies:
         _check_shape(specs[name], rule.hf[inputs[0].name])
@@ -193,7 +193,7 @@ def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: str | None) 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         _check_copies(tensors[0], dict(zip(copies, tensors[len(inputs) :], strict=True)), inputs[0].name)
         parts = tensors[: len(inputs)]
-        if not rule.mapping.wide:
+        if not rule.mapping.upcast:
             return [_cast(rule.megatron, rule.mapping.op.merge(parts), target)]
         parts = [_cast(rule.megatron, tensor, narrow) for tensor in parts]
         merged = rule.mapping.op.merge([part.to(torch_dtype(target)) for part in parts])
@@ -212,7 +212,7 @@ def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: str | None) 
 
 def _passes(rule: Rule, spec: TensorSpec, target: str) -> bool:
     """Whether a rule leaves the bytes of its HF tensors as they are, one tensor after the other."""
-    return type(rule.mapping.op) in (Copy, GateUp, GateUpInOne) and spec.dtype == target and not rule.mapping.wide
+    return type(rule.mapping.op) in (Copy, GateUp, GateUpInOne) and spec.dtype == target and not rule.mapping.upcast
 
 
 def _check_exact(rule: Rule, parts: Sequence[Tensor], merged: Tensor) -> None:
@@ -240,12 +240,12 @@ def _check_copies(tensor: Tensor, copies: Mapping[str, Tensor], name: str) -> No
 def _split_step(rule: Rule, spec: TensorSpec, dtype: str | None, main: str, release: Collection[str]) -> Step:
     expected = rule.megatron_shape
     _check_shape(spec, expected, may_pad=rule.mapping.vocab)
-    target = _narrowed(spec, dtype, main) if rule.mapping.wide else _target(spec, rule, dtype)
+    target = _narrowed(spec, dtype, main) if rule.mapping.upcast else _target(spec, rule, dtype)
     copies = [name for name in rule.mapping.copies if name in release]
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         whole = tensors[0][: expected[0]]
-        if rule.mapping.wide:
+        if rule.mapping.upcast:
             whole = whole.to(torch_dtype(_WIDER.get(spec.dtype, spec.dtype)))
         parts = [_cast(rule.megatron, part, target) for part in rule.mapping.op.split(whole)]
         return parts + [parts[0]] * len(copies)

@@ -22,7 +22,7 @@ class ParamMapping:
     Megatron names are those of the global, unstacked tensors: one a layer, and one an expert
     (`decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight`); the torch_dist reader and writer know how they lie on
     disk. `fp32` marks state that must never be rounded to a smaller dtype; `vocab` marks rows that Megatron may pad;
-    `wide` marks a Megatron tensor kept in the next wider dtype, because its op would round in the HF tensor's own.
+    `upcast` marks a Megatron tensor kept in the next wider dtype, because its op would round in the HF tensor's own.
     `copies` names HF tensors that, where a release has them, repeat the only tensor of `hf`. `kind`: the class of the
     HF modules whose weights with two or more axes these are. Only a Linear may become INT4.
     """
@@ -33,7 +33,7 @@ class ParamMapping:
     layers: Sequence[int] | None = None
     fp32: bool = False
     vocab: bool = False
-    wide: bool = False
+    upcast: bool = False
     copies: tuple[str, ...] = ()
     kind: Kind = "Linear"
 
@@ -59,7 +59,7 @@ class ParamMapping:
 
 
 @dataclass(frozen=True)
-class Place:
+class NamePrefix:
     """Where a block of rules stands.
 
     The prefix of its names on both sides, and its layers (None: one place, no `{layer}`).
@@ -76,14 +76,14 @@ class Place:
         op: Op | None = None,
         *,
         fp32: bool = False,
-        wide: bool = False,
+        upcast: bool = False,
         kind: Kind = "Linear",
     ) -> ParamMapping:
         """The rule between names of this place."""
         names = {self.hf + name: shape for name, shape in hf.items()}
-        return ParamMapping(self.megatron + megatron, names, op or Copy(), self.layers, fp32, wide=wide, kind=kind)
+        return ParamMapping(self.megatron + megatron, names, op or Copy(), self.layers, fp32, upcast=upcast, kind=kind)
 
 
-def decoder(dims: ModelDims, layers: Sequence[int]) -> Place:
+def decoder(dims: ModelDims, layers: Sequence[int]) -> NamePrefix:
     """These layers of the decoder."""
-    return Place("decoder.layers.{layer}.", dims.root + "layers.{layer}.", layers)
+    return NamePrefix("decoder.layers.{layer}.", dims.root + "layers.{layer}.", layers)

@@ -21,7 +21,7 @@ from quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT
 from quant.formats.scheme import QuantScheme, quantization_config, read_scheme
 from quant.formats.zero_points import check_zero_point_layout, for_sglang_experts, is_expert
 from quant.kernels.dispatch import quantize_pack
-from quant.requantize import recorded, requantize, stored_parts
+from quant.requantize import requantize, stored_parts, stored_scheme
 from quant.selection.class_tree import class_tree
 from quant.selection.decision import default_ignore, resolve
 from quant.selection.readers import ALL_READERS, compressed_tensors
@@ -82,7 +82,7 @@ def _check_used(ignore: Sequence[str], names: Collection[str], where: str) -> No
 
 
 def _same_groups(reference: Checkpoint, scheme: QuantScheme) -> bool:
-    before = recorded(reference.config)
+    before = stored_scheme(reference.config)
     return before is not None and before.fits(scheme)
 
 

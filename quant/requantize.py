@@ -26,7 +26,7 @@ _BLOCK = 1 << 20  # weights at a time: temporaries stay in the cache
 
 
 @dataclass(frozen=True)
-class Recorded:
+class StoredScheme:
     """What the config of an INT4 checkpoint says about its scales.
 
     `grid`: None where another tool wrote the config. `scale_dtype`: None where the config states none.
@@ -42,7 +42,7 @@ class Recorded:
         return (self.group_size, self.symmetric) == (scheme.group_size, scheme.symmetric)
 
 
-def recorded(config: Mapping[str, Any]) -> Recorded | None:
+def stored_scheme(config: Mapping[str, Any]) -> StoredScheme | None:
     """Reads what a whole config.json says about INT4 scales; None when the weights are not INT4.
 
     Raises CkptkitError for a quantization that ckptkit cannot read.
@@ -58,7 +58,7 @@ def recorded(config: Mapping[str, Any]) -> Recorded | None:
     groups = QuantizationConfig.model_validate(dict(quantization_of(config))).config_groups
     weights = next(iter(groups.values())).weights
     grid = weights.observer_kwargs.get("grid")
-    return Recorded(form.group, form.symmetric, grid if grid in GRIDS else None, weights.scale_dtype)
+    return StoredScheme(form.group, form.symmetric, grid if grid in GRIDS else None, weights.scale_dtype)
 
 
 def stored_parts(reference: Checkpoint, module: str, symmetric: bool) -> Packed | None:

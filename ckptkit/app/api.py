@@ -64,10 +64,10 @@ def int4_scheme(
     the minmax grid, the only one that allows them. Raises CkptkitError as `QuantScheme` does.
     """
     from quant.formats.scheme import QuantScheme
-    from quant.requantize import Recorded, recorded
+    from quant.requantize import StoredScheme, stored_scheme
 
     config = config_at(reference) if reference else None
-    known = (recorded(config) if config is not None else None) or Recorded(128, True)
+    known = (stored_scheme(config) if config is not None else None) or StoredScheme(128, True)
     even = known.symmetric if symmetric is None else symmetric
     chosen = grid or (known.grid if even and search == "none" else "minmax") or "qmax7"
     size = known.group_size if group_size is None else None if group_size == "channel" else group_size

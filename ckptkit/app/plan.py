@@ -157,9 +157,9 @@ def _if_int4(source: Checkpoint | None) -> Checkpoint | None:
     """The source, when it is in INT4."""
     if source is None:
         return None
-    from quant.requantize import recorded
+    from quant.requantize import stored_scheme
 
-    return source if recorded(source.config) else None
+    return source if stored_scheme(source.config) else None
 
 
 def _refuse_int4(config: Mapping[str, Any]) -> None:

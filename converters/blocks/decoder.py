@@ -11,7 +11,7 @@ from converters.family import Draft
 from converters.hf_names import GATE_UP_DOWN, QKV
 from converters.ops.basic import Copy, GateUp, Qkv
 from converters.ops.hybrid import GatedQkv
-from converters.rules import ParamMapping, Place, decoder
+from converters.rules import NamePrefix, ParamMapping, decoder
 
 # An expert's gate, up and down projection as Mixtral names them.
 W1_W3_W2 = ("w1", "w3", "w2")
@@ -48,7 +48,7 @@ def embeddings(
     )
 
 
-def attention(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, ...]:
+def attention(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
     """Pre-norm grouped-query attention.
 
     With or without biases, q/k norms of one head's width, and an output gate from q_proj.
@@ -85,7 +85,7 @@ def attention(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, .
 
 
 def gated_mlp(
-    at: Place, megatron: str, hf: str, hidden: int, ffn: int, names: tuple[str, str, str] = GATE_UP_DOWN
+    at: NamePrefix, megatron: str, hf: str, hidden: int, ffn: int, names: tuple[str, str, str] = GATE_UP_DOWN
 ) -> tuple[ParamMapping, ...]:
     """A SwiGLU block: gate and up projection into linear_fc1, down projection into linear_fc2.
 
@@ -98,7 +98,7 @@ def gated_mlp(
     )
 
 
-def dense_mlp(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, ...]:
+def dense_mlp(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
     """The MLP of the dense layers with the norm before it."""
     at = at or decoder(dims, dims.dense)
     norm = at.rule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": (dims.hidden,)})
@@ -109,7 +109,7 @@ def dense_mlp(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, .
     )
 
 
-def gated_mlp_biases(at: Place, dims: ModelDims) -> tuple[ParamMapping, ...]:
+def gated_mlp_biases(at: NamePrefix, dims: ModelDims) -> tuple[ParamMapping, ...]:
     """The biases of a dense layer's SwiGLU block.
 
     That of the down projection is added once, so every rank holds all of it.
@@ -124,7 +124,7 @@ def gated_mlp_biases(at: Place, dims: ModelDims) -> tuple[ParamMapping, ...]:
 def moe_mlp(
     dims: ModelDims,
     shared: str = "",
-    at: Place | None = None,
+    at: NamePrefix | None = None,
     *,
     block: str = "mlp.",
     bias: str = "gate.e_score_correction_bias",
@@ -152,16 +152,16 @@ def moe_mlp(
     return tuple(rules)
 
 
-def multi_token_prediction(dims: ModelDims, depth: int) -> tuple[Place, tuple[ParamMapping, ...]]:
+def multi_token_prediction(dims: ModelDims, depth: int) -> tuple[NamePrefix, tuple[ParamMapping, ...]]:
     """Multi-token prediction layer `depth` as DeepSeek and GLM ship it, as decoder layer `layers + depth`.
 
     Returns the place of its transformer layer, and the rules around that: norms of embedding and hidden state, their
     projection eh_proj (which takes [embedding, hidden state]), and the norm before the output layer.
     """
     hf = f"{dims.root}layers.{dims.layers + depth}."
-    at = Place(f"mtp.layers.{depth}.", hf, None)
+    at = NamePrefix(f"mtp.layers.{depth}.", hf, None)
     norm = (dims.hidden,)
-    return Place(f"mtp.layers.{depth}.transformer_layer.", hf, None), (
+    return NamePrefix(f"mtp.layers.{depth}.transformer_layer.", hf, None), (
         at.rule("enorm.weight", {"enorm.weight": norm}),
         at.rule("hnorm.weight", {"hnorm.weight": norm}),
         at.rule("eh_proj.weight", {"eh_proj.weight": (dims.hidden, 2 * dims.hidden)}, Copy(0)),

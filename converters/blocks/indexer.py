@@ -18,7 +18,7 @@ from ckptkit.core.errors import CkptkitError
 from converters.config.dims import Indexer, Mla, ModelDims
 from converters.config.values import flag, integer
 from converters.ops.basic import Copy, Op
-from converters.rules import ParamMapping, Place, decoder
+from converters.rules import NamePrefix, ParamMapping, decoder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,12 +159,12 @@ def _schedule(own: Sequence[bool]) -> tuple[int, int]:
     return every, first
 
 
-def indexer(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, ...]:
+def indexer(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
     """The indexer in megatron-core's own modules (from 0.19 on), copied as it is. `dims.indexer` must be set."""
     return _rules(dims, at, "self_attention.core_attention.indexer.", "linear_", rotary_last=False)
 
 
-def slime_indexer(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, ...]:
+def slime_indexer(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
     """The indexer in slime's own attention module, which turns the last dimensions of a head.
 
     Source: slime `slime_plugins/models/glm5/glm5.py`, `hf_to_megatron/deepseek.py` and `megatron_to_hf/deepseekv3.py`,
@@ -175,7 +175,7 @@ def slime_indexer(dims: ModelDims, at: Place | None = None) -> tuple[ParamMappin
 
 
 def _rules(
-    dims: ModelDims, at: Place | None, prefix: str, linear: str, *, rotary_last: bool
+    dims: ModelDims, at: NamePrefix | None, prefix: str, linear: str, *, rotary_last: bool
 ) -> tuple[ParamMapping, ...]:
     """The rules; `prefix` stands before all Megatron names, `linear` before those of linear layers.
 

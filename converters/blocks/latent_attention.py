@@ -16,7 +16,7 @@ from converters.config.dims import Mla, ModelDims
 from converters.config.values import flag, integer, number, rope_of
 from converters.family import Dense
 from converters.ops.basic import Copy
-from converters.rules import ParamMapping, Place, decoder
+from converters.rules import NamePrefix, ParamMapping, decoder
 
 # What yarn needs and no flag of Megatron-LM says, with the defaults of its MLATransformerConfig.
 WITHOUT_FLAG: Mapping[str, float] = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -70,7 +70,7 @@ def read_mla(config: Mapping[str, Any]) -> Mla:
     )
 
 
-def mla_attention(dims: ModelDims, at: Place | None = None) -> tuple[ParamMapping, ...]:
+def mla_attention(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
     """Pre-norm latent attention.
 
     `dims.mla` must be set. Down projections are whole on every rank, up projections cut by heads.

@@ -18,7 +18,7 @@ from converters.config.values import flag, integer
 from converters.family import Dense, Draft
 from converters.ops.basic import Copy, Op
 from converters.ops.hybrid import ByKeyHead, MinusOne, StackedRows
-from converters.rules import ParamMapping, Place, decoder
+from converters.rules import NamePrefix, ParamMapping, decoder
 
 _KINDS = ("linear_attention", "full_attention")
 # SGLang's `Qwen3NextGatedDeltaNet` and Qwen3.5's have loaders of their own for dense parts.
@@ -144,7 +144,9 @@ def gated_delta_net(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping
             for name in ("A_log", "dt_bias")
         ),
         # The only norm of these models that HF does not store minus one.
-        at.rule("self_attention.out_norm.weight", {"linear_attn.norm.weight": (net.value_dim,)}, MinusOne(), wide=True),
+        at.rule(
+            "self_attention.out_norm.weight", {"linear_attn.norm.weight": (net.value_dim,)}, MinusOne(), upcast=True
+        ),
         at.rule(
             "self_attention.out_proj.weight",
             {"linear_attn.out_proj.weight": shapes["linear_attn.out_proj.weight"]},
@@ -185,15 +187,15 @@ def _shapes(dims: ModelDims, by_key_head: bool) -> dict[str, tuple[int, ...]]:
     }
 
 
-def qwen_mtp(dims: ModelDims) -> tuple[Place, tuple[ParamMapping, ...]]:
+def qwen_mtp(dims: ModelDims) -> tuple[NamePrefix, tuple[ParamMapping, ...]]:
     """The multi-token prediction layer of Qwen3-Next and Qwen3.5.
 
     The place of its decoder layer, and the rules around that.
 
     `fc` takes [embedding, hidden state], as Megatron's eh_proj does and as SGLang's `Qwen3NextForCausalLMMTP` feeds it.
     """
-    at, norm = Place("mtp.layers.0.", "mtp.", None), (dims.hidden,)
-    return Place("mtp.layers.0.transformer_layer.", "mtp.layers.0.", None), (
+    at, norm = NamePrefix("mtp.layers.0.", "mtp.", None), (dims.hidden,)
+    return NamePrefix("mtp.layers.0.transformer_layer.", "mtp.layers.0.", None), (
         at.rule("enorm.weight", {"pre_fc_norm_embedding.weight": norm}),
         at.rule("hnorm.weight", {"pre_fc_norm_hidden.weight": norm}),
         at.rule("eh_proj.weight", {"fc.weight": (dims.hidden, 2 * dims.hidden)}, Copy(0)),

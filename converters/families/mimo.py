@@ -11,7 +11,7 @@ from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, integer, without_windows
 from converters.family import Draft, ModelFamily, Release
 from converters.ops.basic import SwapHalves
-from converters.rules import ParamMapping, Place
+from converters.rules import NamePrefix, ParamMapping
 
 # What the published modeling code does whatever these keys say; Megatron and SGLang do the same.
 _ONLY = {"attention_bias": True, "use_mrope": False}
@@ -42,7 +42,7 @@ def _mtp_layer(dims: ModelDims, depth: int) -> tuple[ParamMapping, ...]:
     Source of the order in input_proj: the published `MiMoMTPLayers`, SGLang's and vLLM's `mimo_mtp`.
     """
     megatron, hf, norm = f"mtp.layers.{depth}.", f"model.mtp_layers.{depth}.", (dims.hidden,)
-    at, layer = Place(megatron, hf, None), Place(megatron + "transformer_layer.", hf, None)
+    at, layer = NamePrefix(megatron, hf, None), NamePrefix(megatron + "transformer_layer.", hf, None)
     return (
         at.rule("enorm.weight", {"token_layernorm.weight": norm}),
         at.rule("hnorm.weight", {"hidden_layernorm.weight": norm}),

@@ -39,7 +39,7 @@ class GatedQkv(Qkv):
 
 @dataclass(frozen=True)
 class MinusOne:
-    """A norm's weight minus one, as Megatron's zero-centred norms store it. The rule must be `wide`: no rounding."""
+    """A norm's weight minus one, as Megatron's zero-centred norms store it. The rule must be `upcast`: no rounding."""
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
         (weight,) = tensors

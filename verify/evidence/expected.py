@@ -40,14 +40,14 @@ class Expected:
     """Names and shapes that must be there (None: packed, its shape is for CK303 to judge).
 
     `vocab` names may have more rows, `fp32` names must not be rounded, `optional` names may be there and are not used,
-    `wide` names hold what the release has in the next wider dtype.
+    `upcast` names hold what the release has in the next wider dtype.
     """
 
     shapes: Mapping[str, Shape | None]
     vocab: frozenset[str] = frozenset()
     fp32: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
-    wide: frozenset[str] = frozenset()
+    upcast: frozenset[str] = frozenset()
 
 
 def config_of(subject: Subject) -> Mapping[str, Any]:
@@ -115,8 +115,8 @@ def expected_of(subject: Subject) -> Expected | None:
         shapes_of = {
             id(rule.mapping): rule.megatron_shape for rule in {id(rule.mapping): rule for rule in rules}.values()
         }
-        wide = frozenset(rule.megatron for rule in rules if rule.mapping.wide)
-        return Expected({rule.megatron: shapes_of[id(rule.mapping)] for rule in rules}, vocab, state, wide=wide)
+        upcast = frozenset(rule.megatron for rule in rules if rule.mapping.upcast)
+        return Expected({rule.megatron: shapes_of[id(rule.mapping)] for rule in rules}, vocab, state, upcast=upcast)
     fp32 = frozenset(name for rule in rules if rule.mapping.fp32 for name in rule.hf)
     plain = {name: shape for rule in rules for name, shape in rule.hf.items()}
     shapes: dict[str, Shape | None] = dict(plain)

@@ -60,7 +60,7 @@ def test_legacy_save_comes_back_as_the_release(root: Path, tmp_path: Path, name:
     rounded = {
         hf
         for rule in rules_of(json.loads((release / "config.json").read_text()))
-        if rule.mapping.wide
+        if rule.mapping.upcast
         for hf in rule.hf
     }
     for hf, tensor in before.items():

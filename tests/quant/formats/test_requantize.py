@@ -23,7 +23,7 @@ from quant.formats.packing import pack, pack_zero_point, unpack, unpack_zero_poi
 from quant.formats.scheme import QuantScheme, quantization_config
 from quant.kernels.dispatch import Packed, quantize_pack
 from quant.planner import quantized as as_int4
-from quant.requantize import Recorded, recorded, requantize, stored_parts
+from quant.requantize import StoredScheme, requantize, stored_parts, stored_scheme
 
 SCHEMES = [
     QuantScheme(32, "qmax7"),
@@ -223,13 +223,13 @@ def config_of(scheme: QuantScheme) -> dict[str, Any]:
 
 
 def test_what_a_config_records() -> None:
-    assert recorded(config_of(QuantScheme(64, "minmax", (), False, "none", torch.float32))) == Recorded(
+    assert stored_scheme(config_of(QuantScheme(64, "minmax", (), False, "none", torch.float32))) == StoredScheme(
         64, False, "minmax", torch.float32
     )
     content = quantized.compressed_config("pack-quantized", strategy="channel", symmetric=True)
-    assert recorded({"quantization_config": content}) == Recorded(None, True)
-    assert recorded({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}) is None
-    assert recorded({}) is None
+    assert stored_scheme({"quantization_config": content}) == StoredScheme(None, True)
+    assert stored_scheme({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}) is None
+    assert stored_scheme({}) is None
 
 
 def test_what_is_not_said_is_as_in_the_reference(tmp_path: Path) -> None:

@@ -59,10 +59,10 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             hint = "compare with the release: `ckptkit verify --source RELEASE` counts the values that were lost"
             yield Issue("float32", usual, hint, names=names, file=home_of(subject, names[0]), severity="warning")
         # A norm that Megatron holds less one is written in the next wider dtype, so that nothing is lost in that.
-        wide = usual == "float64" and names[0] in expected.wide
+        upcast = usual == "float64" and names[0] in expected.upcast
         if (
             usual not in COMPUTED
-            and not wide
+            and not upcast
             and not names[0].endswith(_INTEGER_PARTS)
             and not (usual in _EIGHT_BITS and config and _eight_bits(config))
         ):
