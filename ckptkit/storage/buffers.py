@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-BUFFER = 8 << 20  # bytes of one request to a disk: with less it is slower, with more no faster
-ON_THE_WAY = (
-    1 << 19
-)  # bytes of a temporary array: malloc keeps it (`ckptkit.core.allocator`), and it fits a core's cache
+# Bytes of one request to a disk: with less it is slower, with more no faster.
+BUFFER = 8 << 20
+# Bytes of a temporary array: so small that malloc keeps it for the next, and that it fits a core's cache.
+ON_THE_WAY = 1 << 19
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

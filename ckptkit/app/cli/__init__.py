@@ -14,7 +14,6 @@ from importlib import import_module
 import click
 
 from ckptkit.app.cli.output import echo
-from ckptkit.core.allocator import set_up_memory
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import printable
 
@@ -60,7 +59,6 @@ def main() -> None:
     if debug:
         logging.basicConfig()
         logging.getLogger("verify").setLevel(logging.DEBUG)
-    set_up_memory()
     try:
         code = cli.main(standalone_mode=False)
     except click.ClickException as error:
