@@ -1,6 +1,6 @@
 """Quantizing and packing on the CPU against compressed-tensors on the same tensors, in the same run.
 
-compressed-tensors' own path is `calculate_qparams` on the minima and maxima of the groups, as its observers call it, and
+The compressed-tensors path is `calculate_qparams` on each group's minimum and maximum, as its observers call it, then
 `PackedQuantizationCompressor.compress`. Runs are interleaved; times are medians. Both use every core.
 """
 
@@ -32,9 +32,10 @@ CASES: tuple[tuple[str, QuantScheme], ...] = (
 
 
 def rows() -> list[dict[str, object]]:
-    """For each scheme: `what`, `seconds` of ckptkit, `baseline` seconds of compressed-tensors, and how many times as fast that is, `ratio`.
+    """Times each scheme: `what`, `seconds` (ckptkit), `baseline` seconds (compressed-tensors), `ratio` (speedup).
 
-    compressed-tensors has the minmax grid alone, which is also what qmax7 is held against. Raises SystemExit where the minmax bytes differ.
+    compressed-tensors has only the minmax grid, so qmax7 is compared with that too. Raises SystemExit when the minmax
+    bytes differ.
     """
     torch.manual_seed(0)
     weights = [(torch.randn(ROWS, COLUMNS) * 0.02).bfloat16() for _ in range(MATRICES)]

@@ -1,7 +1,7 @@
-"""Routed experts that lie in one tensor a layer, read and written as one tensor an expert.
+"""Converts between fused experts (one tensor per layer) and one tensor per expert.
 
-Fused: `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`, with or without `*_proj_bias`. A family says how they lie in
-there (`FusedExperts`); by default as in transformers v5, [experts, 2 x ffn, hidden] with gate rows above up rows and
+Fused: `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`, with or without `*_proj_bias`. A family sets their layout
+(`FusedExperts`); the default is that of transformers v5, [experts, 2 x ffn, hidden] with gate rows above up rows and
 [experts, hidden, ffn]. Source: transformers `Glm4MoeNaiveMoe`, `Qwen3MoeExperts` and `GptOssExperts`.
 """
 
@@ -43,7 +43,8 @@ def unfuse(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], where: st
     layout = family_of(config).fused
     if layout.renamed:
         raise CkptkitError(
-            f"{where} has the experts of each layer in one tensor, under transformers v5's own names for {config['model_type']}",
+            f"{where} has the experts of each layer in one tensor, "
+            f"under transformers v5's own names for {config['model_type']}",
             "save it with save_pretrained(..., save_original_format=True), which writes the names of the release",
         )
     return Plan(tuple(_unfuse_step(spec, layout) for spec in specs.values()), specs, where=where, config=config)
@@ -52,8 +53,9 @@ def unfuse(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], where: st
 def fuse(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], where: str, release: Iterable[str] = ()) -> Plan:
     """From one tensor an expert and projection to fused experts; the inverse of `unfuse`.
 
-    Only in the kinds of layers where `release`, the names in the release, has them fused: Qwen3.5's are so in the decoder and
-    not in the multi-token prediction layer. Everywhere where it has none. Never in a layer that `release` has one by one.
+    `release` is the names in the release. Only kinds of layers that have fused experts there are fused: Qwen3.5 fuses
+    them in the decoder, not in the multi-token prediction layer. If `release` fuses none, all kinds are fused. A layer
+    that has one tensor per expert there is never fused.
     """
     release = set(release)
     fused = {_kind(match[1]) for name in release if (match := _FUSED.fullmatch(name))}

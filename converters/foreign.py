@@ -1,4 +1,4 @@
-"""Formats of quantized weights that are published as safetensors and that ckptkit does not read, told by the names of their tensors."""
+"""Recognizes quantized formats that ckptkit does not read, by the names of their tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection
 from ckptkit.core.errors import UnsupportedError
 
 _BITSANDBYTES = (".weight.absmax", ".weight.nested_absmax", ".weight.quant_map", ".SCB")
+_LAST_OF_BITSANDBYTES = {name[name.rfind(".") :] for name in _BITSANDBYTES}
 _START = "start from the unquantized release"
 _HINTS = {
     "MLX": f"it is made for Apple's MLX; {_START}",
@@ -26,9 +27,11 @@ def refuse_foreign(names: Collection[str], where: object) -> None:
 
 def foreign_format(names: Collection[str]) -> str | None:
     """MLX, bitsandbytes, GPTQ or AWQ, by what stands beside each weight (or in its place); None for any other."""
-    endings = {f".{name.rpartition('.')[2]}" for name in names}
+    endings = {name[name.rfind(".") :] for name in names}
     if ".qweight" in endings:
         return "GPTQ" if ".g_idx" in endings else "AWQ"
-    if any(name.endswith(_BITSANDBYTES) or ".weight.quant_state." in name for name in names):
+    if not endings.isdisjoint(_LAST_OF_BITSANDBYTES) and any(name.endswith(_BITSANDBYTES) for name in names):
+        return "bitsandbytes"
+    if any(".weight.quant_state." in name for name in names):
         return "bitsandbytes"
     return "MLX" if {".scales", ".biases"} <= endings else None

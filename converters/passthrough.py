@@ -1,4 +1,4 @@
-"""Tensors of an HF checkpoint that no Megatron language model holds (a vision tower): they stay beside its weights, untouched."""
+"""Keeps tensors that no Megatron language model holds (a vision tower) beside its weights, untouched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptkit.formats.hf.reader import has_weights
 from ckptkit.storage.directory import Directory, directory
 from converters.registry import family_of
 
-FOLDER = "carried"  # of a converted checkpoint, where they lie
+FOLDER = "carried"  # holds the passthrough tensors of a converted checkpoint
 
 
 def passthrough_names(source: Checkpoint) -> list[str]:
@@ -30,7 +30,7 @@ def passthrough_of(source: Checkpoint, where: str) -> View | None:
 def passthrough_beside(
     source: Checkpoint, hf: Path | Directory, root: Path, opened: Callable[[Directory], Checkpoint]
 ) -> View | None:
-    """Those that belong to a Megatron checkpoint: of its HF directory `hf` where that has weights, else of `carried/` in `root`.
+    """Passthrough tensors of a Megatron checkpoint, from `hf` if that has weights, else from `carried/` in `root`.
 
     `opened` opens the HF directory, which may be quantized.
     """

@@ -30,7 +30,7 @@ DIALECTS = (MCORE, "slime")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule at one layer and expert: the Megatron name, its HF names with their shapes, and the mapping behind it."""
+    """A rule at one layer and expert: the Megatron name, its HF names with shapes, and the mapping behind it."""
 
     megatron: str
     hf: Mapping[str, Shape]
@@ -43,18 +43,18 @@ class Rule:
 
 
 def dims_of(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes of the model that an HF config describes. Raises CkptkitError for an unknown model_type or a missing key."""
+    """Sizes of the model of an HF config. Raises CkptkitError for an unknown model_type or a missing key."""
     return family_of(config).read_dims(config)
 
 
 def mappings_of(config: Mapping[str, Any], dialect: str = MCORE) -> tuple[ParamMapping, ...]:
-    """The model's rules before they are expanded. A `dialect` in which the family has no modules of its own is the same as megatron-core's."""
+    """The model's rules, not yet expanded. A `dialect` unknown to the family means megatron-core's names."""
     family = family_of(config)
     return family.dialects.get(dialect, family.mappings)(family.read_dims(config))
 
 
 def rules_of(config: Mapping[str, Any], dialect: str = MCORE) -> Iterator[Rule]:
-    """Every rule of the model, expanded over layers and experts, with one HF name an expert. The dialect is as in `mappings_of`."""
+    """Every rule, expanded over layers and experts, with one HF name an expert. `dialect` as in `mappings_of`."""
     experts = dims_of(config).experts
     for mapping in mappings_of(config, dialect):
         for megatron, names in mapping.expand(experts):
@@ -62,7 +62,7 @@ def rules_of(config: Mapping[str, Any], dialect: str = MCORE) -> Iterator[Rule]:
 
 
 def dialect_of(config: Mapping[str, Any], names: Collection[str]) -> str:
-    """The dialect that Megatron tensors of these names are in; megatron-core's when none fits, so that what lacks is told in its names."""
+    """The dialect of these Megatron names; megatron-core's where none fits, so that errors use its names."""
     candidates = [MCORE, *family_of(config).dialects]
     return next(
         (dialect for dialect in candidates if all(rule.megatron in names for rule in rules_of(config, dialect))), MCORE
@@ -86,15 +86,15 @@ def copies_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tied_head(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The HF names of output layer and embedding where the config ties them, so that a release may store one or both; else None."""
+    """HF names of output layer and embedding where the config ties them (a release may store both); else None."""
     dims = dims_of(config)
     return (dims.head, copies_of(config)[dims.head]) if dims.tied else None
 
 
 def to_megatron(source: Checkpoint, where: str, dtype: str | None = None, dialect: str = MCORE) -> View:
-    """An HF checkpoint, with fused or per-expert experts, seen as Megatron's global tensors, without what is only carried.
+    """Views an HF checkpoint, its experts fused or not, as Megatron's global tensors, without passthrough ones.
 
-    MTP layers that the config promises and of which no tensor is there are left out, and the view's config does not promise them.
+    MTP layers of which no tensor is stored are left out, and the view's config does not promise them.
 
     `dtype` casts floating tensors except fp32 state. Raises CkptkitError naming every tensor that is missing, left over
     or of the wrong shape, before anything is read.
@@ -125,9 +125,9 @@ def to_hf(
 ) -> View:
     """Megatron's global tensors seen as an HF checkpoint; the inverse of `to_megatron`.
 
-    `fused` chooses transformers v5's 3-D expert tensors. `release` are the names in the release: tensors that it repeats are
-    repeated, and experts are fused only where it has them so. MTP layers of which nothing is there are left out, as in `to_megatron`. The
-    dialect is told from the names. Padded vocabulary rows are cut off. Errors as `to_megatron`.
+    `fused` chooses transformers v5's 3-D expert tensors. `release` is the names in the release: tensors that it repeats
+    are repeated, and experts are fused only where it fuses them. MTP layers without any tensor are left out, as in
+    `to_megatron`. The dialect follows from the names. Padded vocabulary rows are cut off. Errors as `to_megatron`.
     """
     config = as_stored(source.config, source.specs, release)
     rules = rules_in(config, source.specs)
@@ -142,7 +142,7 @@ _WIDER = {"bfloat16": "float32", "float16": "float32", "float32": "float64"}
 
 
 def _target(spec: TensorSpec, rule: Rule, dtype: str | None) -> str:
-    """The dtype to write. Raises CkptkitError for one that no model is trained in: such bytes are something else than weights."""
+    """The dtype to write. Raises CkptkitError for one that no model is trained in."""
     if spec.dtype not in COMPUTED:
         raise CkptkitError(
             f"{spec}: a weight must be bfloat16, float16 or float32",
@@ -218,7 +218,10 @@ def _passes(rule: Rule, spec: TensorSpec, target: str) -> bool:
 def _check_exact(rule: Rule, parts: Sequence[Tensor], merged: Tensor) -> None:
     for name, part, back in zip(rule.hf, parts, rule.mapping.op.split(merged), strict=True):
         if not back.to(part.dtype).equal(part):
-            hint = f"{rule.megatron} holds it less one, and a value this close to 0 is lost in that; is the checkpoint damaged?"
+            hint = (
+                f"{rule.megatron} holds it less one, and a value this close to 0 is lost in that; "
+                "is the checkpoint damaged?"
+            )
             raise CkptkitError(f"{name} holds values that {rule.megatron} would round", hint)
 
 
@@ -227,7 +230,10 @@ def _check_copies(tensor: Tensor, copies: Mapping[str, Tensor], name: str) -> No
         if content.dtype != tensor.dtype or not content.equal(tensor):
             hint = f"one of them would be lost; if {copy} is not meant, remove it from the source (and its index) first"
             if copy.endswith("lm_head.weight"):
-                hint = "compare both with the release: either tie_word_embeddings must be false in config.json, or one of the two is stale"
+                hint = (
+                    "compare both with the release: either tie_word_embeddings must be false in config.json, "
+                    "or one of the two is stale"
+                )
             raise CkptkitError(f"{copy} is not the same as {name}, but Megatron holds one tensor for both", hint)
 
 

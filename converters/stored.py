@@ -17,17 +17,18 @@ _MTP_NORM = re.compile(r"mtp\.layers\.\d+\.enorm\.weight")
 
 
 def as_stored(config: Mapping[str, Any], names: Collection[str], release: Collection[str] = ()) -> Mapping[str, Any]:
-    """The config of the same model as tensors of these names hold it: HF names, or Megatron's, whose HF names are to be those of `release`.
+    """The config of the model as these tensors hold it. `names` are HF's, or Megatron's with HF names as in `release`.
 
-    Multi-token prediction layers of which no tensor is there are not promised: releases that were pruned or quantized again leave
-    them out and keep config.json. The rest as `as_spelled`. Raises CkptkitError as `family_of` and `ModelFamily.read_dims`.
+    Drops multi-token prediction layers from the config when no tensor of one is stored: pruned or requantized releases
+    leave them out and keep config.json. Otherwise as `as_spelled`. Raises CkptkitError as `family_of` and
+    `ModelFamily.read_dims`.
     """
     config = as_spelled(config, chain(names, release))
     return _without_mtp(config) if lacks_mtp(config, names) else config
 
 
 def as_spelled(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
-    """The config of a language model alone (`…_text`) under the HF names of the multimodal model as that model's; any other as it is.
+    """The multimodal model's config where a `…_text` config comes with its names; any other config as it is.
 
     Raises CkptkitError as `family_of`.
     """
@@ -38,7 +39,7 @@ def as_spelled(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, 
 
 
 def lacks_mtp(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether the config promises multi-token prediction layers and none of these names, HF's or Megatron's, belongs to one."""
+    """Whether the config promises MTP layers and none of these names, HF's or Megatron's, belongs to one."""
     family = family_of(config)
     dims = family.read_dims(config)
     if not dims.mtp_layers:
@@ -49,11 +50,12 @@ def lacks_mtp(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def require_mtp(config: Mapping[str, Any], names: Collection[str], release: Collection[str], where: str) -> None:
-    """Raises CkptkitError where Megatron tensors of these names lack the multi-token prediction layers that the release has."""
+    """Raises CkptkitError where these Megatron names lack the MTP layers that the release has."""
     if lacks_mtp(config, names) and not lacks_mtp(config, release):
         raise CkptkitError(
             f"{where} lacks all tensors of multi-token prediction, and the release that it is to become has them",
-            "if they are left out on purpose (training without --mtp-num-layers), name with --hf a directory that has no weights: "
+            "if they are left out on purpose (training without --mtp-num-layers), "
+            "name with --hf a directory that has no weights: "
             "config.json, tokenizer and code of the release alone",
         )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 
 from ckptkit.app.conversion import ConversionResult, run
 from ckptkit.app.inspection import inspect, model_arguments
-from ckptkit.app.run_options import run_options
+from ckptkit.app.run_options import GivenOptions, run_options
 from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import locate, refuse_url
 from ckptkit.formats.hf.remote import config_at
@@ -25,18 +25,20 @@ __all__ = ["convert", "inspect", "int4_scheme", "make_manifest", "model_argument
 
 
 def convert(
-    src: str | Path, dst: str | Path, *, quantize: QuantScheme | None = None, **options: Any
+    src: str | Path, dst: str | Path, *, quantize: QuantScheme | None = None, **options: Unpack[GivenOptions]
 ) -> ConversionResult:
     """Converts an HF directory to Megatron torch_dist, or a Megatron root, `release/` or `iter_*/` to an HF directory.
 
-    `quantize`, only on the way back, writes INT4 in the same pass. `options` are those of
-    `ckptkit.app.run_options.RunOptions` from `hf` on. Raises CkptkitError for anything wrong with the input; then
+    `quantize`, only on the way back, writes INT4 in the same pass. `options` mean what the
+    fields of `ckptkit.app.run_options.RunOptions` mean. Raises CkptkitError for anything wrong with the input; then
     nothing is left.
     """
     return run(run_options("convert", src, dst, quantize, **options))
 
 
-def quantize(src: str | Path, dst: str | Path, scheme: QuantScheme, **options: Any) -> ConversionResult:
+def quantize(
+    src: str | Path, dst: str | Path, scheme: QuantScheme, **options: Unpack[GivenOptions]
+) -> ConversionResult:
     """Quantizes an HF directory to INT4 W4A16 (compressed-tensors pack-quantized), one tensor an expert.
 
     A quantized source is dequantized first. What an INT4 source has packed is packed again, less what the scheme

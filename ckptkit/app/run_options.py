@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
@@ -127,33 +127,44 @@ class RunOptions:
         return {"version": version("ckptkit"), "command": shlex.join(self.command()), "source": fingerprint(read)}
 
 
+class GivenOptions(TypedDict, total=False):
+    """What `ckptkit.convert` and `ckptkit.quantize` accept: the fields of RunOptions, as users write them.
+
+    Paths come in any form, sizes also as "5GB". `file_bytes` is the old name of `max_shard_size`.
+    """
+
+    hf: str | Path | None
+    dtype: str
+    dialect: str | None
+    like: str | Path | None
+    readers: Sequence[str] | None
+    tp: int | None
+    device: str
+    max_shard_size: int | str | None
+    file_bytes: int | str | None
+    workers: int | None
+    memory: int
+    ray: str | None
+    overwrite: bool
+    resume: bool
+    dry_run: bool
+
+
 def run_options(
     verb: Literal["convert", "quantize"],
     src: str | Path,
     dst: str | Path,
     scheme: QuantScheme | None = None,
-    *,
-    hf: str | Path | None = None,
-    like: str | Path | None = None,
-    max_shard_size: int | str | None = None,
-    file_bytes: int | str | None = None,
-    **options: Any,
+    **given: Unpack[GivenOptions],
 ) -> RunOptions:
-    """Makes RunOptions of paths in any form, and of sizes in bytes or as "5GB". `file_bytes` is the old name of a size.
-
-    Raises CkptkitError as RunOptions does, and TypeError for an option that there is not.
-    """
-    size = max_shard_size if max_shard_size is not None else file_bytes
-    return RunOptions(
-        verb,
-        absolute(src),
-        place(dst),
-        scheme=scheme,
-        hf=absolute(hf) if hf else None,
-        like=absolute(like) if like else None,
-        max_shard_size=parse_size(size) if isinstance(size, str) else size,
-        **(options | {"readers": tuple(options.get("readers") or ALL_READERS)}),
-    )
+    """Makes RunOptions of what a user gave. Raises as RunOptions does, and TypeError for an unknown option."""
+    options: dict[str, Any] = dict(given)
+    old_name = options.pop("file_bytes", None)
+    size = options.get("max_shard_size") or old_name
+    options["max_shard_size"] = parse_size(size) if isinstance(size, str) else size
+    options["readers"] = tuple(options.get("readers") or ALL_READERS)
+    options |= {name: absolute(options[name]) for name in ("hf", "like") if options.get(name)}
+    return RunOptions(verb, absolute(src), place(dst), scheme=scheme, **options)
 
 
 def parse_size(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Tells from a path what lies there: an HF directory or a Megatron checkpoint, in which format, and which iteration of it."""
+"""Tells what lies at a path: an HF directory, or a Megatron checkpoint with its format and iteration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 ITERATION = re.compile(r"iter_\d{7}")
 LEGACY_RANK = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 LEGACY_FILE = "model_optim_rng.pt"
-# JSON that transformers, SGLang, vLLM, sentence-transformers or Megatron read from a checkpoint's directory by these names.
+# JSON files of a checkpoint that transformers, SGLang, vLLM, sentence-transformers or Megatron read by name.
 LOADED = frozenset(
     {
         *(
@@ -59,9 +59,13 @@ _URL = re.compile(
 _PICKLE = "{} is a pickle: convert .bin weights to safetensors first: load with transformers and save_pretrained"
 # What lies where safetensors with an index should, the most telling first, and the way out.
 _OTHER_WEIGHTS = {
-    "consolidated*.safetensors": "{} is Mistral's own format: take the model-*.safetensors of the release and their index",
+    "consolidated*.safetensors": (
+        "{} is Mistral's own format: take the model-*.safetensors of the release and their index"
+    ),
     "*.safetensors": "{} is there without model.safetensors.index.json: restore the index from the release",
-    "consolidated*.pth": "{} is the format of the model's authors: take the safetensors of the release, not its original/ folder",
+    "consolidated*.pth": (
+        "{} is the format of the model's authors: take the safetensors of the release, not its original/ folder"
+    ),
     "*.gguf": "{} is llama.cpp's format, which is quantized for it: start from the safetensors release",
     "pytorch_model*.bin": _PICKLE,
     "*.bin": _PICKLE,
@@ -72,9 +76,10 @@ _OTHER_WEIGHTS = {
 
 @dataclass(frozen=True)
 class Location:
-    """`path` holds the weights themselves; `root` is what the user gave or, for Megatron, the directory with the tracker.
+    """A checkpoint found by `locate`.
 
-    `remote`: of an HF directory at a URL, what is there; `path` then has its small files and the headers of its shards.
+    `path` holds the weights; `root` is what the user gave or, for Megatron, the directory with the tracker.
+    `remote` lists the files of an HF directory at a URL; `path` then has its small files and the headers of its shards.
     """
 
     kind: Literal["hf", "megatron"]
@@ -122,7 +127,7 @@ def locate(path: str | Path | Directory) -> Location:
 
 
 def refuse_url(path: str | Path) -> None:
-    """Raises CkptkitError for a URL, also for what a Path leaves of one, unless there is a file or directory of that name."""
+    """Raises CkptkitError for a URL, or what a Path leaves of one, unless a file or directory has that name."""
     if (url := _URL.search(str(path))) and not Path(path).exists():
         hint = "copy it to a local disk; inspect, convert and quantize read HF directories from URLs"
         raise CkptkitError(f"{url[1]}://{url[2]} is a URL, which is not read here", hint)
@@ -138,7 +143,7 @@ def is_legacy(path: Path) -> bool:
 
 
 def tracked(root: Path) -> Path:
-    """The directory that the tracker file of a Megatron root names. Raises CkptkitError when it names none that exists."""
+    """The directory that the tracker of a Megatron root names. Raises CkptkitError where it does not exist."""
     text = (root / TRACKER).read_text(errors="replace").strip()
     if text != "release" and not text.isdecimal():
         raise CkptkitError(f"{root / TRACKER} says {text!r}", "it must say `release` or an iteration number")
@@ -166,5 +171,8 @@ def other_weights(root: Path) -> str | None:
         if found := sorted(root.glob(pattern)):
             return advice.format(found[0].name)
     if (root / "original").is_dir():
-        return "only original/ holds weights, in the format of the model's authors: download the *.safetensors beside it too"
+        return (
+            "only original/ holds weights, in the format of the model's authors: "
+            "download the *.safetensors beside it too"
+        )
     return None

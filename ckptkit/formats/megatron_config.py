@@ -1,4 +1,4 @@
-"""Where the HF config of a Megatron checkpoint comes from: the HF directory that is named, or `hf/` beside the iteration."""
+"""Finds the HF config of a Megatron checkpoint: in the HF directory named, or in `hf/` beside the iteration."""
 
 from __future__ import annotations
 

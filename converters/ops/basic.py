@@ -1,4 +1,4 @@
-"""How the tensors of one rule become one another. Each op is pure, invertible, and also runs on shapes alone (`shape_of`).
+"""Ops turn HF tensors into a Megatron tensor and back. Each is pure, invertible, and runs on shapes alone too.
 
 `merge` takes the HF tensors of a rule and gives Megatron's one; `split` is its exact inverse;
 `shard` cuts Megatron's global tensor as tensor-parallel rank `rank` of `size` holds it (only verify needs that).
@@ -54,7 +54,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class SwapHalves:
-    """A matrix [rows, 2 x columns] whose input is two vectors, one after the other, that Megatron takes in the other order.
+    """A matrix [rows, 2 x columns] over two input vectors that Megatron takes in the other order.
 
     Its rows are cut over tensor-parallel ranks.
     """
@@ -95,7 +95,7 @@ class GateUp:
 
 @dataclass(frozen=True)
 class GateUpInOne:
-    """SwiGLU of a release that keeps gate above up in one matrix [2 ffn, hidden], as linear_fc1 does. Ranks hold it as with `GateUp`."""
+    """Gate above up in one matrix [2 ffn, hidden], in the release as in linear_fc1. Ranks hold it as with `GateUp`."""
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
         (tensor,) = tensors
@@ -112,7 +112,7 @@ class GateUpInOne:
 class Qkv:
     """Attention: q_proj [heads x head_dim, ...], k_proj and v_proj [groups x head_dim, ...] as linear_qkv.
 
-    Megatron keeps a query group together: for every group its q heads, then its k, then its v. Works for weights and biases.
+    Megatron keeps a query group together: its q heads, then its k, then its v. Works for weights and biases.
     """
 
     heads: int

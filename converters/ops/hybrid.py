@@ -39,7 +39,7 @@ class GatedQkv(Qkv):
 
 @dataclass(frozen=True)
 class MinusOne:
-    """A norm's weight, which Megatron stores minus one where its norms are zero-centred. The rule must be `wide`, so that nothing is rounded."""
+    """A norm's weight minus one, as Megatron's zero-centred norms store it. The rule must be `wide`: no rounding."""
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
         (weight,) = tensors
@@ -58,7 +58,7 @@ def _shard_sections(tensor: Tensor, sections: Sequence[int], rank: int, size: in
 
 @dataclass(frozen=True)
 class StackedRows:
-    """Matrices of `parts` rows each, one above the other; tensor parallelism cuts each of the `sections` of their rows on its own."""
+    """Stacked matrices of `parts` rows each. Tensor parallelism cuts each of the `sections` of their rows alone."""
 
     parts: tuple[int, ...]
     sections: tuple[int, ...]
@@ -77,9 +77,9 @@ class StackedRows:
 class ByKeyHead:
     """Qwen3-Next's in_proj_qkvz and in_proj_ba, ordered by key head, as Megatron's in_proj, ordered by kind.
 
-    A key head's rows of in_proj_qkvz: its query, its key, then the values and then the output gates (z) of its value heads; those of
-    in_proj_ba: beta, then alpha, of its value heads (transformers `fix_query_key_value_ordering`). Megatron has all queries,
-    keys, values, gates, betas and alphas in turn (megatron-core `gated_delta_net`).
+    Rows of a key head in in_proj_qkvz: its query, its key, then the values and the output gates (z) of its value heads.
+    In in_proj_ba: beta, then alpha, of its value heads (transformers `fix_query_key_value_ordering`). Megatron has all
+    queries, keys, values, gates, betas and alphas in turn (megatron-core `gated_delta_net`).
     """
 
     net: LinearAttention

@@ -1,4 +1,4 @@
-"""The shape that an op gives, found without torch and without weights: the op runs on a stand-in that has nothing but a shape."""
+"""Finds the shape that an op gives, without torch: the op runs on a stand-in that has only a shape."""
 
 from __future__ import annotations
 

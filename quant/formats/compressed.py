@@ -1,4 +1,4 @@
-"""Which format the quantization_config of a compressed-tensors release describes, of those that can be dequantized here."""
+"""Reads which format a compressed-tensors release has from its quantization_config."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
 _FP8 = "float-quantized"
-_IN_ORDER = (None, False, "weight", "static")  # weights are stored as if there were no order
+_IN_ORDER = (None, False, "weight", "static")  # weights are stored in their own order
 _HINT = "ckptkit reads INT4 pack-quantized and FP8 float-quantized releases: start from the unquantized release"
-# Values of QuantizationArgs under which weights are stored as if they were not said.
+# Values of QuantizationArgs that do not change how weights are stored.
 _SAYS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "actorder": _IN_ORDER,
     "block_structure": (None,),
@@ -32,15 +32,15 @@ _GROUP = frozenset({"input_activations", "output_activations", "format"})
 
 
 def compressed_format(content: Mapping[str, Any]) -> Fp8 | PackedInt4:
-    """The format of every quantized weight. Raises CkptkitError, naming the key, for what can not be dequantized here."""
+    """Returns the format of the quantized weights. Raises CkptkitError, naming the key, for what is not supported."""
     _refuse_reordered(content)
     return usual_int4(content) or judged_format(content)
 
 
 def usual_int4(content: Mapping[str, Any]) -> PackedInt4 | None:
-    """The format of a config as ckptkit and most INT4 releases state it, read without compressed-tensors.
+    """Reads the usual INT4 config, that of ckptkit and most releases, without importing compressed-tensors.
 
-    None for any other, which may be sound: compressed-tensors, which takes seconds to import, judges it.
+    None for any other config. It may be valid too: compressed-tensors, which takes seconds to import, decides.
     """
     groups, ignore = content.get("config_groups"), content.get("ignore", [])
     group = next(iter(groups.values())) if isinstance(groups, Mapping) and len(groups) == 1 else None
@@ -68,7 +68,7 @@ def usual_int4(content: Mapping[str, Any]) -> PackedInt4 | None:
 
 
 def _says_nothing(key: Any, value: Any) -> bool:
-    """Whether a key of QuantizationArgs says nothing of how weights are stored, but at most how scales were found."""
+    """Whether an entry of QuantizationArgs has no effect on how weights are stored."""
     if key == "observer_kwargs":
         return isinstance(value, Mapping) and EXPERTS_ZERO_POINTS not in value
     return value in _SAYS_NOTHING.get(key, ())
@@ -79,7 +79,7 @@ def _are_strings(values: object) -> bool:
 
 
 def stated_scheme(config: Mapping[str, Any]) -> QuantScheme:
-    """As `read_scheme`, but without compressed-tensors for the config that ckptkit and most INT4 releases state."""
+    """Does what `read_scheme` does, but reads the usual INT4 config without importing compressed-tensors."""
     content = quantization_of(config)
     if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":
         return read_scheme(config)
@@ -92,18 +92,14 @@ def stated_scheme(config: Mapping[str, Any]) -> QuantScheme:
 
 
 def judged_format(content: Mapping[str, Any]) -> Fp8 | PackedInt4:
-    """The format, with compressed-tensors to read the config. Raises CkptkitError as `compressed_format`."""
-    # Imported here because it brings transformers with it, which takes seconds.
+    """Reads the format with compressed-tensors. Raises CkptkitError as `compressed_format` does."""
+    # Imported here because it imports transformers, which takes seconds.
     from compressed_tensors.quantization import QuantizationConfig
 
     try:
         parsed = QuantizationConfig.model_validate(dict(content))
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        NotImplementedError,
-    ) as error:  # pydantic's ValidationError is a ValueError
+    except (ValueError, TypeError, KeyError, NotImplementedError) as error:
+        # pydantic's ValidationError is a ValueError.
         raise CkptkitError(
             f"compressed-tensors refuses this quantization_config: {error}", "restore config.json from the release"
         ) from error
@@ -123,7 +119,7 @@ def judged_format(content: Mapping[str, Any]) -> Fp8 | PackedInt4:
 
 
 def _refuse_reordered(content: Mapping[str, Any]) -> None:
-    """Raises CkptkitError where columns were grouped in another order, which compressed-tensors no longer reads at all."""
+    """Raises CkptkitError for reordered columns (actorder), which compressed-tensors no longer reads."""
     groups = content.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None

@@ -1,4 +1,4 @@
-"""A quantized release seen as the plain weights that it dequantizes to: a plan, so that nothing is read before it is needed."""
+"""Dequantizes a quantized release by a plan, so that tensors are read only when needed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PLAIN = (*COMPUTED, "float64", "int64", "bool")
-# Rounding to 4 bits moves a weight matrix by about a tenth of its norm; another matrix is more than its whole norm away.
+# Rounding to 4 bits moves a matrix by about a tenth of its norm; an unrelated one is more than its norm away.
 _SAME = 0.25
 
 
 def dequantized(source: Checkpoint, where: str, copies: Mapping[str, str] | None = None) -> View:
-    """The plain weights of a quantized checkpoint, under the names and with the config of the model that is not quantized.
+    """Returns the plain weights of a quantized checkpoint, with the names and config of the unquantized model.
 
-    FP8 and MXFP4 become bfloat16, INT4 the dtype of its scales; tensors that are not quantized are untouched. `copies` names
-    tensors that repeat another one: where only the copy is quantized, the other's values stand for it. Raises CkptkitError,
-    naming tensor and file, for a format that is not known, and for parts that are missing, left over or do not fit; when it is
-    read, for scales that are not finite.
+    FP8 and MXFP4 become bfloat16, INT4 the dtype of its scales; other tensors are untouched. `copies` maps tensors to
+    those they repeat: where only the copy is quantized, it gets the values of the original. Raises CkptkitError, naming
+    tensor and file, for an unknown format and for parts that are missing, left over or do not fit. Scales that are not
+    finite raise when they are read.
     """
     release = Release.of(source, where)
     form = format_of(source.config)
@@ -49,7 +49,7 @@ def dequantized(source: Checkpoint, where: str, copies: Mapping[str, str] | None
 
 
 def format_of(config: Mapping[str, Any]) -> Format:
-    """How the weights that go with this config are quantized. Raises CkptkitError, naming method and key, for what is not supported."""
+    """Returns the format in a config.json. Raises CkptkitError, naming method or key, for what is not supported."""
     content = quantization_of(config)
     if not isinstance(content, Mapping):
         raise CkptkitError(
@@ -68,7 +68,7 @@ def format_of(config: Mapping[str, Any]) -> Format:
 
 
 def described(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str | None:
-    """How a checkpoint is quantized, and how much of it, in a line; None when it is not."""
+    """Describes in one line how a checkpoint is quantized, and how many tensors; None when it is not quantized."""
     if quantization_of(config) is None:
         return None
     try:
@@ -80,7 +80,7 @@ def described(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str
 
 
 def _check_left(release: Release, form: Format, left: Sequence[TensorSpec]) -> None:
-    """Raises CkptkitError unless what no step takes is plain weights."""
+    """Raises CkptkitError unless the tensors that no step takes are plain weights."""
     if orphans := [spec.name for spec in left if spec.name.endswith(form.parts)]:
         what = f"{release.home(orphans[0])}: no quantized weight is stored beside {summarize(orphans)}"
         raise CkptkitError(what, "a shard is missing or stale: compare the names with the release's index")
@@ -94,7 +94,7 @@ def _check_left(release: Release, form: Format, left: Sequence[TensorSpec]) -> N
 
 
 def _copy_step(release: Release, step: Step, original: TensorSpec) -> Step:
-    """The step that gives the original for its quantized copy, once it has made sure that it is one."""
+    """Returns a step that replaces a quantized copy by its original, after checking that it is a copy."""
     (output,) = step.outputs
     if output.shape != original.shape:
         raise release.refused(
@@ -107,7 +107,10 @@ def _copy_step(release: Release, step: Step, original: TensorSpec) -> Step:
         (copy,) = step.run(tensors[:-1])
         right = tensors[-1].float()
         if not float((copy.float() - right).norm()) <= _SAME * float(right.norm()):
-            hint = "Megatron holds one tensor for both, so that one of them would be lost; if it is not meant, remove it from the source"
+            hint = (
+                "Megatron holds one tensor for both, so that one of them would be lost; "
+                "if it is not meant, remove it from the source"
+            )
             raise release.refused(output.name, f"is not the quantized copy of {original.name} that it should be", hint)
         return [tensors[-1]]
 

@@ -1,8 +1,9 @@
-"""FP8 weights with a scale for each block, row or tensor, as DeepSeek, Qwen, MiniMax and GLM release them.
+"""Dequantizes FP8 weights with a scale for each block, row or tensor (DeepSeek, Qwen, MiniMax, GLM).
 
-A weight is its float8_e4m3fn number times the scale of its block, in float32, rounded once to bfloat16. Blocks are cut from the
-first row and column, so the last ones may be smaller. The scale's name ends in `_inv` in DeepSeek's convention, and is multiplied
-all the same. Source: DeepSeek-V3 `inference/kernel.py`, `weight_dequant`; compressed-tensors `_process_block`, `_dequantize`.
+A weight is its float8_e4m3fn number times the scale of its block, in float32, rounded once to bfloat16. Blocks start at
+the first row and column, so the last ones may be smaller. DeepSeek's scale names end in `_inv`, but weights are still
+multiplied by these scales.
+Source: DeepSeek-V3 `inference/kernel.py`, `weight_dequant`; compressed-tensors `_process_block`, `_dequantize`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from quant.formats.scheme import SCALE_DTYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NAN = 0x7F  # the byte, less its sign
+_NAN = 0x7F  # the byte without its sign bit
 _LARGEST = 448.0
 _PRODUCTS, _ROWS = 1 << 14, 1 << 8  # products and rows of weights worked on at a time: they stay in the cache
 _FMTS = (None, "e4m3", "float8_e4m3fn")
@@ -34,9 +35,10 @@ _SCALE_FMTS = (None, "float", "ue8m0")
 
 @dataclass(frozen=True)
 class Fp8:
-    """`block`: rows and columns that share a scale; None for the whole of one. `scales`: endings of the scale's name.
+    """One variant of FP8.
 
-    `exponents`: whether scales of dtype uint8 are the exponents that float8_e8m0fnu stores.
+    `block`: rows and columns that share a scale; None: all of them. `scales`: possible endings of the scale's name.
+    `exponents`: whether uint8 scales are accepted, as the exponents that float8_e8m0fnu stores. `unused`: see `Format`.
     """
 
     block: tuple[int | None, int | None]
@@ -53,11 +55,11 @@ class Fp8:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Endings that only scales have; plain parameters may end in `_scale` too."""
+        """Endings that only scales have. `_scale` is not one: plain parameters may end in it too."""
         return (FP8_SCALE_INV, SCALE)
 
     def steps(self, release: Release) -> Iterator[Step]:
-        """A step for every float8 tensor: the weight and its scale to bfloat16."""
+        """Yields a step for every float8 tensor, which turns the weight and its scale into bfloat16."""
         for spec in release.specs.values():
             if spec.dtype == "float8_e4m3fn":
                 yield self._step(release, spec)
@@ -92,7 +94,7 @@ class Fp8:
 
 
 def fp8_format(content: Mapping[str, Any]) -> Fp8:
-    """The format that a quantization_config with quant_method "fp8" describes. Raises CkptkitError for what is not known of it."""
+    """Returns the format of a quantization_config with quant_method "fp8". Raises CkptkitError for unknown values."""
     block, scale_fmt = content.get("weight_block_size"), content.get("scale_fmt")
     for key, value, known in (("fmt", content.get("fmt"), _FMTS), ("scale_fmt", scale_fmt, _SCALE_FMTS)):
         if value not in known:
@@ -115,7 +117,7 @@ def fp8_format(content: Mapping[str, Any]) -> Fp8:
 
 @cache
 def _values() -> Tensor:
-    """The number of every byte, float32 [256]."""
+    """Returns the number that each byte stands for, float32 [256]."""
     import torch
 
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -135,10 +137,11 @@ def _as_float(scales: Tensor) -> Tensor:
 
 
 def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """float8_e4m3fn [..., rows, columns] times float32 [..., rows / block, columns / block] -> bfloat16 [..., rows, columns].
+    """Multiplies weights by the scales of their blocks.
 
-    A byte has 256 values, so the products of a block are computed once each and looked up: several times as fast as torch's own
-    conversion of float8, and the same bits.
+    float8_e4m3fn [..., rows, columns], float32 [..., rows / block, columns / block] -> bfloat16 [..., rows, columns].
+    The 256 products of each block are computed once and looked up. This is several times as fast as torch's conversion
+    of float8 and gives the same bits.
     """
     import torch
 
@@ -147,7 +150,7 @@ def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     result = torch.empty(weight.shape, dtype=torch.bfloat16)
     codes = weight.view(torch.uint8).reshape(-1, rows, columns).numpy()
     found = result.view(torch.int16).view(-1, rows, columns).numpy()
-    # Several rows of blocks at a time, each with its own place among the products.
+    # Several rows of blocks at a time; each row has its own range of the products.
     several = max(1, min(down, _PRODUCTS // (across * 256), _ROWS // height))
     places = np.arange(columns, dtype=np.intp) // width * 256
     if several > 1:

@@ -1,17 +1,19 @@
-"""Weights to INT4 codes and scales, in plain torch on any device: the formulas that the kernels reproduce bit for bit.
+"""Quantizes weights to INT4 codes and scales in plain torch, on any device; the kernels give the same bits.
 
-`minmax` is compressed-tensors' own grid. Symmetric: scale = absmax / 7.5, code = round(clamp(w / scale, -8, 7)). Asymmetric:
-low = min(w, 0), high = max(w, 0), scale = (high - low) / 15, zero point = round(clamp(-8 - low / scale, -8, 7)) and
-code = round(clamp(w / scale + zero point, -8, 7)). Scale and zero point are made in the weight's dtype, every operation rounded to it;
-the scale is then rounded to the dtype that it is stored in, and where that gives zero becomes its epsilon. The quotient is rounded to
-the wider of the two dtypes. Source: compressed-tensors `calculate_qparams` and `_quantize` on the CPU; on a GPU its kernel divides
-in float32 and may choose the other neighbour at a tie.
+`minmax` is compressed-tensors' own grid.
+Symmetric: scale = absmax / 7.5, code = round(clamp(w / scale, -8, 7)).
+Asymmetric: low = min(w, 0), high = max(w, 0), scale = (high - low) / 15,
+zero point = round(clamp(-8 - low / scale, -8, 7)), code = round(clamp(w / scale + zero point, -8, 7)).
+Scale and zero point are computed in the weight's dtype, with every operation rounded to it. The scale is then rounded to
+the dtype that it is stored in; a zero becomes that dtype's epsilon. The quotient is rounded to the wider of the two.
+Source: compressed-tensors `calculate_qparams` and `_quantize` on the CPU. On a GPU its kernel divides in float32 and may
+choose the other neighbour at a tie.
 
 `qmax7` is the grid of quantization-aware training in slime, and of Kimi K2: scale = max(absmax * float32(1/7), 1e-5) and
-code = round(w / scale), all in float32, so codes span -7..7; the scale is stored in another dtype only afterwards.
+code = round(w / scale), all in float32, so codes span -7..7. Only then is the scale converted to its stored dtype.
 Source: slime `fake_int4_quant_cuda.cu`, symmetric branch.
 
-Rounding is half to even in both. Minima and maxima are over `group_size` neighbours along the input dimension, or over the row.
+Both round half to even. Minima and maxima are over `group_size` neighbours along the input dimension, or over the row.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class Codes(NamedTuple):
 
 
 def quantize(weight: Tensor, scheme: QuantScheme, name: str = "the weight") -> Codes:
-    """[rows, columns] in bfloat16, float16 or float32 to codes. Raises CkptkitError, naming the tensor, for what `check` and `check_finite` refuse."""
+    """Quantizes a bfloat16, float16 or float32 matrix. Raises CkptkitError as `check` and `check_finite` do."""
     check(weight, scheme, name)
     rows, columns = weight.shape
     groups = weight.reshape(rows, scheme.groups(columns), scheme.group_size or columns)
@@ -75,13 +77,13 @@ def check(weight: Tensor, scheme: QuantScheme, name: str) -> None:
 
 
 def check_finite(weight: Tensor, scale: Tensor, name: str) -> None:
-    """Raises CkptkitError when a scale is not finite: because a weight is not, or because the scale's dtype does not reach so far."""
+    """Raises CkptkitError when a scale is not finite: the weight is not finite either, or the scale's dtype overflows."""
     if not bool(torch.isfinite(scale).all()):
         raise not_finite(weight, scale.dtype, name)
 
 
 def not_finite(weight: Tensor, dtype: torch.dtype, name: str) -> CkptkitError:
-    """The error for a weight or a scale, stored in `dtype`, that is not finite."""
+    """Returns the error for a weight, or a scale stored in `dtype`, that is not finite."""
     if not bool(torch.isfinite(weight).all()):
         return CkptkitError(
             f"{name} holds NaN or infinity", "the source checkpoint is broken; nothing can be quantized from it"
@@ -91,9 +93,9 @@ def not_finite(weight: Tensor, dtype: torch.dtype, name: str) -> CkptkitError:
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
-    """codes int8 [rows, columns], scale and zero point (int8) [rows, groups] -> weights [rows, columns] in the scale's dtype.
+    """Returns the weights (codes - zero point) x scale, [rows, columns] in the scale's dtype.
 
-    (codes - zero point) x scale. Source: compressed-tensors `_dequantize`.
+    `codes`: int8 [rows, columns]. `scale`, `zero_point` (int8): [rows, groups]. Source: compressed-tensors `_dequantize`.
     """
     groups = codes.reshape(*scale.shape, -1).to(scale.dtype)
     if zero_point is not None:
@@ -112,12 +114,12 @@ def _minmax(groups: Tensor, scheme: QuantScheme, stored: torch.dtype) -> tuple[T
 
 
 def _qparams(low: Tensor, high: Tensor, symmetric: bool, stored: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    # Divisors are tensors: by a number, CUDA multiplies with the rounded inverse.
+    # Divisors are tensors: for a number, CUDA multiplies by the rounded inverse.
     if symmetric:
         scale, zero = torch.maximum(-low, high) / torch.full_like(low, 7.5), None
     else:
         scale = (high - low) / torch.full_like(low, 15)
-        # No range, no zero point: 0 / 0 is NaN here.
+        # A group of zeros gives 0 / 0, which is NaN; its zero point is 0.
         zero = (-8 - low / scale).clamp_(-8, 7).round_().nan_to_num_(nan=0.0)
     scale = scale.to(stored)
     return torch.where(scale == 0, torch.finfo(stored).eps, scale), zero
@@ -131,7 +133,7 @@ def _codes(groups: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 
 def _rounded(groups: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """The weights that the codes mean, in the scale's dtype."""
+    """Returns the weights rounded to the grid, in the scale's dtype."""
     codes = _codes(groups, scale, zero).to(scale.dtype)
     return (codes if zero is None else codes - zero.to(scale.dtype).unsqueeze(-1)) * scale.unsqueeze(-1)
 
@@ -147,13 +149,13 @@ def _qmax7_scale(groups: Tensor) -> Tensor:
 
 
 def fake_quantize(weight: Tensor, group_size: int) -> Tensor:
-    """[rows, columns] -> the weights that quantization-aware training in slime computes with, in the weight's dtype.
+    """Rounds a weight [rows, columns] as slime's quantization-aware training does; the result keeps its dtype.
 
-    scale = max(absmax * float32(1/7), 1e-5) in groups of `group_size` columns and round(w / scale) * scale, in float32, rounded once
-    to the weight's dtype. Bit for bit `dequantize(*quantize(w))` in that dtype when scales are stored in float32; docs/int4.md says what a
-    bfloat16 scale changes. Where slime gives -0.0 this gives 0.0, as codes do. Gradients do not pass through the rounding: the
-    straight-through estimator is the trainer's. Raises CkptkitError when the columns do not divide into groups.
-    Source: slime `fake_int4_quantization_ste`.
+    scale = max(absmax * float32(1/7), 1e-5) in groups of `group_size` columns; round(w / scale) * scale in float32 is
+    rounded once to the weight's dtype. With scales stored in float32, `dequantize(*quantize(w))` in that dtype gives the
+    same bits; docs/int4.md says what a bfloat16 scale changes. Where slime gives -0.0 this gives 0.0, as codes do.
+    Gradients do not pass through the rounding: the trainer provides the straight-through estimator.
+    Raises CkptkitError when the columns do not divide into groups. Source: slime `fake_int4_quantization_ste`.
     """
     check(weight, QuantScheme(group_size, "qmax7"), "the weight")
     groups = weight.reshape(weight.shape[0], weight.shape[1] // group_size, group_size).float()

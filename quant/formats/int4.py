@@ -1,7 +1,8 @@
-"""INT4 weights packed eight to an int32 word, as compressed-tensors writes them and Kimi K2 Thinking is released.
+"""Dequantizes INT4 weights packed eight to an int32 word: compressed-tensors' format, and that of Kimi K2 Thinking.
 
-`N.weight_packed` int32 [rows, columns / 8], `N.weight_scale` [rows, groups], `N.weight_shape` [2] and, where the grid is not
-symmetric, `N.weight_zero_point` int32 [rows / 8, groups] are `N.weight` in the scale's dtype, which is the dtype that the weight had.
+`N.weight` is stored as `N.weight_packed` int32 [rows, columns / 8], `N.weight_scale` [rows, groups], `N.weight_shape`
+[2] and, if the grid is asymmetric, `N.weight_zero_point` int32 [rows / 8, groups]. It gets the scale's dtype, which is
+the dtype that it had before.
 Source: compressed-tensors `compressors/pack_quantized/base.py`.
 """
 
@@ -29,7 +30,7 @@ _INTEGERS = ("int64", "int32")
 
 @dataclass(frozen=True)
 class PackedInt4:
-    """`group`: neighbours in a row that share a scale; None: one scale a row."""
+    """One variant of packed INT4. `group`: neighbours in a row that share a scale; None: one scale a row."""
 
     group: int | None
     symmetric: bool
@@ -39,7 +40,10 @@ class PackedInt4:
     def words(self) -> str:
         """The format in a few words."""
         each = "row" if self.group is None else f"{self.group} weights"
-        return f"INT4 (compressed-tensors pack-quantized, {'' if self.symmetric else 'a'}symmetric, one scale for each {each})"
+        return (
+            f"INT4 (compressed-tensors pack-quantized, {'' if self.symmetric else 'a'}symmetric, "
+            f"one scale for each {each})"
+        )
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -47,7 +51,7 @@ class PackedInt4:
         return INT4_ENDINGS
 
     def steps(self, release: Release) -> Iterator[Step]:
-        """A step for every packed weight: its parts to the weight."""
+        """Yields a step for every packed weight, which turns its parts into the weight."""
         for spec in release.specs.values():
             if spec.name.endswith(PACKED):
                 yield self._step(release, spec)
@@ -73,7 +77,7 @@ class PackedInt4:
         if not self.symmetric:
             release.check(module + ZERO_POINT, (-(-rows // CODES_PER_WORD), groups), ("int32",), self.words, packed)
 
-        # A large model has 70,000 of these: what a step knows is kept small.
+        # A large model has 70,000 of these steps, so each is kept small.
         run = partial(_dequantized, release, packed, scale, stored_shape.name, shape)
         names = (packed.name, *[part.name for part in parts])
         return Step(names, (TensorSpec(f"{module}.weight", shape, scale.dtype),), run, "dequantize INT4")
@@ -99,7 +103,10 @@ def _dequantized(
 
 
 def unpacked(words: Tensor, scales: Tensor, shape: tuple[int, int], zero_point: Tensor | None = None) -> Tensor:
-    """int32 [rows, ceil(columns / 8)], scales and zero points (int8) [rows, groups] -> weights [rows, columns] in the scales' dtype; `shape` is theirs."""
+    """Unpacks and dequantizes a weight of `shape` [rows, columns]; the result has the dtype of `scales`.
+
+    `words`: int32 [rows, ceil(columns / 8)]. `scales`, `zero_point` (int8): [rows, groups].
+    """
     import torch
 
     from quant.formats.grids import dequantize

@@ -1,4 +1,4 @@
-"""An INT4 matrix as it is stored."""
+"""Holds the stored tensors of an INT4 matrix."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ if TYPE_CHECKING:
 
 
 class Packed(NamedTuple):
-    """`words`: int32 [rows, columns / 8]. `scale`: [rows, groups], in the scheme's scale dtype or the weight's.
+    """An INT4 matrix as it is stored.
 
+    `words`: int32 [rows, columns / 8]. `scale`: [rows, groups], in the scheme's scale dtype or the weight's.
     `zero_point`: int32 [ceil(rows / 8), groups], packed along the rows as compressed-tensors does; None when symmetric.
     """
 

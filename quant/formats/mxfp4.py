@@ -1,8 +1,9 @@
-"""MXFP4 weights as gpt-oss releases them: fused experts of 4-bit floats, 32 neighbours with one power of two as scale.
+"""Dequantizes gpt-oss's MXFP4 weights: fused experts of 4-bit floats, with one power of two as scale for each 32.
 
-`N_blocks` uint8 [experts, rows, groups, 16] holds two E2M1 numbers a byte, the first in the low bits; `N_scales` uint8
-[experts, rows, groups] holds exponents, biased by 127. Together they are bfloat16 `N` [experts, 32 x groups, rows], exactly.
-Source: OCP Microscaling Formats 1.0, sections 5.3.3 and 5.4.1; the transposition: transformers `convert_moe_packed_tensors`.
+`N_blocks` uint8 [experts, rows, groups, 16] holds two E2M1 numbers a byte, the first in the low bits. `N_scales` uint8
+[experts, rows, groups] holds exponents, biased by 127. They give `N` bfloat16 [experts, 32 x groups, rows], exactly.
+Source: OCP Microscaling Formats 1.0, sections 5.3.3 and 5.4.1; transposed as in transformers
+`convert_moe_packed_tensors`.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ _LARGEST_SCALE = 252  # 6 x 2^125 is the largest product that bfloat16 holds; 25
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """The one variant that is released."""
+    """The MXFP4 format; gpt-oss's is the only variant released."""
 
     words: str = "MXFP4 (4-bit floats, one power of two for each 32 weights)"
     parts: tuple[str, ...] = (MXFP4_BLOCKS, MXFP4_SCALES)
     unused: tuple[str, ...] = ()
 
     def steps(self, release: Release) -> Iterator[Step]:
-        """A step for every pair of blocks and scales."""
+        """Yields a step for every pair of blocks and scales."""
         for spec in release.specs.values():
             if spec.name.endswith(MXFP4_BLOCKS):
                 yield _step(release, spec)
@@ -67,7 +68,10 @@ def _step(release: Release, blocks: TensorSpec) -> Step:
 
 
 def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
-    """uint8 [experts, rows, groups, 16] and [experts, rows, groups] -> bfloat16 [experts, 32 x groups, rows]."""
+    """Dequantizes fused experts to bfloat16 [experts, 32 x groups, rows].
+
+    `blocks`: uint8 [experts, rows, groups, 16]. `scales`: uint8 [experts, rows, groups].
+    """
     import torch
 
     experts, rows, groups, _ = blocks.shape
@@ -84,7 +88,7 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
 
 @cache
 def _pairs() -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    """The two bfloat16 numbers of every byte at every scale, as one int32, at 256 x scale + byte."""
+    """Returns a table of the two bfloat16 numbers of each byte at each scale, as one int32 at 256 x scale + byte."""
     import torch
 
     values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])

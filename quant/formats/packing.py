@@ -1,7 +1,7 @@
-"""INT4 codes eight to an int32 word, in compressed-tensors' order.
+"""Packs and unpacks INT4 codes, eight to an int32 word, in compressed-tensors' order.
 
-Element i of a row goes to word i // 8, bits 4 * (i % 8) and up, stored as code + 8 (so 0..15). Source: compressed-tensors
-`pack_to_int32`, whose bytes these are; that function takes int32 temporaries of 8 bytes a code and several times as long.
+Element i of a row goes to word i // 8, bits 4 * (i % 8) and up, stored as code + 8 (so 0..15). The bytes are those of
+compressed-tensors' `pack_to_int32`, which needs temporaries of 8 bytes a code and takes several times as long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """int8 [rows, columns] in -8..7, columns divisible by 8 -> int32 [rows, columns / 8]."""
+    """Packs int8 [rows, columns] in -8..7, with columns divisible by 8, to int32 [rows, columns / 8]."""
     import torch
 
     if not codes.numel():
@@ -27,9 +27,9 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def pack_zero_point(zero_point: Tensor) -> Tensor:
-    """Zero points, which are packed along the rows: int8 [..., rows, groups] in -8..7 -> int32 [..., ceil(rows / 8), groups].
+    """Packs zero points along the rows: int8 [..., rows, groups] in -8..7 to int32 [..., ceil(rows / 8), groups].
 
-    Nibbles behind the last row are 0. Source: compressed-tensors `pack_to_int32` with `packed_dim=0`.
+    Nibbles after the last row are 0. Source: compressed-tensors `pack_to_int32` with `packed_dim=0`.
     """
     import torch
 
@@ -41,7 +41,7 @@ def pack_zero_point(zero_point: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """int32 [rows, ceil(columns / 8)] -> int8 [rows, columns] in -8..7; `shape` is [rows, columns], as `weight_shape` stores it."""
+    """Unpacks int32 [rows, ceil(columns / 8)] to int8 [rows, columns] in -8..7; `shape`: [rows, columns]."""
     import torch
 
     rows, columns = shape
@@ -51,9 +51,9 @@ def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def unpack_zero_point(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """Zero points, which are packed along the rows: int32 [ceil(rows / 8), groups] -> int8 [rows, groups] in -8..7."""
+    """Unpacks zero points along the rows: int32 [ceil(rows / 8), groups] to int8 [rows, groups] in -8..7."""
     import torch
 
     rows, groups = shape
-    # A copy: the transposed view of a single row of words counts as contiguous, but cannot be seen as bytes.
+    # Copied: a transposed single row of words counts as contiguous, but cannot be viewed as bytes.
     return unpack(packed.T.clone(memory_format=torch.contiguous_format), (groups, rows)).T

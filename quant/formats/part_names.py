@@ -1,8 +1,9 @@
-"""Names of the tensors that are stored in the place of a quantized `N.weight`. Imports no torch.
+"""Names of the tensors that store a quantized weight. Imports no torch.
 
-compressed-tensors' INT4: `N.weight_packed`, `N.weight_scale`, `N.weight_shape`, `N.weight_zero_point` where the grid is asymmetric,
-and `N.weight_g_idx` where columns were reordered. FP8 keeps `N.weight`, with `N.weight_scale_inv` or `N.weight_scale` beside it.
-MXFP4 (gpt-oss): `N_blocks` and `N_scales`.
+INT4 (compressed-tensors) replaces `N.weight` by `N.weight_packed`, `N.weight_scale`, `N.weight_shape`,
+`N.weight_zero_point` if the grid is asymmetric, and `N.weight_g_idx` if columns were reordered.
+FP8 keeps `N.weight`, with `N.weight_scale_inv` or `N.weight_scale` beside it.
+MXFP4 (gpt-oss) replaces `N` by `N_blocks` and `N_scales`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"  # after the name of the exper
 
 
 def packed_in(names: Iterable[str]) -> Iterator[str]:
-    """The modules whose INT4 words are among these names."""
+    """Yields the modules whose `weight_packed` is among these names."""
     return (name.removesuffix(PACKED) for name in names if name.endswith(PACKED))
 
 
 def unpacked_name(name: str) -> str:
-    """`N.weight` for `N.weight_packed`; any other name as it is."""
+    """Returns `N.weight` for `N.weight_packed`, and any other name unchanged."""
     return f"{name.removesuffix(PACKED)}.weight" if name.endswith(PACKED) else name

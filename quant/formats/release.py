@@ -1,4 +1,4 @@
-"""A quantized release before a byte of it is read, and what every format of one has to say about itself."""
+"""Describes a quantized release by its headers, and the protocol that every quantized format follows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DAMAGED = "download or copy this file again; if it is as released, the release i
 
 @dataclass(frozen=True)
 class Release:
-    """The tensors of a quantized checkpoint at `where`, and the file of each where files are known."""
+    """The tensors of a quantized checkpoint at `where`, and the file of each as far as files are known."""
 
     where: str
     specs: Mapping[str, TensorSpec]
@@ -29,20 +29,20 @@ class Release:
 
     @classmethod
     def of(cls, source: Checkpoint, where: str) -> Release:
-        """What the headers of `source` tell."""
+        """Describes `source` by its headers."""
         shards = source.shards.values() if isinstance(source, HfCheckpoint) else []
         return cls(where, source.specs, {name: shard.path for shard in shards for name in shard.specs})
 
     def home(self, name: str) -> str:
-        """The file that holds a tensor."""
+        """Returns the file that holds a tensor, or `where` when it is not known."""
         return str(self.files.get(name, self.where))
 
     def refused(self, name: str, why: str, hint: str) -> CkptkitError:
-        """The error that names a tensor, with its shape and dtype, and its file."""
+        """Returns an error that names a tensor, its shape and dtype, and its file."""
         return CkptkitError(f"{self.home(name)}: {self.specs.get(name, name)} {why}", hint)
 
     def require(self, name: str, beside: str) -> TensorSpec:
-        """The tensor that must stand beside another. Raises CkptkitError when it does not."""
+        """Returns the tensor `name`, which `beside` needs. Raises CkptkitError when it is missing."""
         if name not in self.specs:
             raise self.refused(
                 beside,
@@ -52,7 +52,7 @@ class Release:
         return self.specs[name]
 
     def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], *why: object) -> None:
-        """Raises CkptkitError unless a tensor has this shape and one of these dtypes; `why` is what they follow from."""
+        """Raises CkptkitError unless a tensor has this shape and one of these dtypes; `why`: what implies them."""
         spec = self.specs[name]
         if spec.shape != shape or spec.dtype not in dtypes:
             reason = f"must be {list(shape)} {' or '.join(dtypes)}, by {' and '.join(map(str, why))}"
@@ -61,7 +61,7 @@ class Release:
             )
 
     def check_finite(self, name: str, values: Tensor) -> None:
-        """Raises CkptkitError when `values`, the largest that can be made with this tensor, hold NaN or infinity."""
+        """Raises CkptkitError for NaN or infinity in `values`, the largest that this tensor can produce."""
         if not bool(values.isfinite().all()):
             raise self.refused(name, "gives NaN or infinity", DAMAGED)
 
@@ -75,11 +75,14 @@ class Format(Protocol):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Endings of names that mean something only beside a quantized weight."""
+        """Endings of tensor names that only make sense beside a quantized weight."""
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Endings of names that say how activations are quantized, which plain weights have no use for."""
+        """Endings of tensors that quantize activations, which plain weights do not need."""
 
     def steps(self, release: Release) -> Iterator[Step]:
-        """A step for each quantized weight, its main tensor the first input. Raises CkptkitError for parts that do not fit."""
+        """Yields a step for each quantized weight; the first input is its main tensor.
+
+        Raises CkptkitError for parts that are missing or do not fit.
+        """

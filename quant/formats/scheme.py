@@ -1,4 +1,4 @@
-"""The INT4 scheme that ckptkit writes and reads: how weights share scales, on which grid, and which modules stay as they are."""
+"""Defines the INT4 scheme: group size, grid, scale dtype and ignored modules, and its form in config.json."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ SCALE_DTYPES = ("float32", "bfloat16", "float16")
 BITS = 4
 CODES_PER_WORD = 32 // BITS
 FORMAT = "pack-quantized"
-EXPERTS_ZERO_POINTS = (
-    "experts_zero_points"  # in observer_kwargs: "sglang" where they are stored as only SGLang reads them
-)
+# A key of observer_kwargs; "sglang" where routed experts' zero points have the layout that only SGLang reads.
+EXPERTS_ZERO_POINTS = "experts_zero_points"
 
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How a weight matrix becomes INT4, and `ignore` in compressed-tensors' pattern language.
+    """How weight matrices become INT4, and which modules do not.
 
-    `group_size`: neighbours along the input dimension that share a scale; None: one scale a row. `grid`, `symmetric`, `search`: see
-    `quant.formats.grids`. `scale_dtype`: what scales are stored in; None: the weight's own dtype. Raises CkptkitError for a group size that
-    no INT4 kernel has, for what is unknown or does not go together, and for a pattern that is no regular expression.
+    `group_size`: neighbours along the input dimension that share a scale; None: one scale a row.
+    `grid`, `symmetric`, `search`: see `quant.formats.grids`. `ignore`: in compressed-tensors' pattern language.
+    `scale_dtype`: the dtype that scales are stored in; None: the weight's own. Raises CkptkitError for a group size that
+    no INT4 kernel has, unknown or contradictory options, and patterns that are no regular expression.
     """
 
     group_size: int | None
@@ -67,11 +67,11 @@ class QuantScheme:
 
     @property
     def divisor(self) -> int:
-        """What the input features must divide by: the group, or the codes of a word."""
+        """The number that must divide the input features: the group size, or the codes in a word."""
         return self.group_size or CODES_PER_WORD
 
     def groups(self, columns: int) -> int:
-        """Scales that a row of `columns` weights has."""
+        """Returns how many scales a row of `columns` weights has."""
         return columns // self.group_size if self.group_size else 1
 
 
@@ -96,13 +96,13 @@ def _check_pattern(pattern: str) -> None:
 
 
 def quantization_config(scheme: QuantScheme, *, sglang_experts: bool = False) -> dict[str, Any]:
-    """`quantization_config` for config.json, made by compressed-tensors' own classes, so that whatever they forbid cannot be written.
+    """Builds the `quantization_config` of config.json with compressed-tensors' own classes, which validate it.
 
-    Grid, search and, with `sglang_experts`, the layout of routed experts' zero points stand in `weights.observer_kwargs`: the weight
-    arguments forbid unknown keys, this one holds anything and is read only by calibration. Key names and order:
-    compressed-tensors `ModelCompressor.update_config`.
+    `weights.observer_kwargs` holds the grid, the search and, with `sglang_experts`, the layout of routed experts' zero
+    points: the weight arguments forbid unknown keys, but this one holds anything and only calibration reads it.
+    Key names and order: compressed-tensors `ModelCompressor.update_config`.
     """
-    # Imported here because it brings transformers with it, which takes seconds.
+    # Imported here because it imports transformers, which takes seconds.
     import compressed_tensors
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
     from compressed_tensors.quantization import QuantizationScheme as CompressedTensorsScheme
@@ -127,26 +127,22 @@ def quantization_config(scheme: QuantScheme, *, sglang_experts: bool = False) ->
 
 
 def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
-    """The scheme of an INT4 checkpoint, from its whole config.json.
+    """Reads the scheme of an INT4 checkpoint from its whole config.json.
 
-    The grid is known only for what ckptkit wrote; anything else reads as `minmax`, compressed-tensors' own.
-    Raises CkptkitError when there is no `quantization_config`, or it is not what SGLang's INT4 kernels and ckptkit take.
+    Only ckptkit records the grid; for checkpoints of other tools it is `minmax`, compressed-tensors' own.
+    Raises CkptkitError when there is no `quantization_config`, or SGLang's INT4 kernels or ckptkit do not support it.
     """
-    from compressed_tensors.quantization import QuantizationConfig
-
     content = quantization_of(config)
     if not isinstance(content, Mapping):
         raise CkptkitError("config.json has no quantization_config", "this checkpoint is not quantized")
     _require("quant_method", content.get("quant_method"), "compressed-tensors")
     _require("format", content.get("format"), FORMAT)
+    from compressed_tensors.quantization import QuantizationConfig  # takes seconds, so only when needed
+
     try:
         parsed = QuantizationConfig.model_validate(dict(content))
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        NotImplementedError,
-    ) as error:  # pydantic's ValidationError is a ValueError
+    except (ValueError, TypeError, KeyError, NotImplementedError) as error:
+        # pydantic's ValidationError is a ValueError.
         raise CkptkitError(
             f"compressed-tensors refuses this quantization_config: {error}", "repair config.json"
         ) from error
@@ -162,7 +158,7 @@ def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
 
 
 def _scheme_of(weights: Any, ignore: tuple[str, ...]) -> QuantScheme:
-    """The scheme that compressed-tensors' QuantizationArgs describe."""
+    """Returns the scheme that compressed-tensors' QuantizationArgs describe."""
     for key, expected in {"num_bits": BITS, "type": "int", "dynamic": False, "actorder": None}.items():
         _require(key, getattr(weights, key), expected)
     if weights.strategy != "channel":

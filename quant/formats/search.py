@@ -1,4 +1,4 @@
-"""The search for a range narrower than the weights' own, which clips the largest to round all others less."""
+"""Searches for a narrower range: clipping the largest weights may lower the rounding error of the others."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ STEPS, GRID, NORM = 20, 100, 2.4
 def shrunken(
     groups: Tensor, low: Tensor, high: Tensor, rounded: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """groups [rows, groups, size], their least and largest weights [rows, groups] -> the range whose rounding errs least.
+    """Returns, for each group, the range with the smallest rounding error.
 
-    `rounded` gives the groups rounded to the grid of a range. Of the ranges multiplied by 1, 0.99, ... 0.81 the first one with the
-    smallest sum of |rounded - weight| ** 2.4 is chosen for each group. Source: llm-compressor's `memoryless_mse` observer with its defaults,
-    which sums errors in the weight's dtype and stops after five steps that help no group; here they are summed in float64, so that the
-    order of summation decides nothing, and every step is tried.
+    `groups`: [rows, groups, size]; `low`, `high` and the result: [rows, groups]. `rounded(low, high)` rounds the groups
+    to the grid of a range. The range is multiplied by 1, 0.99, ... 0.81; the first with the smallest sum of
+    |rounded - weight| ** 2.4 wins. Source: llm-compressor's `memoryless_mse` observer with its defaults. That one sums
+    in the weight's dtype and stops after five steps that help no group. Here sums are float64, so that their order does
+    not matter, and every step is tried.
     """
     best_low, best_high = low, high
     least = torch.full(low.shape, torch.inf, dtype=torch.float64, device=low.device)

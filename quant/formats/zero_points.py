@@ -1,4 +1,4 @@
-"""Zero points as SGLang's fused experts want them, which is not how compressed-tensors stores them."""
+"""Converts zero points of routed experts from compressed-tensors' layout to SGLang's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quant.formats.scheme import QuantScheme
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The row of eight that stands in each nibble of a word, lowest first: AWQ's order.
+# Which of eight rows each nibble of a word holds, lowest nibble first: AWQ's order.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _EXPERTS = ".experts."
 
@@ -23,26 +23,28 @@ def is_expert(name: str) -> bool:
 
 
 def check_zero_point_layout(scheme: QuantScheme, has_experts: bool, readers: Sequence[str]) -> bool:
-    """Whether the zero points of routed experts are stored as SGLang reads them, and so as no other reader does.
+    """Whether to store the zero points of routed experts in SGLang's layout, which no other reader takes.
 
-    `has_experts`: whether routed experts are quantized. Raises CkptkitError when they would have zero points and SGLang is not the
-    only one of `readers`: there is no layout that SGLang and another reader take.
+    `has_experts`: whether routed experts are quantized. Raises CkptkitError when they need zero points and `readers` is
+    not SGLang alone: no layout suits SGLang and another reader.
     """
     if scheme.symmetric or not has_experts:
         return False
     if tuple(readers) == ("sglang",):
         return True
     raise CkptkitError(
-        "SGLang reads the zero points of routed experts in another layout than compressed-tensors stores and every other reader takes",
+        "SGLang reads the zero points of routed experts in another layout "
+        "than compressed-tensors stores and every other reader takes",
         "quantize symmetrically; or, for SGLang alone, use --reader sglang",
     )
 
 
 def for_sglang_experts(zero_point: Tensor, rows: int, name: str) -> Tensor:
-    """int32 [ceil(rows / 8), groups], as compressed-tensors packs it -> int32 [groups, rows / 8], eight rows a word in AWQ's order.
+    """Converts int32 [ceil(rows / 8), groups] (compressed-tensors) to int32 [groups, rows / 8] (SGLang).
 
-    Raises CkptkitError when the rows do not fill words. Source: SGLang `moe_awq_to_marlin_zero_points`, whose input this is, and
-    `FusedMoE.weight_loader`, which transposes everything but zero points.
+    A word of the result holds eight rows in AWQ's order. Raises CkptkitError when the rows do not fill words.
+    Source: SGLang `moe_awq_to_marlin_zero_points`, which takes this layout, and `FusedMoE.weight_loader`, which
+    transposes everything but zero points.
     """
     if rows % CODES_PER_WORD:
         raise CkptkitError(

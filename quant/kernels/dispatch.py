@@ -1,4 +1,4 @@
-"""Quantizing and packing in one pass, on whichever device the weights lie; the bytes are the same on all."""
+"""Quantizes and packs weights in one pass on their own device; the bytes are the same on every device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from quant.formats.scheme import QuantScheme
 
 
 def quantize_pack(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequence[str]) -> list[Packed]:
-    """Each [rows, columns] in bfloat16, float16 or float32, all on one device, to its packed form on that device.
+    """Quantizes and packs matrices [rows, columns] in bfloat16, float16 or float32, all on one device, to that device.
 
-    Raises CkptkitError, naming the tensor, for NaN and infinity, a scale that overflows its dtype, columns that do not divide
-    into groups, and what is no float matrix.
+    Raises CkptkitError, naming the tensor, for NaN or infinity, a scale that overflows its dtype, columns that do not
+    divide into groups, a tensor that is not a float matrix, or tensors on several devices.
     """
     if not weights:
         return []
@@ -26,7 +26,7 @@ def quantize_pack(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequenc
         where = f"{names[other]} lies on {weights[other].device}, {names[0]} on {weights[0].device}"
         raise CkptkitError(where, "quantize the tensors of one device at a time")
     if scheme.search == "none" and weights[0].is_cuda:
-        # Imported here because it needs Triton, which is there wherever torch has CUDA.
+        # Imported here because it needs Triton, which comes with CUDA builds of torch.
         from quant.kernels.triton_launch import quantize_pack_cuda
 
         return quantize_pack_cuda(weights, scheme, names)

@@ -1,8 +1,9 @@
-"""Weights to INT4 words and scales on a GPU: read once, written once, hundreds of matrices a launch.
+"""Quantizes weights to INT4 words and scales on a GPU, hundreds of matrices a launch, in one read and one write.
 
-The bytes are those of `quant.formats.grids` on the CPU. What that takes: divisions are correctly rounded (from the reciprocal of the
-scale by Markstein's correction, three operations a weight instead of about ten), and where `minmax` rounds to the weight's dtype,
-so does this. Adding `_MAGIC` to a float32 below 2**22 rounds it half to even and leaves the integer in the lowest bits.
+The bytes are those of `quant.formats.grids` on the CPU. Divisions are therefore correctly rounded: multiplying by the
+scale's reciprocal with Markstein's correction takes three operations a weight instead of about ten. Where `minmax`
+rounds to the weight's dtype, so do these kernels. Adding `_MAGIC` to a float32 below 2**22 rounds it half to even and
+leaves the integer in the lowest bits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23
-_MAGIC = tl.constexpr(12582912.0 + 8.0)  # and the 8 that is added to every code
+_MAGIC = tl.constexpr(12582912.0 + 8.0)  # and the 8 added to every code
 _MAGIC_BITS = 0x4B400000
 MAGIC_SUM = tl.constexpr(
     ((sum(_MAGIC_BITS << 4 * place for place in range(8)) + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
@@ -33,9 +34,13 @@ def _smaller(left, right):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def scales_of(  # type: ignore[no-untyped-def]
-    low, high, WEIGHT: tl.constexpr, STORED: tl.constexpr, EPS: tl.constexpr, MINMAX: tl.constexpr, ASYMMETRIC: tl.constexpr
+    low, high, WEIGHT: tl.constexpr, STORED: tl.constexpr, EPS: tl.constexpr, MINMAX: tl.constexpr,
+    ASYMMETRIC: tl.constexpr,
 ):  # fmt: skip
-    """The scale to divide by and the zero point of each group, float32. `high` and `low`: its largest and least weight, or 0; absmax when symmetric."""
+    """Returns the scale to divide by and the zero point of each group, float32.
+
+    `low` and `high`: the group's least weight or 0 and its largest or 0; when symmetric, `high` is absmax.
+    """
     zero = high * 0
     if MINMAX:
         if ASYMMETRIC:
@@ -55,9 +60,9 @@ def scales_of(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Float32 rounded to what DTYPE can hold, as float32."""
+    """Rounds float32 to DTYPE and returns it as float32."""
     if DTYPE == tl.bfloat16:
-        # Two at a time: the conversion of one runs at an eighth of the speed.
+        # Two at a time: converting one at a time is eight times slower.
         pair: tl.constexpr = "{.reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000;}"
         return tl.inline_asm_elementwise(pair, "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2)
     return x.to(DTYPE).to(tl.float32)
@@ -65,7 +70,7 @@ def _rounded(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def nibbles(x, scale, inverse, zero, WIDE: tl.constexpr, MINMAX: tl.constexpr, ASYMMETRIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`_MAGIC_BITS` + 8 + code, int32, for every weight; scale, inverse and zero broadcast."""
+    """Returns `_MAGIC_BITS` + 8 + code, int32, for every weight; scale, inverse and zero broadcast."""
     quotient = x * inverse
     quotient = tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
     if MINMAX:
@@ -82,7 +87,7 @@ def grouped(  # type: ignore[no-untyped-def]
     WEIGHT: tl.constexpr, STORED: tl.constexpr, WIDE: tl.constexpr, EPS: tl.constexpr, MINMAX: tl.constexpr,
     ASYMMETRIC: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One matrix of `groups` groups along the second grid axis, TILE // GROUP groups of it along the first."""
+    """Quantizes TILE // GROUP groups (first grid axis) of one matrix of `groups` groups (second axis)."""
     BLOCK: tl.constexpr = TILE // GROUP
     WORDS: tl.constexpr = GROUP // 8
     matrix = tl.program_id(1)
@@ -124,7 +129,7 @@ def channelwise(  # type: ignore[no-untyped-def]
     WEIGHT: tl.constexpr, STORED: tl.constexpr, WIDE: tl.constexpr, EPS: tl.constexpr, MINMAX: tl.constexpr,
     ASYMMETRIC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One row (first grid axis) of one matrix (second), read twice: the second time it comes from the cache."""
+    """Quantizes one row (first grid axis) of one matrix (second axis). The second read of it comes from the cache."""
     matrix = tl.program_id(1)
     row = tl.program_id(0)
     place = (tl.arange(0, TILE // 8) * 8)[:, None] + tl.arange(0, 8)[None, :]
@@ -158,7 +163,7 @@ def channelwise(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def pack_zeros(zeros, packed, rows, groups, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`quant.formats.packing.pack_zero_point`: TILE words (first grid axis) of one matrix (second), from eight rows each."""
+    """Does `quant.formats.packing.pack_zero_point`: TILE words (first axis) of a matrix (second), 8 rows a word."""
     matrix = tl.program_id(1)
     word = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = word < tl.cdiv(rows, 8) * groups

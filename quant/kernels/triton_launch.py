@@ -1,4 +1,4 @@
-"""Hundreds of matrices a launch: what a GPU is handed, and what it hands back."""
+"""Launches the Triton kernels for hundreds of matrices at once and returns packed tensors."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from quant.formats.scheme import CODES_PER_WORD, QuantScheme
 from quant.kernels.triton_kernel import channelwise, grouped, pack_zeros
 from quant.kernels.triton_pairs import paired
 
-_TILE, _WARPS = 1024, 1  # weights a program takes: one warp has no one to wait for
+_TILE, _WARPS = 1024, 1  # weights a program takes; a single warp never waits for others
 _PAIRED_TILE, _PAIRED_WARPS = 2048, 2
-_ALIGNMENT = 16  # bytes that one load takes
-_FIRST, _MOST = 64, 1024  # matrices of a launch: each has twice those of the one before
+_ALIGNMENT = 16  # bytes of one load
+_FIRST, _MOST = 64, 1024  # matrices of the first and of the largest launch: their number doubles
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """Starts the kernel for matrices of one size and dtype, none of them empty. `sizes` and `options` are the kernel's own."""
+    """Starts `kernel` for non-empty matrices of one size and dtype. `sizes` and `options` are its arguments."""
 
     kernel: Any
     blocks: int
@@ -35,16 +35,17 @@ class Launcher:
     options: Mapping[str, Any]
 
     def start(self, weights: Sequence[Tensor], words: Tensor, scale: Tensor, zero: Tensor | None, bad: Tensor) -> None:
-        """Quantizes contiguous matrices on the current stream of the current device, theirs: words, scales and (asymmetric only) zero points one after another.
+        """Quantizes contiguous matrices on the current stream; the current device must be theirs.
 
-        `bad`, int32: gets a 1 for each matrix that has a scale which is not finite.
+        Writes `words`, `scale` and (asymmetric only) `zero` matrix after matrix. Sets `bad`, int32, to 1 for each
+        matrix with a scale that is not finite.
         """
         places = _places(weights)
         if int(np.bitwise_or.reduce(places)) % _ALIGNMENT:
-            # The memory of a clone may be given away as soon as the kernel has been started: later work comes after it.
+            # A clone may be freed once the kernel is started: whatever reuses its memory runs after the kernel.
             weights = [weight.clone() if weight.data_ptr() % _ALIGNMENT else weight for weight in weights]
             places = _places(weights)
-        # Not waiting for the launches before: memory that is not pinned is copied aside before the call returns.
+        # Does not wait for earlier launches: unpinned memory is copied aside before the call returns.
         table = torch.from_numpy(places).to(words.device, non_blocking=True)
         self.kernel[self.blocks, len(weights)](table, words, scale, zero, bad, *self.sizes, **self.options)
 
@@ -54,7 +55,7 @@ def _places(weights: Sequence[Tensor]) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def launcher(scheme: QuantScheme, rows: int, columns: int, dtype: torch.dtype) -> Launcher:
-    """For matrices [rows, columns]. With groups only rows x columns counts."""
+    """Returns the launcher for matrices [rows, columns]. With groups only rows x columns matters."""
     stored = scheme.scale_dtype or dtype
     in_pairs = scheme.group_size and dtype == stored == torch.bfloat16
     formats = {"WEIGHT": _TYPES[dtype], "STORED": _TYPES[stored], "WIDE": _TYPES[torch.promote_types(dtype, stored)]}
@@ -73,26 +74,26 @@ def launcher(scheme: QuantScheme, rows: int, columns: int, dtype: torch.dtype) -
 
 
 def working_on(device: torch.device) -> torch.cuda.device:
-    """Makes a device the current one."""
+    """Makes `device` the current one in a `with` block."""
     return torch.cuda.device(device)
 
 
 def idle(device: torch.device) -> bool:
-    """Whether the device's current stream has nothing left to do."""
+    """Returns whether the device's current stream has nothing left to do."""
     return torch.cuda.current_stream(device).query()
 
 
 def done(device: torch.device) -> Callable[[], None]:
-    """A function that waits for what was started on the device's current stream until now."""
+    """Returns a function that waits for all work started so far on the device's current stream."""
     event = torch.cuda.current_stream(device).record_event()
     return lambda: event.synchronize()
 
 
 def quantize_pack_cuda(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequence[str]) -> list[Packed]:
-    """`quant.kernels.dispatch.quantize_pack` for CUDA tensors; parts of one launch share their memory.
+    """Implements `quant.kernels.dispatch.quantize_pack` for CUDA tensors; results of one launch share their memory.
 
-    A launch takes matrices of one shape and dtype; at the end one wait for the GPU tells whether everything was finite.
-    Raises CkptkitError as that does.
+    A launch takes matrices of one shape and dtype. One wait for the GPU at the end checks that all scales are finite.
+    Raises CkptkitError as `quantize_pack` does.
     """
     packed: dict[int, Packed] = {}
     bad = torch.zeros(len(weights), dtype=torch.int32, device=weights[0].device)
@@ -107,7 +108,10 @@ def quantize_pack_cuda(weights: Sequence[Tensor], scheme: QuantScheme, names: Se
 
 
 def _launches(weights: Sequence[Tensor]) -> Iterator[list[int]]:
-    """The places of the weights of each launch. There may be thousands, and while these are looked at the GPU works on those before: few at first."""
+    """Yields the indices of the weights of each launch.
+
+    The first launches are small, so that the GPU starts early and works while the host looks at thousands of others.
+    """
     waiting: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
     most = _FIRST
     for index, weight in enumerate(weights):
@@ -121,7 +125,7 @@ def _launches(weights: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def _launch(weights: Sequence[Tensor], scheme: QuantScheme, bad: Tensor) -> Iterator[Packed]:
-    """Matrices of one shape and dtype; `bad`, int32, gets a 1 for each that has a scale which is not finite."""
+    """Quantizes matrices of one shape and dtype; sets `bad`, int32, to 1 for each with a scale that is not finite."""
     count, (rows, columns), dtype, device = len(weights), weights[0].shape, weights[0].dtype, weights[0].device
     stored = scheme.scale_dtype or dtype
     groups = scheme.groups(columns)

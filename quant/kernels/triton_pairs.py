@@ -1,13 +1,15 @@
-"""Groups of bfloat16 weights with bfloat16 scales on a GPU, two weights in a register as long as that is exact.
+"""Quantizes groups of bfloat16 weights with bfloat16 scales on a GPU, two weights a register where that is exact.
 
-Fewer instructions than `quant.kernels.triton_kernel` takes, and the same bytes. Minima and maxima of both grids are found in pairs, and a thread
-has four words of one group. `qmax7` goes on in float32, with that module's arithmetic; of `minmax`, which rounds to bfloat16, the rest is in pairs, too:
+The bytes are those of `quant.kernels.triton_kernel`, in fewer instructions. A thread has four words of one group. Both
+grids find minima and maxima in pairs. `qmax7` then uses that module's float32 arithmetic. `minmax` rounds to bfloat16,
+so it stays in pairs:
 
-- x / s is x * (1 / s) in float32, rounded to bfloat16. Both are right to 2**-17: a quotient of two 8-bit significands is never a
-  midpoint m of bfloat16 (9 bits: m * s = x asks that an odd number above 256 divide x), and x and m * s, 17 bits, differ by 2**-17
-  of themselves at least, where the product is wrong by 2**-23.
+- x / s is computed as x * (1 / s) in float32 and rounded to bfloat16, which gives the correctly rounded quotient.
+  A quotient of two 8-bit significands is never a midpoint m of bfloat16: m has 9 bits, and m * s = x would need an odd
+  number above 256 to divide x. x and m * s (17 bits) therefore differ by at least 2**-17, relatively; the product's
+  error is only 2**-23.
 - Adding 200 to a bfloat16 between -8 and 7 leaves code + 8 in the lowest four bits, rounded half to even.
-- Weights i and i + 4 of a word share a register, so four registers, shifted by 0, 4, 8 and 12 bits and added, are the word.
+- Weights i and i + 4 of a word share a register. The word is the sum of four registers shifted by 0, 4, 8 and 12 bits.
 """
 
 from __future__ import annotations
@@ -19,15 +21,17 @@ from quant.kernels.triton_kernel import BOOST, MAGIC_SUM, TINY, nibbles, scales_
 
 
 def _word_of_eight(asymmetric: bool) -> str:
-    """PTX. In: four registers of weights; four times each: a factor, 1 / scale / factor, and when asymmetric the zero point in both halves.
+    """Returns PTX that packs eight weights into a word.
 
-    Out: the word, and three zeros.
+    In: four registers of weights, then four copies each of a factor, of 1 / scale / factor and, if asymmetric, of the
+    zero point in both halves. Out: the word, and three zeros.
     """
     shift = "fma.rn.bf16x2 p{0}, p{0}, one, $16;" if asymmetric else ""
     return "\n".join(
         [
             "{ .reg .b32 w<8>, p<4>, one, least, most, magic;",
-            "mov.b32 one, 0x3f803f80; mov.b32 least, 0xc100c100; mov.b32 most, 0x40e040e0; mov.b32 magic, 0x43484348;",  # 1, -8, 7, 200
+            # 1, -8, 7, 200
+            "mov.b32 one, 0x3f803f80; mov.b32 least, 0xc100c100; mov.b32 most, 0x40e040e0; mov.b32 magic, 0x43484348;",
             *(
                 f"shl.b32 w{2 * pair}, ${4 + pair}, 16; and.b32 w{2 * pair + 1}, ${4 + pair}, 0xffff0000;"
                 for pair in range(4)
@@ -75,13 +79,16 @@ def _upper_half(pair):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _largest(pairs):  # type: ignore[no-untyped-def]
-    """Of each group: the largest of both halves, with the axes kept."""
+    """Returns the largest of each group, for both halves; keeps the axes."""
     return tl.reduce(tl.reduce(pairs, 3, _larger, keep_dims=True), 2, _larger, keep_dims=True)
 
 
 @triton.jit
 def _extremes(pairs, ASYMMETRIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of pairs [lanes, groups, turns, 4]: the least and the largest weight of each group [1, groups, 1, 1], or 0; when symmetric absmax as both. float32."""
+    """Returns each group's least weight or 0 and its largest or 0; if symmetric, absmax twice.
+
+    `pairs`: [lanes, groups, turns, 4]. Results: float32 [1, groups, 1, 1].
+    """
     if ASYMMETRIC:
         most = _largest(pairs)
         least = tl.reduce(tl.reduce(pairs, 3, _smaller, keep_dims=True), 2, _smaller, keep_dims=True)
@@ -89,7 +96,7 @@ def _extremes(pairs, ASYMMETRIC: tl.constexpr):  # type: ignore[no-untyped-def]
         least = tl.minimum(_lower_half(least), _upper_half(least), propagate_nan=tl.PropagateNan.ALL)
         most = tl.maximum(most, 0.0, propagate_nan=tl.PropagateNan.ALL)
         least = -tl.minimum(least, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        # Both at once: what is exchanged between threads costs more than what they compute.
+        # Both at once: exchange between threads costs more than their arithmetic.
         both = most.to(tl.int32, bitcast=True) | (least.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
         both = tl.reduce(both, 0, _larger, keep_dims=True)
         return -_lower_half(both), _upper_half(both)
@@ -100,7 +107,10 @@ def _extremes(pairs, ASYMMETRIC: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _words_of_qmax7(pairs, scale):  # type: ignore[no-untyped-def]
-    """Words [lanes, groups, turns, 1] of pairs [lanes, groups, turns, 4]: codes of both halves, as `quant.kernels.triton_kernel.grouped` makes them."""
+    """Returns words [lanes, groups, turns, 1] for pairs [lanes, groups, turns, 4].
+
+    The codes are those of `quant.kernels.triton_kernel.grouped`.
+    """
     inverse = tl.div_rn(1.0, scale)
     low = nibbles(_lower_half(pairs), scale, inverse, 0.0, tl.bfloat16, False, False)
     high = nibbles(_upper_half(pairs), scale, inverse, 0.0, tl.bfloat16, False, False)
@@ -109,7 +119,7 @@ def _words_of_qmax7(pairs, scale):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _words_of_minmax(pairs, scale, zero, ASYMMETRIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As `_words_of_qmax7`."""
+    """Returns words for pairs, shaped as in `_words_of_qmax7`."""
     boost = tl.where(scale < TINY, BOOST, 1.0)
     inverse = tl.div_rn(1.0, scale * boost)
     if ASYMMETRIC:
@@ -130,7 +140,7 @@ def paired(  # type: ignore[no-untyped-def]
     table, words, scales, zeros, bad, groups,
     EPS: tl.constexpr, MINMAX: tl.constexpr, ASYMMETRIC: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One matrix of `groups` groups along the second grid axis, TILE // GROUP groups of it along the first."""
+    """Quantizes TILE // GROUP groups (first grid axis) of one matrix of `groups` groups (second axis)."""
     BLOCK: tl.constexpr = TILE // GROUP
     WORDS: tl.constexpr = GROUP // 8
     TURNS: tl.constexpr = 4
@@ -139,7 +149,7 @@ def paired(  # type: ignore[no-untyped-def]
     weight = tl.multiple_of(tl.load(table + matrix).to(tl.pointer_type(tl.int32)), 16)
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :, None, None]
     inside = group < groups
-    # Triton spreads the first two axes over the threads: each has one lane of a group, and its word of every turn.
+    # Triton spreads the first two axes over the threads: each has one lane of a group, with one word a turn.
     lane = tl.arange(0, LANES)[:, None, None, None]
     turn = tl.arange(0, TURNS)[None, None, :, None]
     word = group.to(tl.int64) * WORDS + turn * LANES + lane

@@ -1,8 +1,8 @@
-"""Quantizes a bucket on a GPU: the kernels are started, and that is all; tensors are made when somebody looks at them.
+"""Quantizes a bucket on a GPU without waiting for it.
 
-An H200 quantizes a layer of Qwen3-30B-A3B in 0.35 ms, and Python takes longer to make the layer's 1152 tensors. So what depends on names
-and shapes alone is worked out once (`plan_bucket`), since every update brings the same, and nothing waits for the GPU until the result
-is looked at (`QuantizedBucket`).
+An H200 quantizes a layer of Qwen3-30B-A3B in 0.35 ms; Python takes longer to create the layer's 1152 tensors.
+`plan_bucket` therefore computes once what depends only on names and shapes, which are the same in every update.
+The result is a `QuantizedBucket`, which creates its tensors and waits for the GPU on first access.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from quant.formats.scheme import CODES_PER_WORD, QuantScheme
 from quant.kernels.triton_launch import Launcher, done, idle, launcher, working_on
 from quant.online.same_tensors import looks_like
 
-FEWEST = 16  # packed matrices of a bucket for which a plan is worth keeping
-_FIRST = 192 << 20  # weights of the first part: the GPU is busy with them while the host prepares the second
+FEWEST = 16  # packed matrices in a bucket that make a plan worth keeping
+_FIRST = 192 << 20  # weights in the first part: enough to keep the GPU busy while the host prepares the second
 
 Pair = tuple[str, Tensor]
-Made = tuple[Tensor, Tensor]  # the words of some matrices, and their scales, flat
+Made = tuple[Tensor, Tensor]  # words and scales of some matrices, flat
 
 
 class QuantizedBucket(Sequence[Pair]):
-    """Names and tensors that a GPU may still be working on. Pickled as the list that it stands for.
+    """Names and tensors that a GPU may still be computing. Pickles as a plain list.
 
-    The first look (an item, an iteration, not `len`) makes the tensors and waits until they are there. It raises CkptkitError naming the
-    first weight that is not finite, or has a scale that is not: no tensor is handed out before all were found sound.
+    The first access (an item or an iteration, not `len`) creates the tensors and waits for the GPU. It raises
+    CkptkitError naming the first weight with a non-finite value or scale: no tensor is returned before all are checked.
     """
 
     def __init__(self, count: int, finish: Callable[[], list[Pair]]) -> None:
@@ -47,7 +47,7 @@ class QuantizedBucket(Sequence[Pair]):
         with self._lock:
             if self._made is None:
                 self._made = self._finish()
-                del self._finish  # which holds the weights
+                del self._finish  # it holds the weights
             return self._made
 
     def __len__(self) -> int:
@@ -75,17 +75,17 @@ class QuantizedBucket(Sequence[Pair]):
 
 @dataclass(frozen=True)
 class _Run:
-    """Matrices of one shape whose words and scales follow one another."""
+    """Matrices of one shape with contiguous words and scales."""
 
     count: int
     rows: int
-    words: int  # of a row
-    groups: int  # of a row
+    words: int  # per row
+    groups: int  # per row
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Matrices for one launch, from place `first` of a part's: how many words and scales each has, and of what shapes they are."""
+    """Matrices for one launch, from index `first` of a part's members. `words` and `scales` are counts per matrix."""
 
     launcher: Launcher
     first: int
@@ -103,7 +103,7 @@ class _Kind:
         return words, scales
 
     def tensors(self, words: Tensor, scales: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """What `start` gave, matrix by matrix."""
+        """Splits the result of `start` into one tensor a matrix."""
         counts = [run.count * run.rows for run in self.runs]
         return (
             _matrices(words, [(rows * run.words, run.words, run) for rows, run in zip(counts, self.runs, strict=True)]),
@@ -124,11 +124,13 @@ def _matrices(flat: Tensor, runs: Sequence[tuple[int, int, _Run]]) -> list[Tenso
 
 @dataclass(frozen=True)
 class _Part:
-    """Some of a bucket's tensors, which follow one another in it and go to the GPU together.
+    """Consecutive tensors of a bucket that go to the GPU together.
 
-    `sent`: their names as the trainer says them, `names`: in the checkpoint. `fits`: whether tensors are like those that the plan was
-    made for (class, dtype, device, shape, strides). `members`: places of the packed ones, kind by kind; `kept`: of those that pass as
-    they are. `outputs`: names that come out; `order`: the place of each among all words, scales and shapes of `members`, and what was kept.
+    `sent`: their names as the trainer sends them. `names`: their names in the checkpoint.
+    `fits`: whether tensors match those the plan was made for (class, dtype, device, shape, strides).
+    `members`: indices of the packed tensors, kind by kind. `kept`: indices of the tensors passed through unchanged.
+    `outputs`: names of the results. `order`: the index of each result in the list of all words, scales and shapes of
+    `members`, followed by the kept tensors.
     """
 
     sent: tuple[str, ...]
@@ -146,7 +148,7 @@ class _Part:
         return [kind.start(weights, bad, device) for kind in self.kinds]
 
     def check(self, tensors: Sequence[Tensor], bad: Tensor) -> None:
-        """Raises CkptkitError naming the first of these tensors that `bad` marks."""
+        """Raises CkptkitError naming the first tensor marked in `bad`."""
         if wrong := bad.nonzero().flatten().tolist():
             at, place = min((self.members[place], place) for place in wrong)
             kind = next(kind for kind in reversed(self.kinds) if place >= kind.first)
@@ -160,17 +162,17 @@ class _Part:
 
 
 class BucketPlan:
-    """How a bucket of these names is quantized.
+    """Quantizes buckets of the names and shapes it was made for.
 
-    `parts`: where the GPU waits for it, so that it works on the first while the host prepares the next. `whole`: the same in one part,
-    which is less to do for the host, where the GPU still has work from before.
+    `parts` is used when the GPU is idle: it works on one part while the host prepares the next. `whole` is the same
+    bucket in one part, which costs the host less; it is used when the GPU is still busy with earlier work.
     """
 
     def __init__(self, parts: Sequence[_Part], whole: _Part, device: torch.device) -> None:
         self._parts, self._whole, self._device = parts, whole, device
 
     def quantize(self, pairs: Sequence[Pair]) -> QuantizedBucket | None:
-        """Starts the kernels on the current stream. None when names or tensors are not those that the plan was made for."""
+        """Starts the kernels on the current stream. Returns None if names or tensors do not match the plan."""
         return _quantize(self._parts if idle(self._device) else [self._whole], pairs, self._device)
 
 
@@ -208,10 +210,11 @@ def _quantize(parts: Sequence[_Part], pairs: Sequence[Pair], device: torch.devic
 def plan_bucket(
     named: Sequence[Pair], known: Sequence[str], packed: frozenset[str], scheme: QuantScheme
 ) -> BucketPlan | None:
-    """`known`: the names in the checkpoint, of which those in `packed` are quantized.
+    """Plans how to quantize a bucket. `known`: its names in the checkpoint; those in `packed` are quantized.
 
-    None where a plan is not worth while or not possible: few matrices, empty ones, not on one GPU, not contiguous, not of torch's own
-    classes. Raises CkptkitError, naming the tensor, for what `quant.formats.grids.check` refuses.
+    Returns None if the scheme is asymmetric or searches for scales, or if the packed matrices are fewer than FEWEST,
+    empty, not all on one GPU, not contiguous or of a subclass of Tensor other than Parameter.
+    Raises CkptkitError, naming the tensor, for what `quant.formats.grids.check` refuses.
     """
     weights = {place: tensor for place, (_, tensor) in enumerate(named) if known[place] in packed}
     device = next((weight.device for weight in weights.values()), None)
@@ -237,7 +240,7 @@ def _is_plain(weight: Tensor, device: torch.device) -> bool:
 
 
 def _cuts(weights: Mapping[int, Tensor], end: int) -> Iterator[tuple[int, int]]:
-    """Where each part of a bucket begins and ends: each has twice as many packed tensors as the one before."""
+    """Yields begin and end of each part of a bucket: each has twice as many packed tensors as the one before."""
     places = list(weights)
     begin, count, most = 0, 0, max(FEWEST, _FIRST // weights[places[0]].numel())
     while len(places) - count > most:
@@ -267,11 +270,11 @@ def _part(named: Sequence[Pair], known: Sequence[str], packed: frozenset[str], s
 
 
 def _kinds(weights: Mapping[int, Tensor], scheme: QuantScheme) -> Iterator[tuple[_Kind, list[int]]]:
-    """Each kind with the places of its matrices, those of one shape together."""
+    """Yields each kind with the indices of its matrices, ordered by shape."""
 
     def size(place: int) -> tuple[Any, ...]:
         weight = weights[place]
-        # A kernel for groups sees no rows, so that matrices and those that are as large the other way round are one kind.
+        # The grouped kernels ignore rows, so a matrix and one with its axes swapped are of one kind.
         return str(weight.dtype), weight.numel() if scheme.group_size else tuple(weight.shape)
 
     first = 0
@@ -295,7 +298,7 @@ def _kinds(weights: Mapping[int, Tensor], scheme: QuantScheme) -> Iterator[tuple
 
 
 def _outputs(names: Sequence[str], members: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Names of what comes out, and where each is among all words, scales, shapes and what was kept."""
+    """Returns `outputs` and `order` of a `_Part`."""
     count, place_of = len(members), {place: index for index, place in enumerate(members)}
     found: list[tuple[str, int]] = []
     kept = 3 * count

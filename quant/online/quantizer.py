@@ -1,6 +1,6 @@
 """Quantizes the weights of a trainer while it streams them to SGLang: BF16 tensors in, buckets for `load_weights` out.
 
-What SGLang cannot take online is refused before the first byte. The bytes are those of `ckptkit quantize`.
+Refuses what SGLang cannot load online before sending anything. The bytes are the same as those of `ckptkit quantize`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from quant.online.served import Served, served
 if TYPE_CHECKING:
     from quant.online.cuda import BucketPlan
 
-# For one call of load_weights: names and tensors, parts of packed weights in the order packed, scale, shape.
+# Names and tensors for one call of load_weights. Parts of a packed weight come in the order packed, scale, shape.
 Bucket = Sequence[tuple[str, Tensor]]
 Named = Iterable[tuple[str, Tensor]]
 
-_PLANS = 1024  # buckets whose plan is remembered
+_PLANS = 1024  # plans kept, one a bucket
 
 
 class OnlineQuantizer:
-    """Turns a model's tensors into what an INT4 engine takes. Holds no tensors itself: every update is a `Session`.
+    """Quantizes a model's tensors for an INT4 engine. Holds no tensors itself: every update is a `Session`.
 
-    `config`: the whole HF config with `quantization_config`, as served. `reference`: the checkpoint that the engine serves, as its
-    directory (an index is enough) or its names; None: the classes of the model decide, as for `ckptkit quantize`. `grid`: that of
-    training, where the config was not written by ckptkit and so does not say it. `waiting_bytes`: expert weights of a layer wait for
-    one another, at most this many bytes of them; None: the whole layer.
+    `config`: the whole HF config with `quantization_config`, as served.
+    `reference`: the checkpoint that the engine serves: its directory (an index is enough) or its tensor names.
+    None: the model's classes decide, as for `ckptkit quantize`.
+    `grid`: the grid used in training; needed when ckptkit did not write the config, which then does not name it.
+    `waiting_bytes`: the most bytes of a layer's expert weights to collect before sending them. None: the whole layer.
 
-    Raises CkptkitError for anything that SGLang could not take online: INT4 Linear layers, asymmetric scales, a layer packed in
-    part, a config with several groups, or one that contradicts the reference.
+    Raises CkptkitError for what SGLang cannot load online: INT4 Linear layers, asymmetric scales, a partly packed
+    layer, a config with several groups, or one that contradicts the reference.
     """
 
     def __init__(
@@ -61,19 +62,20 @@ class OnlineQuantizer:
         return Session(self)
 
     def stream(self, named: Named) -> Iterator[Bucket]:
-        """A whole update: every bucket as soon as it is complete. Raises CkptkitError as `Session` does."""
+        """Runs a whole update and yields each bucket once it is complete. Raises CkptkitError as `Session` does."""
         session = self.begin()
         for pair in named:
             yield from session.add([pair])
         yield from session.finish()
 
     def quantize(self, named: Named) -> Bucket:
-        """These tensors as SGLang takes them, at once and without a session: nothing waits, and nobody counts what is missing.
+        """Quantizes these tensors at once, without a session: none waits for others, and missing ones go unnoticed.
 
-        Of many matrices on a GPU the work is started on the current stream, and the result is a sequence, not a list: its first look waits
-        for the GPU, and raises what is said below of weights that are not finite. Until then the weights are held, and must not change.
+        For many matrices on a GPU this only starts the work on the current stream and returns a sequence, not a list.
+        Its first access waits for the GPU and checks that weights are finite; do not change the weights before that.
 
-        Raises CkptkitError, naming the tensor, for what the checkpoint does not have, what cannot be quantized and weights that are not finite.
+        Raises CkptkitError, naming the tensor, for a name the checkpoint lacks, a tensor that cannot be quantized, or
+        weights that are not finite.
         """
         pairs = list(named)
         if not pairs:
@@ -95,17 +97,17 @@ class OnlineQuantizer:
     def _plan(self, pairs: Sequence[tuple[str, Tensor]], known: Sequence[str]) -> BucketPlan | None:
         if not any(tensor.is_cuda for _, tensor in pairs):
             return None
-        # Imported here because it needs Triton, which is there wherever torch has CUDA.
+        # Imported here because it needs Triton, which comes with CUDA builds of torch.
         from quant.online.cuda import plan_bucket
 
         return plan_bucket(pairs, known, self.served.packed, self.scheme)
 
 
 class Session:
-    """One update of all weights: `add` in any order, send what comes out, `finish`.
+    """Quantizes one update of all weights: `add` in any order, send the buckets it returns, then `finish`.
 
-    SGLang takes experts apart before an update (`quant.online.sglang_reload`), so an update that leaves one out destroys it: `finish` raises.
-    A tensor may wait for others: it must not change until its bucket came out.
+    SGLang discards packed experts before an update (`quant.online.sglang_reload`): `finish` raises if one was left out.
+    A tensor may wait for others: do not change it before its bucket is returned.
     """
 
     def __init__(self, quantizer: OnlineQuantizer) -> None:
@@ -118,20 +120,24 @@ class Session:
 
     @property
     def delivered(self) -> frozenset[str]:
-        """Names of all parameters added so far, as in the checkpoint."""
+        """Names, as in the checkpoint, of all parameters added so far."""
         return frozenset(self._delivered)
 
     def add(self, named: Named) -> list[Bucket]:
-        """Takes tensors on any device, and returns the buckets that became complete. Raises CkptkitError for an unknown or repeated name."""
+        """Adds tensors on any device and returns the buckets now complete.
+
+        Raises CkptkitError for an unknown or repeated name, or after `finish`.
+        """
         if not self._open:
             raise CkptkitError("this update is finished", "begin a new one for every update")
         touched = dict.fromkeys(self._take(name, tensor) for name, tensor in named)
         return [self._bucket(key) for key in touched if self._is_due(key)]
 
     def finish(self, elsewhere: Iterable[str] = ()) -> list[Bucket]:
-        """Ends the update and returns what still waits for experts that other ranks send. `elsewhere`: what their `delivered` says.
+        """Ends the update and returns the buckets still waiting for experts that other ranks send.
 
-        Raises CkptkitError naming every packed weight that nobody sent, and every tensor whose sibling never came.
+        `elsewhere`: the `delivered` names of those ranks. Raises CkptkitError naming every packed weight that no rank
+        sent, or every tensor that SGLang joins with one that was not sent.
         """
         self._open = False
         check_complete(self._served.packed, self._delivered, elsewhere)
@@ -170,21 +176,22 @@ def check_complete(packed: frozenset[str], delivered: Iterable[str], elsewhere: 
     """Raises CkptkitError naming the packed weights that an update left out."""
     if missing := sorted(packed.difference(delivered, elsewhere)):
         raise CkptkitError(
-            f"the update left out {len(missing)} packed weight(s), which SGLang has destroyed by now: {summarize(missing)}",
+            f"the update left out {len(missing)} packed weight(s), "
+            f"which SGLang has destroyed by now: {summarize(missing)}",
             "send every expert of every layer in each update, and repeat the whole update before anything is generated",
         )
 
 
 def quantize_bucket(named: Bucket, what: Served, scheme: QuantScheme) -> list[tuple[str, Tensor]]:
-    """Tensors by their names in the checkpoint, all packed ones quantized together: one launch on a GPU.
+    """Quantizes the packed weights of a bucket in one call of `quantize_pack`; `named` has the checkpoint's names.
 
-    `N.weight` [rows, columns] gives `N.weight_packed` int32 [rows, columns / 8], `N.weight_scale` [rows, groups] and `N.weight_shape`
-    int64 [2], all on its device. Raises CkptkitError, naming the tensor, for what cannot be quantized.
+    `N.weight` [rows, columns] becomes `N.weight_packed` int32 [rows, columns / 8], `N.weight_scale` [rows, groups] and
+    `N.weight_shape` int64 [2], all on its device. Raises CkptkitError, naming a tensor that cannot be quantized.
     """
     chosen = [(name, tensor.detach().contiguous()) for name, tensor in named if name in what.packed]
     names, weights = [name for name, _ in chosen], [tensor for _, tensor in chosen]
     packed = dict(zip(names, quantize_pack(weights, scheme, names), strict=True)) if chosen else {}
-    # One copy to the device for all of them.
+    # One copy to the device for all shapes.
     shapes = (
         torch.tensor([weight.shape for weight in weights], dtype=torch.int64).to(weights[0].device).unbind()
         if chosen

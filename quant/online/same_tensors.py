@@ -1,4 +1,4 @@
-"""Whether tensors are like those that were seen before, asked of hundreds at once."""
+"""Checks that hundreds of tensors have the layout of earlier ones, in one call."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A function that tells whether as many other tensors are of the same classes, dtypes, devices, shapes and strides.
+    """Returns a function that checks that other tensors have the same classes, dtypes, devices, shapes and strides.
 
-    Asking each of hundreds of tensors in Python takes as long as a third of the GPU's work; the guards that torch.compile has for its
-    own arguments ask them all in one call.
+    A Python loop over hundreds of tensors takes a third of the GPU's time for them. torch.compile's guards for its own
+    arguments check all of them in one call.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
-    except ImportError:  # no public part of torch: a version may come without it
+    except ImportError:  # private to torch: a version may lack it
         expected = [_looks(tensor) for tensor in tensors]
         return lambda *others: [_looks(other) for other in others] == expected
     sizes: Any = [list(tensor.shape) for tensor in tensors]

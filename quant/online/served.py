@@ -1,4 +1,7 @@
-"""What an engine serves, by the names of its INT4 checkpoint: what is packed, what belongs together, and what cannot be updated online."""
+"""Describes what an engine serves, by the names of its INT4 checkpoint.
+
+It tells what is packed, which tensors go in one bucket, and what cannot be updated online.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +27,19 @@ if TYPE_CHECKING:
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.[^.]+")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _NAMESPACE = re.compile(r"(model\.language_model|language_model\.model|language_model|model)\.")
-# SGLang joins q_a_proj and kv_a_proj_with_mqa, of which each waits for the other within one call of load_weights and is lost
-# after it (DeepSeek's loader, SGLang 0.5.16). The others are written one by one, and stay together so that no batch holds half a layer.
+# DeepSeek's loader in SGLang 0.5.16 joins q_a_proj and kv_a_proj_with_mqa; it loses one if the other is not in the same
+# call of load_weights. The others are loaded one by one; keeping them together means no batch holds half a layer.
 _SIBLINGS = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True)
 class Served:
-    """The parameters that a trainer may send, `N.weight` for what the engine holds as `N.weight_packed`.
+    """The parameters that a trainer may send; `N.weight` stands for the engine's `N.weight_packed`.
 
-    `bucket` maps a parameter to the key of those that come in one bucket with it (for packed ones the `….experts` of the layer),
-    `sizes` a key to their number. `packed`: those that are quantized. `shapes`: of weight matrices, as far as known.
-    `whole`: whether every parameter is known; otherwise only matrices are.
+    `bucket`: parameter -> key of its bucket (for packed experts, the layer's `….experts`).
+    `sizes`: bucket key -> number of parameters. `packed`: parameters that are quantized.
+    `shapes`: shapes of weight matrices, where known. `whole`: whether every parameter is known, or only matrices.
+    `namesakes`: name without its namespace -> the checkpoint's names.
     """
 
     bucket: Mapping[str, str]
@@ -46,7 +50,7 @@ class Served:
     namesakes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def name(self, name: str, tensor: Tensor) -> str:
-        """The parameter's name in the checkpoint. Raises CkptkitError when it has none, several, or another shape."""
+        """Returns the name in the checkpoint. Raises CkptkitError if none or several match, or if shapes differ."""
         known = name if name in self.bucket else self._translated(name, tensor)
         shape = self.shapes.get(known)
         if shape is not None and shape != tuple(tensor.shape):
@@ -67,23 +71,24 @@ class Served:
                 f"{name} may be any of {summarize(found)} of the engine's checkpoint", "send it under its name there"
             )
         raise CkptkitError(
-            f"{name} {list(tensor.shape)} is no tensor of the engine's checkpoint, so SGLang would drop it without a word",
+            f"{name} {list(tensor.shape)} is no tensor of the engine's checkpoint, "
+            "so SGLang would drop it without a word",
             "send parameters under their names there, one tensor an expert"
             + ("" if self.whole else ", and give those names as `reference`"),
         )
 
 
 def _bare(name: str) -> str:
-    """A name without what different trainers and releases put before `layers`, `embed_tokens`, `norm` and `lm_head`."""
+    """Removes the namespace that trainers and releases put before `layers`, `embed_tokens`, `norm` and `lm_head`."""
     match = _NAMESPACE.match(name)
     return name[match.end() :] if match else name
 
 
 def served(config: Mapping[str, Any], scheme: QuantScheme, reference: str | Path | Iterable[str] | None) -> Served:
-    """What an engine with this config serves, by the names of its checkpoint: a directory, the names themselves, or None.
+    """Returns what an engine with this config serves. `reference`: its checkpoint's directory, or tensor names.
 
-    Without names the model's classes tell, less what `ignore` covers; then only matrices are known by name. Raises CkptkitError
-    when nothing is packed, when names and `ignore` contradict each other, and when SGLang cannot take part of it online.
+    With None the model's classes and `ignore` decide, and only matrices are known by name. Raises CkptkitError if
+    nothing is packed, if names and `ignore` contradict each other, or if SGLang cannot update part of it online.
     """
     names, specs = _names(reference)
     weights, whole = _weights(names, config)
@@ -110,7 +115,7 @@ def served(config: Mapping[str, Any], scheme: QuantScheme, reference: str | Path
 
 
 def _names(reference: str | Path | Iterable[str] | None) -> tuple[Collection[str] | None, Mapping[str, TensorSpec]]:
-    """Names, and the specs of those whose file is there: an index alone will do."""
+    """Returns the tensor names, and the specs if no shard is missing: an index alone gives names only."""
     if reference is None:
         return None, {}
     if not isinstance(reference, str | Path):
@@ -124,11 +129,11 @@ def _names(reference: str | Path | Iterable[str] | None) -> tuple[Collection[str
 
 
 def _weights(names: Collection[str] | None, config: Mapping[str, Any]) -> tuple[dict[str, bool], bool]:
-    """Parameter -> whether it is packed, and whether these are all parameters."""
+    """Returns parameter -> whether it is packed, and whether these are all parameters."""
     if names is not None:
         modules = set(packed_in(names))
         return {unpacked_name(name): name.endswith(PACKED) for name in names if not _is_part(name, modules)}, True
-    # Imported here because they bring transformers with them, which takes seconds.
+    # Imported here because they import transformers, which takes seconds.
     from quant.planner import packed_modules
     from quant.selection.class_tree import class_tree
 
@@ -145,7 +150,8 @@ def _check_reloadable(packed: Iterable[str], scheme: QuantScheme) -> None:
     if linears:
         entries = dict.fromkeys(spell(_module(name)) for name in sorted(linears))
         raise CkptkitError(
-            f"SGLang cannot take INT4 Linear layers a second time, since it repacks them for Marlin and keeps no way back: {summarize(sorted(linears))}",
+            "SGLang cannot take INT4 Linear layers a second time, since it repacks them for Marlin "
+            f"and keeps no way back: {summarize(sorted(linears))}",
             "quantize the checkpoint that the engine serves again with "
             + " ".join(f"--ignore '{entry}'" for entry in entries),
         )
@@ -157,7 +163,7 @@ def _check_reloadable(packed: Iterable[str], scheme: QuantScheme) -> None:
 
 
 def _check_layers(weights: Mapping[str, bool], ignore: Collection[str], layers: int) -> None:
-    """Raises CkptkitError where a layer's routed experts are not packed together, or not as `ignore` says to SGLang."""
+    """Raises CkptkitError if a layer's routed experts are only partly packed, or contradict `ignore`."""
     seen: dict[str, dict[bool, list[str]]] = {}
     for name, is_packed in weights.items():
         if match := _EXPERT.fullmatch(_module(name)):
@@ -165,8 +171,10 @@ def _check_layers(weights: Mapping[str, bool], ignore: Collection[str], layers: 
     for experts, both in seen.items():
         if len(both) > 1:
             raise CkptkitError(
-                f"{experts} is packed in part, and SGLang looks at the first expert only: {summarize(both[False])} would be dropped",
-                f"quantize the checkpoint again with --ignore '{spell(_module(both[False][0]))}', or with no entry for these experts",
+                f"{experts} is packed in part, and SGLang looks at the first expert only: "
+                f"{summarize(both[False])} would be dropped",
+                f"quantize the checkpoint again with --ignore '{spell(_module(both[False][0]))}', "
+                "or with no entry for these experts",
             )
         number = _LAYER.search(experts)
         if number is None or int(number[1]) < layers:  # readers skip draft layers, whatever `ignore` says
@@ -175,13 +183,14 @@ def _check_layers(weights: Mapping[str, bool], ignore: Collection[str], layers: 
 
 
 def _check_ignore(names: Iterable[str], is_packed: bool, ignore: Collection[str]) -> None:
-    """Raises CkptkitError unless `ignore` covers all of these where they are not packed, and none where they are."""
+    """Raises CkptkitError unless `ignore` covers none of these if they are packed, and all if they are not."""
     for name in names:
         covering = [pattern for pattern in ignore if compressed_tensors(_module(name), pattern)]
         if is_packed == bool(covering):
             said = f"covers it with {covering[0]!r}" if covering else "does not cover it"
             raise CkptkitError(
-                f"{name} is {'' if is_packed else 'not '}packed in the engine's checkpoint, but `ignore` in its config {said}",
+                f"{name} is {'' if is_packed else 'not '}packed in the engine's checkpoint, "
+                f"but `ignore` in its config {said}",
                 "config and weights belong to different checkpoints; `ckptkit lint` names the entries",
             )
 
@@ -203,7 +212,7 @@ def _bucket_of(name: str, is_packed: bool) -> str:
 
 
 def _shapes(specs: Mapping[str, TensorSpec], packed: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """The shape of every weight with two or more axes, packed or not, whose file is there."""
+    """Returns the unpacked shape of every weight in `specs` with two or more axes."""
     plain = {name: spec.shape for name, spec in specs.items() if len(spec.shape) > 1 and name.endswith(".weight")}
     words = {name: specs[_module(name) + PACKED].shape for name in packed if specs}
     return plain | {name: (rows, count * CODES_PER_WORD) for name, (rows, count) in words.items()}

@@ -1,10 +1,14 @@
 """Opens and closes a weight update inside SGLang 0.5.16, which cannot load packed experts a second time by itself.
 
-After loading, SGLang repacks routed experts for Marlin's kernels. Its class for them can resize them back, but 0.5.16 calls that
-nowhere and has no request for it (later versions have `begin_weight_update` and `end_weight_update`; use those there). Start the
-engine with `--custom-weight-loader quant.online.sglang_reload.begin quant.online.sglang_reload.end` and send, with no tensors, one of these two
-names as `load_format` of `update_weights_from_tensor` before and after the buckets. SGLang calls them in every rank, as
-`loader(model, named_tensors)`; what they raise ends the engine, since SGLang catches nothing there.
+After loading, SGLang repacks routed experts for Marlin's kernels. Its class for them can restore their loading shapes,
+but 0.5.16 never calls that and has no request for it. (Later versions have `begin_weight_update` and
+`end_weight_update`; use those there.) Start the engine with
+
+    --custom-weight-loader quant.online.sglang_reload.begin quant.online.sglang_reload.end
+
+Call `update_weights_from_tensor` without tensors before and after the buckets, with the first and the second name as
+`load_format`. SGLang calls the function in every rank as `loader(model, named_tensors)`. It catches no exception there:
+an error ends the engine.
 """
 
 from __future__ import annotations
@@ -21,22 +25,23 @@ _RELOADABLE = "CompressedTensorsWNA16MoE"
 
 
 def begin(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Gives packed experts their loading shapes back. From now on they hold nothing until every one of them is loaded again.
+    """Restores the loading shapes of packed experts. Their weights are lost and must all be loaded again.
 
-    Raises CkptkitError, before anything is touched, when a packed layer is no group of routed experts for Marlin.
+    Raises CkptkitError, before changing anything, if a packed layer is not a group of routed experts for Marlin.
     """
     found = _packed(model)
     if other := {name: scheme for name, (_, scheme) in found.items() if scheme != _RELOADABLE}:
         raise CkptkitError(
             f"SGLang cannot load {summarize(other)} again ({', '.join(sorted(set(other.values())))})",
-            "only routed experts can be: leave every other layer out of INT4, and let SGLang choose Marlin (--moe-runner-backend auto or marlin)",
+            "only routed experts can be: leave every other layer out of INT4, "
+            "and let SGLang choose Marlin (--moe-runner-backend auto or marlin)",
         )
     for module, _ in found.values():
         module.scheme.restore_weights_before_loading(module)  # type: ignore[union-attr, operator]
 
 
 def end(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Repacks the experts for Marlin. Raises CkptkitError when none was opened, since packing twice would destroy them."""
+    """Repacks the experts for Marlin. Raises CkptkitError without `begin`: repacking twice would destroy them."""
     opened = [module for module, _ in _packed(model).values() if not getattr(module, "is_marlin_converted", False)]
     if not opened:
         raise CkptkitError(
@@ -45,11 +50,11 @@ def end(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     for module in opened:
         workspace = module.workspace
         module.scheme.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
-        module.workspace = workspace  # CUDA graphs hold the address of the one that they were captured with
+        module.workspace = workspace  # CUDA graphs hold the address of the workspace they were captured with
 
 
 def _packed(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Every module with packed weights of its own, and the class that SGLang gave it."""
+    """Returns name -> (module, class name of its SGLang scheme) for every module with its own packed weights."""
     return {
         name: (module, type(getattr(module, "scheme", None)).__name__)
         for name, module in model.named_modules()

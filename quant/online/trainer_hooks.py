@@ -1,6 +1,6 @@
-"""What slime and miles call in the place of their own INT4 quantizer: once a parameter or once a bucket, with nothing kept in between.
+"""Replaces the INT4 quantizers of slime and miles, which call once a parameter or once a bucket.
 
-docs/online.md has the lines to change there.
+docs/online.md shows the lines to change there.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from quant.online.quantizer import Bucket, Named, OnlineQuantizer, check_complet
 
 
 def quantize_params(converted_named_params: Named, checkpoint: str | Path, grid: Grid | None = None) -> Bucket:
-    """These HF tensors as the engine takes them; all that are packed come from one launch. `checkpoint`: the directory it serves.
+    """Quantizes these HF tensors together, for an engine that serves the directory `checkpoint`.
 
-    `grid`: as for `OnlineQuantizer`. Raises CkptkitError as it does; the first call reads the checkpoint's names, the others nothing.
+    `grid` is as for `OnlineQuantizer`. Only the first call reads the checkpoint (its config and tensor names).
+    Raises CkptkitError as `OnlineQuantizer` and its `quantize` do.
     """
     return _quantizer(str(checkpoint), grid).quantize(converted_named_params)
 
 
 class UpdateCheck:
-    """Counts what one update sent to an engine that serves `checkpoint`: `saw` every bucket, then `finish`."""
+    """Checks that one update of an engine serving `checkpoint` is complete: `saw` every bucket, then `finish`."""
 
     def __init__(self, checkpoint: str | Path) -> None:
         self._packed = _quantizer(str(checkpoint), None).served.packed
@@ -32,15 +33,18 @@ class UpdateCheck:
 
     @property
     def delivered(self) -> frozenset[str]:
-        """The packed weights seen so far."""
+        """Names of the packed weights seen so far."""
         return frozenset(self._sent)
 
     def saw(self, named: Named) -> None:
-        """Notes a bucket, as `quantize_params` made it."""
+        """Records a bucket returned by `quantize_params`."""
         self._sent.update(f"{module}.weight" for module in packed_in(name for name, _ in named))
 
     def finish(self, elsewhere: Iterable[str] = ()) -> None:
-        """Raises CkptkitError naming every packed weight that neither this nor another rank (`elsewhere`: their `delivered`) sent."""
+        """Raises CkptkitError naming every packed weight that no rank sent.
+
+        `elsewhere`: the `delivered` names of the other ranks.
+        """
         check_complete(self._packed, self._sent, elsewhere)
 
 

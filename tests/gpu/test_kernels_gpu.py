@@ -1,4 +1,4 @@
-"""The CUDA kernel writes the bytes that the formulas give on the CPU, for everything that the CPU takes, and refuses what it refuses."""
+"""The CUDA kernel accepts and refuses what the CPU does, and writes the bytes that the formulas give there."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def odd_groups(dtype: torch.dtype) -> Tensor:
 
 
 def ties(dtype: torch.dtype) -> Tensor:
-    """Weights that lie between two codes on both grids, or one step of the dtype beside: absmax is 7 s or 7.5 s, the rest (k + 1/2) s."""
+    """Weights halfway between two codes, or one step of the dtype off: absmax is 7 s or 7.5 s, the rest (k+1/2) s."""
     scale = torch.tensor([1.0, 0.75, 1.3, 0.0173, 3.1e-4]).to(dtype).float()[:, None]
     halves = torch.arange(-7, 7).repeat(9)[:123] + 0.5
     rows = (

@@ -1,4 +1,4 @@
-"""The Megatron witness on GPUs: NCCL, parameters in GPU memory, and Transformer Engine's layers where it is installed."""
+"""The Megatron witness on GPUs: NCCL, parameters in GPU memory and, if installed, Transformer Engine's layers."""
 
 from __future__ import annotations
 

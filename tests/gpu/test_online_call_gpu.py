@@ -1,4 +1,4 @@
-"""The online quantizer's public call on a GPU: the bytes of the CPU, whatever is sent, and errors that name the tensor."""
+"""The online quantizer's public call on a GPU: the same bytes as on the CPU, and errors that name the tensor."""
 
 from __future__ import annotations
 

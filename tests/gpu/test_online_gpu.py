@@ -1,4 +1,4 @@
-"""A real SGLang engine on a GPU: INT4 models load, generate, and hold after two online updates what they held from disk."""
+"""A real SGLang engine on a GPU: INT4 models load and generate, and two online updates equal a load from disk."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytestmark = [
     pytest.mark.timeout(1500),
 ]
 
-# Within the limits of Marlin's kernels: out features % 64, in features % 128, for every matrix. 16 experts: for other numbers
-# SGLang compiles its choice of experts anew.
+# Marlin's kernels need out features % 64 == 0 and in features % 128 == 0 for every matrix. For other numbers than 16
+# experts SGLang recompiles its expert selection.
 SIZES = {
     "vocab_size": 320,
     "hidden_size": 256,
@@ -91,8 +91,8 @@ def test_two_updates_leave_the_checksum_that_the_disk_gives(result: tuple[str, d
     for step in ("update 1", "update 2", "mended"):
         assert differing(steps["disk"], steps[step]) == []
         assert steps[step]["total"] == steps["disk"]["total"]
-    # Not the tokens that it chooses: two that are as good as equal change places where sums are done in another order. Seen: 0.006, and
-    # with two experts exchanged 0.017.
+    # Tokens are not compared: two that are nearly equal swap when sums are done in another order. Measured: 0.006, and
+    # 0.017 with two experts swapped.
     assert furthest(steps, "judged after updates") < 0.01
 
 

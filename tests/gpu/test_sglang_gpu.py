@@ -1,4 +1,4 @@
-"""Real SGLang on a GPU: checkpoints load through the repacking for Marlin's kernels, and what is repacked is what was loaded."""
+"""Real SGLang on a GPU: checkpoints load, and what is repacked for Marlin's kernels is what was loaded."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_sound_checkpoints_pass_through_repacking(
 def test_zero_points_and_fp8_blocks_pass_through_repacking(
     name: str, cases: dict[str, Case], runs: dict[str, SglangRun]
 ) -> None:
-    """Zero points of experts lie in AWQ's order, those of linear layers in compressed-tensors'; both end in Marlin's."""
+    """Experts' zero points come in AWQ's order, Linear layers' in compressed-tensors'; both end in Marlin's."""
     status, found = findings(cases[name], runs[name])
     assert found == set()
     assert {code for code, one in status.items() if one == "passed"} == {

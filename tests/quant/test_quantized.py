@@ -39,7 +39,7 @@ def int4(releases: Callable[[str], Path], tmp_path_factory: pytest.TempPathFacto
 
 
 def compressed(path: Path) -> Iterator[tuple[str, dict[str, torch.Tensor], QuantizationScheme]]:
-    """Every packed module of a checkpoint: its name, its tensors by their local names, the scheme as compressed-tensors reads it."""
+    """Yields each packed module: its name, its tensors by local name, the scheme as compressed-tensors reads it."""
     content = json.loads((path / "config.json").read_text())["quantization_config"]
     scheme = QuantizationConfig.model_validate(content).config_groups["group_0"]
     tensors = models.tensors(path)

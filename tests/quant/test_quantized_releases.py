@@ -33,9 +33,10 @@ K25_LIST = ["re:.*lm_head.*", *KIMI_LIST[1:], "re:vision_tower.*", "re:mm_projec
 
 @dataclass(frozen=True)
 class Release:
-    """How a model is released: which of the test models, which tensors are quantized and how, and what its config says.
+    """How a model is released: the test model, which tensors are quantized and how, and what its config says.
 
-    `inside`: says it in `text_config`. `copies`: quantized tensors that repeat one that is not quantized, and come back as that.
+    `inside`: the config says it in `text_config`.
+    `copies`: quantized copies of unquantized tensors, which come back as those.
     """
 
     case: str
@@ -193,7 +194,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
 
 
 def test_transformers_loads_the_same_model_from_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers dequantizes FP8 itself where there is no GPU; what came through Megatron is the same model, to the last bit."""
+    """Without a GPU transformers dequantizes FP8 itself; the model from Megatron is the same bit for bit."""
     # It asks for a package that would only place modules on devices.
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
     release = RELEASES["Qwen3, scales in bfloat16"]
@@ -209,7 +210,7 @@ def test_transformers_loads_the_same_model_from_fp8(tmp_path: Path, monkeypatch:
 
 
 def test_the_int4_that_ckptkit_writes(tmp_path: Path) -> None:
-    """transformers runs the packed model with compressed-tensors' own unpacking; what came through Megatron gives its logits."""
+    """transformers unpacks the model with compressed-tensors; the one from Megatron gives the same logits."""
     save("qwen2-untied", CASES["qwen2-untied"], tmp_path / "plain", torch.bfloat16)
     quantize(tmp_path / "plain", tmp_path / "release", QuantScheme(32, "qmax7"))
     convert(tmp_path / "release", tmp_path / "megatron")

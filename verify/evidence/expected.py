@@ -75,7 +75,8 @@ def _names(subject: Subject) -> Collection[str]:
         return ()
     if subject.kind == "megatron":
         return subject.megatron_files.opened.specs if subject.megatron_files.readable else ()
-    return {**subject.hf_files.specs, **(subject.hf_files.index or {})}
+    specs, index = subject.hf_files.specs, subject.hf_files.index or {}
+    return specs if index.keys() <= specs.keys() else {**specs, **index}
 
 
 def stated_config_of(subject: Subject) -> Mapping[str, Any]:

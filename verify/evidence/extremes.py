@@ -106,7 +106,7 @@ def extremes(tensor: Tensor) -> Extremes:
 def _measured(rows: Tensor) -> _Piece:
     import torch
 
-    # torch has no minimum of unsigned integers. As signed ones they are other numbers, constant and zero where those are.
+    # torch has no minimum of unsigned integers. Viewed as signed, values differ, but constant and zero stay so.
     if rows.dtype in (torch.uint16, torch.uint32, torch.uint64):
         rows = as_integers(rows)
     if not rows.is_floating_point():

@@ -15,7 +15,17 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.hf.reader import BEGIN, INDEX, MAX_HEADER, SINGLE, Span, parse_entry, read_json, sound_spans
+from ckptkit.formats.hf.reader import (
+    BEGIN,
+    INDEX,
+    MAX_HEADER,
+    SINGLE,
+    Span,
+    may_repeat,
+    parse_entry,
+    read_json,
+    sound_spans,
+)
 from verify.issue import Issue
 
 
@@ -53,8 +63,7 @@ def scan_shard(path: Path) -> ShardScan:
         return _unreadable(path, f"a header that is not JSON ({error})")
     if not isinstance(header, dict):
         return _unreadable(path, "a header that is not a JSON object")
-    # Every pair has a colon. More of them stand in a name, or in a pair whose key came again, which is slower to tell.
-    issues = list(_repetitions(text)) if text.count(b":") > _pairs(header) else []
+    issues = list(_repetitions(text)) if may_repeat(text, header) else []
     about = header.pop("__metadata__", None)
     if about is not None and not (isinstance(about, dict) and all(isinstance(value, str) for value in about.values())):
         issues.append(Issue("a __metadata__ of strings", f"{about!r:.80}"))
@@ -75,11 +84,6 @@ def scan_shard(path: Path) -> ShardScan:
 
 def _unreadable(path: Path, actual: str) -> ShardScan:
     return ShardScan(path, {}, (Issue("a safetensors file", actual),), readable=False)
-
-
-def _pairs(header: Mapping[str, Any]) -> int:
-    """Pairs of key and value in an object and in the objects that it holds."""
-    return len(header) + sum([len(entry) for entry in header.values() if isinstance(entry, dict)])
 
 
 def _repetitions(text: bytes) -> Iterator[Issue]:

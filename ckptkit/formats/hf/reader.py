@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
-_GAPS = (b'" ', b'"\t', b'"\n', b'"\r')  # what JSON allows between a key and its colon
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Shard:
     def read(self, name: str, reader: Reader | None = None) -> Tensor:
         """One tensor; what `reader` has loaded of it is not read again.
 
-        It is read with plain reads, not mapped: a file that is cut meanwhile, or a bad sector, is an error and no signal.
+        Uses plain reads, not mmap: a file truncated meanwhile, or a bad sector, raises an error instead of a signal.
         """
         spec, flat = self.specs[name], self._bytes(name, reader)
         if len(flat) != spec.nbytes:
@@ -118,12 +117,17 @@ def read_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
 def parse_header(text: bytes) -> Any:
     """The JSON of a header. Raises ValueError where it is none, and where an object has a key twice."""
     header = json.loads(text)
-    if isinstance(header, dict) and not any(gap in text for gap in _GAPS):
-        # Each key is followed by a colon at once: where there are no more of these than keys, none is there twice.
-        keys = len(header) + sum(len(entry) for entry in header.values() if isinstance(entry, dict))
-        if text.count(b'":') == keys:
-            return header
-    return json.loads(text, object_pairs_hook=_unique)
+    return json.loads(text, object_pairs_hook=_unique) if may_repeat(text, header) else header
+
+
+def may_repeat(text: bytes, header: Any) -> bool:
+    """Whether the JSON `text` of `header` may have a key twice, which is slower to tell.
+
+    Every pair has a colon. More of them stand in a name, or in a pair whose key came again.
+    """
+    if not isinstance(header, dict):
+        return True
+    return text.count(b":") > len(header) + sum([len(entry) for entry in header.values() if isinstance(entry, dict)])
 
 
 # First byte and end in the data, the bytes that the tensor takes, and the tensor.
@@ -133,7 +137,7 @@ _SIZE_OF_CODE = {code: ITEMSIZE[dtype] for code, dtype in DTYPE_OF_CODE.items()}
 
 
 def sound_spans(header: Mapping[str, Any]) -> list[Span] | None:
-    """Every entry, looked at all together; None when one of them is not as safetensors writes it, and each is to be looked at by itself."""
+    """Checks and parses all header entries at once; None when one is invalid and each must be parsed by itself."""
     try:
         entries = [(name, entry["dtype"], entry["shape"], *entry["data_offsets"]) for name, entry in header.items()]
         numbers = [
@@ -204,7 +208,7 @@ def parse_json(text: bytes, shown: str) -> dict[str, Any]:
 
 
 def shard_names(root: Path | Directory) -> dict[str, str] | None:
-    """The index's {tensor: file}; None for a single-file checkpoint. Raises CkptkitError when a file lies outside `root`."""
+    """The index's {tensor: file}; None without an index. Raises CkptkitError when a file lies outside `root`."""
     source = directory(root)
     index, shown = source.path / INDEX, source.at(INDEX)
     if not index.exists():
@@ -223,7 +227,10 @@ def shard_names(root: Path | Directory) -> dict[str, str] | None:
 
 
 def stored_names(root: Path) -> Collection[str]:
-    """The tensors of an HF directory by its index or its single file; none where it has neither. Raises CkptkitError as these are read."""
+    """Tensor names in the index or single file of an HF directory; empty without either.
+
+    Raises CkptkitError as `shard_names` and `read_shard`.
+    """
     if (weight_map := shard_names(root)) is not None:
         return weight_map
     return read_shard(root / SINGLE).specs if (root / SINGLE).exists() else ()

@@ -1,7 +1,7 @@
 """The files of Megatron's legacy `torch` format: what every rank held, under the names of its own modules.
 
 `iter_N/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` holds the training arguments and a state dict of the model chunks of
-tensor parallel rank TT, pipeline stage PPP (where there are several) and expert parallel rank EEE (where there are several).
+tensor parallel rank TT, pipeline stage PPP and expert parallel rank EEE. PPP and EEE appear only if there are several.
 Source: Megatron-LM `training/checkpointing.py` (`get_checkpoint_name`, `save_checkpoint`, `generate_state_dict`).
 """
 
@@ -37,7 +37,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one rank saved: where it stood, and the tensors of each of its model chunks by the names of their modules."""
+    """What one rank saved: its rank in each group, and the tensors of each of its model chunks by module name."""
 
     tp: int
     pp: int
@@ -50,7 +50,7 @@ class RankFile:
 
 
 class LegacyFiles:
-    """All rank files of an iteration. Raises CkptkitError when one is missing, damaged, or of another save than the first."""
+    """All rank files of an iteration. Raises CkptkitError when one is missing, damaged or from another save."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -80,7 +80,7 @@ class LegacyFiles:
         return RankFile(tp, pp, ep, file, chunks)
 
     def _place(self, entry: Path) -> tuple[int, int, int]:
-        """Tensor, pipeline and expert parallel rank of a directory; the name has only those that there are several of."""
+        """Tensor, pipeline and expert parallel rank of a directory; its name omits the latter two if of size 1."""
         numbers = [int(number) for number in entry.name.removeprefix("mp_rank_").split("_")]
         if len(numbers) == 1 + (self.sizes.pp > 1) + (self.sizes.ep > 1):
             pp = numbers[1] if self.sizes.pp > 1 else 0
@@ -117,7 +117,7 @@ class LegacyFiles:
         return f"mp_rank_{'_'.join(parts)}"
 
     def etp_rank(self, tp_rank: int) -> int:
-        """Rank inside the experts' tensor parallel group: Megatron numbers the ranks of a stage one after the other for both."""
+        """Rank in the experts' tensor parallel group: Megatron numbers a stage's ranks consecutively in both groups."""
         return tp_rank % self.sizes.etp
 
 
@@ -163,7 +163,7 @@ def _sizes_of(file: SavedFile) -> Sizes:
 
 
 def _stamp_of(file: SavedFile) -> dict[str, Any]:
-    """What all files of a save have in common. Raises CkptkitError for another than megatron-core's order of q, k and v."""
+    """What all files of a save share. Raises CkptkitError unless q, k and v are in megatron-core's order."""
     args = _args_of(file)
     version = file.content.get("checkpoint_version", 0)
     if version != 3.0:

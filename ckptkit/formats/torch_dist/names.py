@@ -1,8 +1,8 @@
 """How Megatron's global tensors are named on disk in torch_dist, and which objects its models also ask for.
 
-Sources: megatron-core `transformer_block.py` (`sharded_state_dict`: stacked or one key a layer), `moe/experts.py` (one key
-for all experts, expert axis first), `gpt_layer_specs.py` (norm names of the local and the Transformer Engine spec),
-`mlp.py` and `ssm/gated_delta_net` (tensors whose rows are saved in parts).
+Sources in megatron-core: `transformer_block.py` (`sharded_state_dict`: stacked or one key per layer), `moe/experts.py`
+(one key for all experts, expert axis first), `gpt_layer_specs.py` (norm names of the local and the Transformer Engine
+spec), `mlp.py` and `ssm/gated_delta_net` (tensors whose rows are saved in parts).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 _EXPERT = re.compile(r"(.*\.experts\.experts)\.(\d+)\.(.+)")
 _LAYER = re.compile(r"(decoder\.layers\.(?:\d+\.)?|mtp\.layers\.\d+\.transformer_layer\.)(.+)")
-# Norms by two names: that of the Transformer Engine spec (which fuses a norm into the linear layer after it), that of the local spec.
+# Names of a norm in the Transformer Engine spec, which fuses it into the linear layer after it, and in the local spec.
 _MLP_NORM, _MOE_NORM = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
 _LATENT_NORMS = tuple(
     (f"self_attention.linear_{part}_up_proj.layer_norm_weight", f"self_attention.{part}_layernorm.weight")
@@ -38,7 +38,7 @@ def disk_key(name: str) -> tuple[str, int | None]:
 
 
 def whole_of(key: str) -> tuple[str, tuple[str, ...]] | None:
-    """The tensor some of whose rows a key holds, and the suffixes of the keys of all its rows, in order; None for a whole tensor."""
+    """The tensor of which a key holds some rows, and the suffixes of all its keys in order; None for a whole tensor."""
     if match := _GATE_UP.fullmatch(key):
         return match[1], _GATE_UP_PARTS
     if (match := _DELTA_NET.fullmatch(key)) and match[3] in _DELTA_NET_PARTS[match[2]]:
@@ -47,7 +47,7 @@ def whole_of(key: str) -> tuple[str, tuple[str, ...]] | None:
 
 
 def rows_apart(key: str, args: Mapping[str, Any]) -> dict[str, int]:
-    """Keys under which Megatron saves the rows of a tensor apart, and how many rows each holds; nothing where it saves them together.
+    """Rows per key for a tensor that Megatron saves under several keys; empty for one that it saves whole.
 
     `args` are the training arguments with the sizes of the gated delta net.
     """
@@ -70,7 +70,7 @@ def _norm_names(name: str, names: Container[str]) -> tuple[str, str] | None:
         return None
     layer, rest = match.groups()
     routed = f"{layer}mlp.router.weight" in names
-    # Only of layers without latent attention does the local spec save the norm before routed experts as one of linear_fc1.
+    # The local spec saves the norm before routed experts under linear_fc1 only in layers without latent attention.
     if f"{layer}self_attention.linear_kv_up_proj.weight" in names:
         pairs = _LATENT_NORMS if routed else (*_LATENT_NORMS, (_MLP_NORM, _MOE_NORM))
     else:
@@ -91,7 +91,7 @@ def engine_name(name: str, names: Container[str]) -> str:
 
 
 def extra_states(names: Iterable[str], experts: int) -> Iterator[str]:
-    """Keys of the `_extra_state` objects that a model may ask for: those of the local spec and of Transformer Engine, old and new."""
+    """Keys of the `_extra_state` objects that a model may ask for: local spec and Transformer Engine, old and new."""
     modules: dict[str, bool] = {}
     for name in names:
         key, expert = disk_key(name)

@@ -1,7 +1,8 @@
 """Reads Megatron's torch_dist format as global tensors, without megatron and without running anything in the file.
 
-Understands what this project and megatron-core write: one key a layer or all layers stacked, experts on an axis or one key
-each, gate and up together or apart, any grid of chunks, `common.pt` (megatron-core up to 0.18) or a `common_state` object (from 0.19).
+Understands what this project and megatron-core write: one key per layer or all layers stacked, experts on an axis or
+one key each, gate and up together or apart, any grid of chunks, and `common.pt` (megatron-core up to 0.18) or a
+`common_state` object (from 0.19).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 _FIRST = attrgetter("offsets")
 
-# What a trainer saves beside the weights. megatron-core prefixes the state of chained optimizers (MoE) with their number.
+# What a trainer saves beside the weights. megatron-core numbers the state of chained optimizers (MoE) with a prefix.
 NOT_WEIGHTS = re.compile(
     r"(?:chained_\d+\.)?optimizer\..*|.*\._extra_state(/.*)?|rng_state.*|rerun_state_machine.*|common_state.*|opt_param_scheduler.*"
 )
@@ -102,7 +103,7 @@ def _shape(size: Any) -> Shape | None:
 
 @dataclass(frozen=True)
 class _Storage:
-    """Where `.metadata` of the directory `path` says that bytes lie, by key and offsets; `files` are those that it has named so far."""
+    """Where bytes lie by key and offsets, from `.metadata` in `path`; `files` caches the file paths found so far."""
 
     path: Path
     places: Mapping[tuple[str, Shape | None], Any]
@@ -154,7 +155,7 @@ def tiling_problem(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> str | 
     high = low + np.array([sizes for _, sizes in boxes], dtype=np.int64).reshape(low.shape)
     if (low < 0).any() or (high > np.array(shape, dtype=np.int64)).any():
         return "a chunk lies outside the tensor"
-    # Only those can overlap a box that begin, on the first axis, before it ends: of a thousand experts none but its own chunks.
+    # A box can overlap only boxes that begin before it ends on the first axis. With a thousand experts, these are few.
     ends = np.searchsorted(low[:, 0], high[:, 0]) if shape else np.full(len(boxes), len(boxes))
     for index in np.flatnonzero(ends > np.arange(1, len(boxes) + 1)):
         others = slice(index + 1, ends[index])
@@ -207,8 +208,9 @@ class _Part:
 
 
 class TorchDistCheckpoint:
-    """A torch_dist directory (`release/`, `iter_*/`). Opening reads metadata only and checks that chunks tile every tensor.
+    """A torch_dist directory (`release/`, `iter_*/`) as global tensors.
 
+    Opening reads metadata only and checks that chunks tile every tensor.
     The HF config comes from `hf`, or from what `ckptkit convert` stored in `hf/` beside the iteration.
     """
 
@@ -225,7 +227,7 @@ class TorchDistCheckpoint:
                 )
 
     def _name_once(self) -> dict[str, tuple[_Part, ...]]:
-        """Every global tensor by name. Raises CkptkitError when two keys hold the same one, as stacked and per-layer keys may."""
+        """Every global tensor by name. Raises CkptkitError when two keys hold the same one, e.g. stacked and not."""
         named: dict[str, tuple[_Part, ...]] = {}
         for name, parts in self._name_all():
             if name in named:
@@ -312,7 +314,7 @@ class TorchDistCheckpoint:
 
     @property
     def args(self) -> Mapping[str, Any]:
-        """The training arguments stored with the weights; empty when there are none. Raises CkptkitError when they are no namespace."""
+        """The stored training arguments; empty when there are none. Raises CkptkitError when they are no namespace."""
         stored = self.common.get("args")
         if stored is not None and not hasattr(stored, "__dict__"):
             raise CkptkitError(

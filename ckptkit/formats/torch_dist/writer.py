@@ -50,7 +50,7 @@ BACKEND = {
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Where a tensor is cut into chunks: along this axis, the first or the second, before these indices, of which the first is 0."""
+    """Where a tensor is cut into chunks: `axis` is 0 or 1, `starts` are the chunks' first indices, beginning with 0."""
 
     axis: int
     starts: tuple[int, ...]
@@ -61,7 +61,7 @@ _UNCUT = Cuts(0, (0,))
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A chunk. `box` is its place in the tensor, `offsets` and `sizes` that in the tensor of its key, `begin` that of its blob in the file."""
+    """A chunk: `box` in the tensor, `offsets` and `sizes` in its key's tensor, `begin` of its blob in the file."""
 
     key: str
     box: tuple[slice, ...]
@@ -72,11 +72,12 @@ class _Part:
 
 
 class TorchDistFiles:
-    """`release/` below the checkpoint's root and, last of all, the tracker file. `args` become the stored training arguments.
+    """The files of `release/` below the checkpoint's root and, last of all, the tracker file.
 
-    Tensors lie in the order of `specs`, in files of at least `file_bytes` each but the last, so that one file is a piece of work.
-    `cuts` names tensors that are more than one chunk, so that a rank need not read all of them. Raises CkptkitError for a dtype that
-    the format has no name for, and for experts of one layer in several dtypes.
+    `args` become the stored training arguments. Tensors lie in the order of `specs`, in files of at least `file_bytes`
+    each except the last; each file is one piece of work. `cuts` splits tensors into chunks, so that a rank need not
+    read a whole one. Raises CkptkitError for a dtype that the format has no name for, and for experts of one layer in
+    several dtypes.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class Blob:
         return CkptkitError(f"{self}: {error}", "the file is missing or damaged; copy it again")
 
     def tensor_in(self, memory: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """As `tensor`, from the bytes of the blob: read at once, since what describes the tensor stands at both ends."""
+        """As `tensor`, from the blob's bytes, read in one go: the tensor's description stands at both ends."""
         whole = replace(self, content=memory)
         info, arguments = whole._described(whole.entries(), dtype, shape)
         begin = whole._begin(info)
@@ -103,9 +103,9 @@ class Blob:
         return len(found)
 
     def extent(self, dtype: str, shape: tuple[int, ...]) -> Extent | None:
-        """Where the bytes of the saved tensor stand, row by row; None where they stand otherwise. Raises CkptkitError as `tensor`.
+        """Where the bytes of the saved tensor stand; None when not row by row. Raises CkptkitError as `tensor`.
 
-        A small one is opened when it is read: what describes it stands at both ends, and with it the bytes between are read at once.
+        A small blob is parsed only when it is read. Its description stands at both ends, so one read gets everything.
         """
         if self.length <= AT_ONCE:
             return _WholeExtent(self, dtype, shape)
@@ -136,7 +136,7 @@ class Blob:
         return info, _Strided(tuple(stride), offset)
 
     def entries(self) -> dict[str, zipfile.ZipInfo]:
-        """The uncompressed entries of the zip, by name without the leading folder. Raises CkptkitError when it is no zip."""
+        """The zip's uncompressed entries by name without the leading folder. Raises CkptkitError when it is no zip."""
         try:
             with zipfile.ZipFile(_Stream(self)) as archive:
                 found = [info for info in archive.infolist() if info.compress_type == zipfile.ZIP_STORED]
@@ -151,7 +151,7 @@ class Blob:
         return entries[name]
 
     def read_into(self, info: zipfile.ZipInfo, buffer: memoryview, start: int = 0) -> None:
-        """Fills `buffer` with bytes from `start` of an entry, which lie behind its local header. Of a whole entry the checksum is checked."""
+        """Fills `buffer` with an entry's content from `start`; verifies the checksum when that is the whole entry."""
         if self.read(buffer, self._begin(info) + start) != buffer.nbytes:
             raise self._too_short()
         if buffer.nbytes == info.file_size:

@@ -79,7 +79,7 @@ class Unpickler(pickle.Unpickler):
 
 
 def load(file: IO[bytes]) -> Any:
-    """The object pickled in `file`, with Records for all that is not plain data. Raises pickle.UnpicklingError when damaged."""
+    """The object pickled in `file`, with Records for all but plain data. Raises pickle.UnpicklingError when damaged."""
     try:
         return Unpickler(file).load()
     except (

@@ -59,7 +59,7 @@ def fp8(*rows: list[int]) -> Tensor:
 
 
 def spread(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
-    """The scale of every weight, float32: each scale repeated over its block, cut off where the last blocks are partial."""
+    """Returns the scale of every weight, float32: each is repeated over its block; the last blocks may be partial."""
     matrices = [
         torch.kron(scale, torch.ones(block))[: shape[-2], : shape[-1]]
         for scale in scales.float().reshape(-1, *scales.shape[-2:])
@@ -224,7 +224,7 @@ def test_int4_by_hand() -> None:
     found = read(compressed({"strategy": "group", "group_size": 24}), tensors)
     assert torch.equal(found["x.weight"], torch.tensor([first, second], dtype=torch.bfloat16))
 
-    # Zero points 1 and -8 of two rows, in the first two nibbles of the one word of their column; then (code - zero) x scale.
+    # Zero points 1 and -8 of two rows are the first two nibbles of their column's word; then (code - zero) x scale.
     tensors["x.weight_zero_point"] = torch.tensor([int4_words(0x00000009)], dtype=torch.int32)
     found = read(compressed({"strategy": "channel", "symmetric": False}), tensors)
     expected = torch.tensor([[value - 0.5 for value in first], [value + 2 for value in second]], dtype=torch.bfloat16)

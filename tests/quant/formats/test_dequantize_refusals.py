@@ -1,4 +1,4 @@
-"""Everything about a quantized release that is refused: by name, with the file, before anything is read where headers can tell."""
+"""What is refused in a quantized release: errors name tensor and file and come from headers alone if possible."""
 
 from __future__ import annotations
 

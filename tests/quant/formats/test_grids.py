@@ -1,4 +1,4 @@
-"""Codes, scales and zero points, against compressed-tensors' own code and formulas worked through one weight at a time."""
+"""Codes, scales and zero points, against compressed-tensors' own code and formulas applied weight by weight."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_compressed_tensors_unpacks_to_the_same_weights(scheme: QuantScheme) -> 
         stored["weight_zero_point"] = pack_zero_point(zero_point)
     read = PackedQuantizationCompressor.decompress(stored, ct_scheme(scheme))["weight"]
     assert torch.equal(dequantize(codes, scale, zero_point), read)
-    # Half a step, and for minmax the largest weight, which the grid cannot reach; plus the roundings of bf16 on the way.
+    # Half a step, and for minmax the largest weight, which the grid cannot reach; plus the roundings to bf16.
     step = scale.float().repeat_interleave(scheme.group_size or weight.shape[1], 1)
     normal = weight.abs().amax(1) > 1e-30  # a subnormal scale has a few bits only
     error = (weight.float() - read.float()).abs()
@@ -87,7 +87,7 @@ def _float32(value: float) -> float:
 
 
 def slow_qmax7(weight: torch.Tensor, group_size: int) -> tuple[list[list[int]], list[list[float]]]:
-    """One weight at a time, rounding every operation to float32 by hand. A float64 quotient of float32s rounds to the same float32."""
+    """Quantizes weight by weight, rounding each result to float32; from a float64 quotient that gives the same."""
     codes, scales = [], []
     for row in weight.tolist():
         codes.append([])
@@ -140,7 +140,10 @@ def test_asymmetric_by_hand() -> None:
 
 
 def test_what_has_no_range() -> None:
-    """A group of zeros has scale epsilon (minmax) or 1e-5 (qmax7), zero point 0 and codes 0; one that is too small for a scale becomes zeros."""
+    """A group of zeros has scale epsilon (minmax) or 1e-5 (qmax7), zero point 0 and codes 0.
+
+    A group too small for a scale becomes zeros.
+    """
     zeros = torch.zeros(1, 32, dtype=torch.bfloat16)
     assert [one.tolist() for one in quantize(zeros, QuantScheme(32, "minmax", (), symmetric=False))] == [
         [[0] * 32],
@@ -230,7 +233,7 @@ def test_fake_quantize_is_the_formula_and_what_float32_scales_store(dtype: torch
 
 
 def test_bfloat16_scales_differ_from_training_by_their_rounding() -> None:
-    """At most a bfloat16 rounding of the scale (2**-9 of the weight), one of the product and one of what is compared with."""
+    """By at most one bfloat16 rounding each of the scale (2**-9 of the weight), the product and the reference."""
     torch.manual_seed(3)
     weight = (torch.randn(256, 1024) * 0.02).bfloat16()
     seen, served = fake_quantize(weight, 128).float(), dequantize(*quantize(weight, QuantScheme(128, "qmax7"))).float()

@@ -141,7 +141,7 @@ def test_a_reference_that_lacks_a_part_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`int4(name, **arguments)`: a release packed by compressed-tensors' own compressor, everything that ckptkit would pack."""
+    """`int4(name, **arguments)`: a release that compressed-tensors' own compressor packed, as ckptkit would."""
     root = tmp_path_factory.mktemp("int4")
 
     def packed(name: str, **arguments: Any) -> Path:
@@ -180,7 +180,7 @@ def same_files(left: Path, right: Path) -> bool:
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
 def test_a_release_by_way_of_megatron(int4: Callable[..., Path], tmp_path: Path, arguments: dict[str, Any]) -> None:
-    """compressed-tensors' minmax grid to BF16 Megatron and back with `like`, and directly; without `like` the bits differ."""
+    """minmax to BF16 Megatron and back with `like`, and directly, keeps the bits; without `like` they differ."""
     source = int4("qwen2-tied", **arguments)
     scheme = int4_scheme(source)
     assert (scheme.group_size, scheme.symmetric) == (arguments["group_size"], arguments["symmetric"])

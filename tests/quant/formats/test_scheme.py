@@ -123,7 +123,10 @@ def test_a_scheme_reads_back(scheme: QuantScheme) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_names_of_the_parts_are_those_that_compressed_tensors_expects(scheme: QuantScheme) -> None:
-    """And their shapes and dtypes: its own allocation, which transformers uses, and by hand what vLLM's and SGLang's loaders allocate."""
+    """Shapes and dtypes match, too.
+
+    Expected: compressed-tensors' own allocation, which transformers uses, and by hand what vLLM and SGLang allocate.
+    """
     parsed = QuantizationConfig.model_validate(quantization_config(scheme)).config_groups["group_0"]
     weight = torch.randn(24, 256).bfloat16()
     spec = TensorSpec("x.weight", (24, 256), "bfloat16")

@@ -20,7 +20,10 @@ ASYMMETRIC = QuantScheme(32, "minmax", (), symmetric=False)
 
 
 def test_by_hand() -> None:
-    """Eight rows of one group with zero points -8..-1, nibbles 0..7: the lowest nibbles are those of rows 0, 2, 4, 6, then 1, 3, 5, 7."""
+    """Eight rows of one group have zero points -8..-1, nibbles 0..7.
+
+    From the lowest nibble: rows 0, 2, 4, 6, then 1, 3, 5, 7.
+    """
     packed = pack_zero_point(torch.arange(-8, 0, dtype=torch.int8).unsqueeze(1))
     assert packed.tolist() == [[0x76543210]]
     assert for_sglang_experts(packed, 8, "a").tolist() == [[0x75316420]]
@@ -47,7 +50,7 @@ def test_who_may_have_it() -> None:
 
 
 def test_a_mixture_of_experts(releases: Callable[..., Path], tmp_path: Path) -> None:
-    """Refused for every reader; for SGLang alone experts have its layout, all else compressed-tensors', and the config says so."""
+    """Refused for all readers. For SGLang alone it is written, with experts in its layout, and config.json says so."""
     source = releases("qwen3_moe")
     with pytest.raises(CkptkitError, match="in another layout"):
         quantize(source, tmp_path / "out", ASYMMETRIC)
@@ -64,7 +67,8 @@ def test_a_mixture_of_experts(releases: Callable[..., Path], tmp_path: Path) -> 
             (weight.shape[1] // 32, weight.shape[0] // 8) if special else packed.shape
         )
     assert inspect(tmp_path / "out")["quantization"] == (
-        "not to be dequantized here: config.json: a compressed-tensors release with zero points of experts in SGLang's own layout is not supported"
+        "not to be dequantized here: config.json: "
+        "a compressed-tensors release with zero points of experts in SGLang's own layout is not supported"
     )
     with pytest.raises(CkptkitError, match="zero points of experts in SGLang's own layout is not supported"):
         quantize(tmp_path / "out", tmp_path / "again", ASYMMETRIC)

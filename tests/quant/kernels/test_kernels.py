@@ -1,4 +1,4 @@
-"""One pass on the CPU, against the formulas of `quant.formats.grids` bit for bit, and against compressed-tensors itself."""
+"""The one-pass CPU kernel, bit for bit against the formulas of `quant.formats.grids` and compressed-tensors itself."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_several_matrices_and_many_callers() -> None:
 
 
 def test_after_a_fork() -> None:
-    """The threads of the parent are not those of the child. (numpy compares: torch's own threads do not survive a fork either.)"""
+    """A child process has none of its parent's threads. (numpy compares: torch's threads do not survive either.)"""
     weight = torch.randn(3000, 1024)
     expected = quantize_pack([weight], QuantScheme(32, "qmax7"), ["a"])[0].words.numpy().tobytes()
     child = os.fork()
@@ -188,7 +188,10 @@ def test_a_search_goes_through_the_same_door() -> None:
 
 
 def test_a_reciprocal_rounds_to_the_quotient_of_bfloat16() -> None:
-    """What the CUDA kernel does instead of dividing (`quant.kernels.triton_pairs`): for every pair of significands, exactly; powers of two change nothing."""
+    """The CUDA kernel's substitute for division (`quant.kernels.triton_pairs`) is exact for all pairs of significands.
+
+    Powers of two change nothing.
+    """
     weight, scale = torch.meshgrid(torch.arange(128.0, 256.0), torch.arange(128.0, 256.0), indexing="ij")
     quotient = (weight.double() / scale.double()).bfloat16()
     assert torch.equal((weight * (1 / scale)).bfloat16(), quotient)

@@ -1,4 +1,4 @@
-"""`ckptkit lint` on published ignore lists: what each entry covers, what is found, and the list that is written instead."""
+"""`ckptkit lint` on published ignore lists: what each entry covers, what is found, and the list it proposes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_glm_with_the_router_rule_of_parameter_names(tmp_path: Path) -> None:
 
 
 def test_qwen3(tmp_path: Path) -> None:
-    """The dollar sign stands before `.weight` in slime, so the entry protects the router from everyone but slime, who alone needs it."""
+    """slime matches names with `.weight`, so an entry ending in `gate$` keeps the router for all but slime."""
     report = lint(write(tmp_path, QWEN, QWEN_LIST))
     assert report.packed == 4 * (4 + 12 * 3)
     assert found(report) == [
@@ -115,7 +115,10 @@ def test_minimax(tmp_path: Path) -> None:
 
 
 def test_minimax_by_targets(tmp_path: Path) -> None:
-    """The class target is missing: w1 is a target for compressed-tensors alone, since engines ask for gate_proj; with the alias all have one."""
+    """Without the class target only compressed-tensors finds w1, since engines ask for gate_proj.
+
+    With the alias all readers find a target.
+    """
     ignore = (*MINIMAX_LIST[:3], r"re:.*\.block_sparse_moe\.gate(\.weight)?$")
     by_names = lint(write(tmp_path / "names", MINIMAX, ignore, targets=[r"re:.*\.w(1|2|3)$"]))
     assert by_names.packed == 144

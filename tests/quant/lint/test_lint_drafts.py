@@ -68,7 +68,7 @@ WITH_DRAFTS = [name for name, one in CASES.items() if one.edit(one.config().to_d
 
 @pytest.mark.parametrize("name", WITH_DRAFTS)
 def test_every_draft_module_by_config_alone_is_in_the_release(tmp_path: Path, name: str) -> None:
-    """The test models are saved as releases are, with draft layers by the published names; of experts the first stands for all."""
+    """Test models are saved as releases are, draft layers under the published names; expert 0 stands for all."""
     case.save(name, CASES[name], tmp_path / "release", torch.bfloat16)
     config = read_json(tmp_path / "release" / "config.json")
     promised = class_tree(config).drafts

@@ -1,4 +1,4 @@
-"""What `lint --fix` writes into a lone config.json, applied by compressed-tensors to transformers' own model: the same modules are packed."""
+"""compressed-tensors packs the same modules of transformers' own model with the config.json of `lint --fix`."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_entry_read_differently_is_not_replaced_by_what_leaves_the_vision_tower_
 
 
 def test_names_of_older_versions_of_transformers_stay(tmp_path: Path) -> None:
-    """Up to 4.57 transformers named the layers of Gemma's tower `model.vision_tower.vision_model.encoder…`, and so do lists saved by it."""
+    """transformers up to 4.57, and lists it saved, use `model.vision_tower.vision_model.encoder…` for Gemma."""
     names = [f"model.vision_tower.vision_model.encoder.layers.{layer}.mlp.fc1" for layer in range(27)]
     report, written = fixed(
         tmp_path, gemma3(), ["lm_head", *names, "vision_tower.vision_model.encoder.layers.0.mlp.fc2"]

@@ -41,7 +41,7 @@ def test_parts_come_in_order_and_are_what_compressed_tensors_makes() -> None:
 
 
 def test_everything_else_passes_untouched_under_its_own_name() -> None:
-    """Router and embeddings, which no entry covers (D3), a name with `.weight` in its middle, a draft layer (D8), a convolution (D9)."""
+    """Router and embeddings without an entry (D3), `.weight` inside a name, a draft layer (D8), a convolution (D9)."""
     more = {
         "model.layers.2.eh_proj.weight": torch.ones(8, 16),
         "model.layers.0.linear_attn.conv1d.weight": torch.ones(8, 1, 4),

@@ -1,4 +1,4 @@
-"""What the online quantizer refuses before a byte is sent, and what it says of tensors and updates that are not whole."""
+"""What the online quantizer refuses before sending anything, and its errors for incomplete tensors and updates."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_a_layer_packed_in_part_is_refused() -> None:
     refused(
         config(),
         names,
-        r"model\.layers\.1\.mlp\.experts is packed in part.*: model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight would be dropped",
+        r"model\.layers\.1\.mlp\.experts is packed in part.*: "
+        r"model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight would be dropped",
     )
 
 

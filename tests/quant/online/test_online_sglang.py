@@ -1,4 +1,4 @@
-"""The online quantizer against real SGLang on the CPU: its own model classes, `load_weights` once a bucket, and its repacking code."""
+"""The online quantizer against real SGLang on the CPU: its model classes, `load_weights` once a bucket, repacking."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ from sglang.srt.layers.quantization.marlin_utils import marlin_zero_points, moe_
 read = [CompressedTensorsConfig.from_config(content) for content in json.load(sys.stdin)]
 found = [(one, one.target_scheme_map["Linear"]["weights"]) for one in read]
 facts = [
-    [one.quant_format, one.ignore, weights.num_bits, weights.symmetric, weights.strategy, weights.group_size, one._is_wNa16_group_channel(weights, None)]
+    [one.quant_format, one.ignore, weights.num_bits, weights.symmetric, weights.strategy, weights.group_size, \
+one._is_wNa16_group_channel(weights, None)]
     for one, weights in found
 ]
 tensors = load_file(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Which tensors are quantized, and which ignore lists are refused, on the classes that transformers has for each family."""
+"""Which tensors are quantized and which ignore lists are refused, with transformers' classes for each family."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ QUANTIZED = {
     "qwen2-tied": r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight",
     "qwen2-untied": r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight",
     "qwen3_moe": r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.experts\.\d+\.(gate|up|down)_proj)\.weight",
-    "glm4_moe": r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.((experts\.\d+|shared_experts)\.)?(gate|up|down)_proj)\.weight",
+    "glm4_moe": (
+        r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|"
+        r"mlp\.((experts\.\d+|shared_experts)\.)?(gate|up|down)_proj)\.weight"
+    ),
 }
 KEPT_MATRICES = {
     "qwen2-tied": ["model.embed_tokens.weight"],
@@ -135,7 +138,7 @@ def test_the_default_list() -> None:
 
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen2-untied"])
 def test_transformers_quantizes_the_same_modules(specs: Mapping[str, dict[str, TensorSpec]], family: str) -> None:
-    """compressed-tensors' own walk over the real model, as transformers starts it. (Fused experts are no modules to it.)"""
+    """compressed-tensors walks the real model as transformers starts it. (It sees no modules in fused experts.)"""
     config = config_of(family)
     ignore = (*default_ignore(config), r"re:model\.layers\.3\..*")
     with torch.device("meta"):
@@ -214,7 +217,8 @@ REFUSED = [
     (
         "qwen3_moe",
         (r"re:.*\.mlp\.gate(\.weight)?$", r"re:.*\.experts\.(5|6)\..*"),
-        r"SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack .*model\.layers\.\{0\.\.11\}\.mlp\.experts\.\{5\.\.6\}\.down_proj",
+        r"SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack "
+        r".*model\.layers\.\{0\.\.11\}\.mlp\.experts\.\{5\.\.6\}\.down_proj",
         r"re:.*\.experts\..*",
     ),
     (
@@ -334,7 +338,8 @@ def test_groups_must_divide(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     config = config_of("glm4_moe")
     with pytest.raises(
         CkptkitError,
-        match=r"groups of 128 do not divide the 96, 288, 320 input features of model\.layers\.\{0\.\.11\}\.self_attn\.o_proj",
+        match=r"groups of 128 do not divide the 96, 288, 320 input features of "
+        r"model\.layers\.\{0\.\.11\}\.self_attn\.o_proj",
     ) as caught:
         resolve(specs["glm4_moe"], config, scheme(*default_ignore(config), group_size=128))
     hint = caught.value.hint or ""

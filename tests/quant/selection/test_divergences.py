@@ -1,4 +1,4 @@
-"""The ways in which readers of one config differ, each on a concrete entry: every reader's verdict, and what ckptkit says or writes.
+"""How readers of one config differ, each case on a concrete entry: all readers' verdicts and ckptkit's output.
 
 The letters are those of `docs/lint.md`. Verdicts are written by hand: P packs, K keeps, R refuses the layer.
 """
@@ -40,7 +40,7 @@ def weights(config: dict[str, Any], *more: str) -> list[str]:
 
 
 def verdicts(config: dict[str, Any], ignore: list[str], module: str, *more: str) -> str:
-    """What compressed-tensors, transformers, vLLM, SGLang 0.5.16, SGLang 0.5.23 and slime make of a module, in this order."""
+    """The verdicts of compressed-tensors, transformers, vLLM, SGLang 0.5.16 and 0.5.23, and slime, in this order."""
     matrices = matrices_named(weights(config, *more), class_tree(config), config)
     index = [matrix.module for matrix in matrices].index(module)
     return "".join(LETTERS[reading.answers[index]] for reading in read_all(RULES, matrices, ignore, config).values())
@@ -183,7 +183,7 @@ def test_d7_several_groups(tmp_path: Path) -> None:
 
 
 def test_d8_draft_layers() -> None:
-    """compressed-tensors, transformers and vLLM do not build them; slime packs them, and SGLang calls them model.decoder."""
+    """compressed-tensors, transformers and vLLM do not build them; slime packs them; SGLang says model.decoder."""
     ignore, draft = list(default_ignore(GLM)), "model.layers.4"
     more = (f"{draft}.eh_proj", f"{draft}.self_attn.o_proj")
     assert verdicts(GLM, ignore[:-1], more[0], *more) == "KKKKKP"
@@ -264,7 +264,7 @@ def test_d11_names_of_another_namespace() -> None:
 
 
 def test_transformers_itself() -> None:
-    """What transformers' own model gets: Linear layers by the same rule; its fused experts are parameters, and get nothing at all."""
+    """transformers' own model: Linear layers follow the same rule; fused experts are parameters and get nothing."""
     config = Qwen3MoeConfig(**{key: value for key, value in QWEN.items() if key != "model_type"})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

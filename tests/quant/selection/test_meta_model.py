@@ -1,4 +1,4 @@
-"""Classes built from a config of anyone: nothing of it makes transformers fetch or run code, and its sizes give the same model."""
+"""Classes from an untrusted config: transformers fetches and runs no code for it, and its sizes give the same model."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_no_key_that_picks_code_has_an_effect(attempts: Callable[..., list[str]]
 
 
 def every_name() -> set[str]:
-    """Every word in transformers' code for configs, models and kernels, and in that of the classes used here, that might be a key."""
+    """Returns every possible key in transformers' code for configs, models and kernels and in the classes used here."""
     root = Path(transformers.__file__).parent
     files = [
         *(
@@ -286,7 +286,7 @@ def every_name() -> set[str]:
 def test_only_sizes_reach_transformers_whatever_its_version_reads(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A config with every word of the installed transformers for a key: what is passed on are numbers, switches and known words."""
+    """With every word of the installed transformers as a key, only numbers, switches and known words are passed on."""
     passed: list[Any] = []
     build = AutoConfig.for_model
 
@@ -497,7 +497,7 @@ def test_lint_of_a_config_with_a_kernel_fetches_nothing(tmp_path: Path, attempts
 
 
 def test_one_module_alone_hands_configs_to_transformers() -> None:
-    """The demo builds models from sizes of its own; whoever else comes to need a class asks `quant.selection.meta_model`."""
+    """Only the demo, which uses its own sizes, also builds models; other code asks `quant.selection.meta_model`."""
     root = Path(__file__).parents[3]
     found = set()
     for file in (

@@ -107,7 +107,8 @@ def test_a_reference_says_what_is_packed() -> None:
 def test_a_list_that_contradicts_the_reference() -> None:
     with pytest.raises(
         CkptkitError,
-        match=r"compressed-tensors and transformers and vLLM and SGLang .* and slime would pack model\.layers\.0\.mlp\.",
+        match=r"compressed-tensors and transformers and vLLM and SGLang .* and slime would pack "
+        r"model\.layers\.0\.mlp\.",
     ):
         resolve(specs_of(KIMI), KIMI, scheme(*default_ignore(KIMI)), like=set(kimi_names()))
 
@@ -198,7 +199,7 @@ def test_expert_parallel_ranks_do_not_cut_experts(tp: int, ep: int, fits: bool) 
 
 @pytest.mark.parametrize(("tp", "fits"), [(1, True), (2, True), (4, True), (8, True), (16, False)])
 def test_shards_of_a_fused_layer_are_looked_at_together(tp: int, fits: bool) -> None:
-    """512 rows of q, and of k and of v 2 heads of 32 rows, repeated on four ranks and more: 96 rows on sixteen ranks."""
+    """q has 512 rows; k and v have 2 heads of 32 rows, repeated on four ranks or more: 96 rows on sixteen ranks."""
     shapes = {"q_proj": (512, 128), "k_proj": (64, 128), "v_proj": (64, 128)}
     specs = [TensorSpec(f"model.layers.0.self_attn.{name}.weight", shape, "bfloat16") for name, shape in shapes.items()]
     assert passes(QWEN, specs, 32, tp) == fits

@@ -1,4 +1,4 @@
-"""The names under which SGLang's own classes look up their layers, and what they declare as fused, for every model that INT4 is for."""
+"""Names that SGLang's own classes look up, and what they declare as fused, for every model with INT4 support."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, An
 
 @pytest.mark.parametrize("case", list(BUILT))
 def test_names_that_the_class_looks_up(built: Mapping[str, dict[str, Any]], case: str) -> None:
-    """With nothing in the list that names a fused layer, the mapped ones are taken apart after the look-up that is recorded here."""
+    """If no list entry names a fused layer, mapped layers are split after the look-up recorded here."""
     content = config(case)
     tree = class_tree(content)
     expected = set()

@@ -55,6 +55,6 @@ def test_more_ranks_than_query_groups_hold_their_slices(tmp_path: Path) -> None:
     subject = Subject(tmp_path / "megatron", tmp_path / "release", tp=4)
     for check in (strict_load, right_slices):
         assert list(check(subject, Tally())) == []
-    for report in subject.megatron_run.reports:
+    for report in subject.once(run_megatron).reports:
         elements = {seen.name: seen.elements for seen in report.tensors}
         assert elements["decoder.layers.11.self_attention.linear_qkv.bias"] == 3 * 40

@@ -191,7 +191,7 @@ def _nothing_packed(config: Mapping[str, Any], said: str) -> Skip:
 def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Shape and dtype of every part: words int32 [rows, columns x bits / 32], scale [rows, groups], shape int64 [2]."""
     config, specs, form = packed_weights(subject)
-    shapes = expected_hf(config)
+    shapes, parts = expected_hf(config), packed_parts(config)
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module in packed_in(specs):
         shape = shapes.get(f"{module}.weight")
@@ -199,7 +199,7 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
             continue
         for part, (want_shape, dtypes) in part_shapes(form, shape, module).items():
             spec = specs.get(f"{module}.{part}")
-            if spec is None or part not in packed_parts(config):
+            if spec is None or part not in parts:
                 continue
             tally.compared(0)
             if spec.shape != want_shape or spec.dtype not in dtypes:
