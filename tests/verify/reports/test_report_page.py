@@ -61,7 +61,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
 def test_it_renders_without_a_network_and_runs_nothing_of_what_it_reports(tab: browser.Page, path: Path) -> None:
     tab.open(path)
     assert tab.problems == []
-    assert tab.run("document.querySelector('h1').textContent").startswith("FAILED a</title><script>")
+    assert tab.run("document.querySelector('h1').textContent").startswith("FAILED with 1 warning a</title><script>")
     assert tab.run("document.title").startswith("failed: a</title>")
     assert tab.run("document.images.length") == 0
     assert tab.run("document.scripts.length") == 1
