@@ -13,6 +13,7 @@ from pathlib import Path
 from ckptkit.app.plan import ConversionPlan, make_plan
 from ckptkit.app.run_options import RunOptions
 from ckptkit.app.write import write_files
+from ckptkit.core.allocator import return_freed_memory
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.progress import progress
 from ckptkit.transfer.journal import Journal
@@ -106,6 +107,7 @@ def write_batch(task: TaskInput, files: Sequence[str]) -> None:
 @lru_cache(maxsize=1)
 def _plan_once(options: RunOptions, source: str, plan: str) -> ConversionPlan:
     """The plan, made once a process. Raises CkptkitError when it is not the coordinator's."""
+    return_freed_memory()
     found = make_plan(options)
     if _source_of(options) != source or digest_of(found) != plan:
         raise CkptkitError(

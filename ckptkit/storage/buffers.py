@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Bytes of one request to a disk: with less it is slower, with more no faster.
 BUFFER = 8 << 20
-# Bytes of a temporary array: so small that malloc keeps it for the next, and that it fits a core's cache.
+# Bytes of a temporary array: so small that malloc keeps it (`core/allocator.py`), and that it fits a core's cache.
 ON_THE_WAY = 1 << 19
 
 

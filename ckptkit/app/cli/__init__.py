@@ -14,6 +14,7 @@ from importlib import import_module
 import click
 
 from ckptkit.app.cli.output import echo
+from ckptkit.core.allocator import return_freed_memory
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import printable
 
@@ -59,6 +60,7 @@ def main() -> None:
     if debug:
         logging.basicConfig()
         logging.getLogger("verify").setLevel(logging.DEBUG)
+    return_freed_memory()
     try:
         code = cli.main(standalone_mode=False)
     except click.ClickException as error:
