@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ckptkit.core.specs import fold
 from ckptkit.formats.hf.side_files import quantization_of
-from converters.hf_names import tail
+from converters.hf_names import IN_LAYER, layer_of, tail
 from converters.registry import FAMILIES
 from quant.formats.part_names import PACKED
 from quant.lint.subject import Subject
@@ -156,12 +156,13 @@ def _forbidden(subject: Subject) -> Iterator[LintFinding]:
 
 
 _NUMBERED = re.compile(r"layers\\?\.(\d+)")
-_LAYER = re.compile(r".*?\blayers\.(\d+)\.")
 
 
 def _overreach(subject: Subject) -> Iterator[LintFinding]:
     """Finds entries that cover more than they name: a layer number or a module name that is the start of another."""
-    routers = frozenset(tail(name) for name in [*subject.tree.others, *subject.tree.gates] if _LAYER.match(name))
+    routers = frozenset(
+        tail(name) for name in [*subject.tree.others, *subject.tree.gates] if layer_of(name) is not None
+    )
     for pattern in subject.ignore:
         swallowed: dict[str, list[str]] = {}
         for reader, reading in subject.readings.items():
@@ -182,8 +183,8 @@ def _overreach(subject: Subject) -> Iterator[LintFinding]:
 def _goes_beyond(pattern: str, module: str, routers: frozenset[str]) -> bool:
     """Whether a module that an entry covers is longer than what the entry names."""
     numbers = set(_NUMBERED.findall(pattern))
-    if numbers and (match := _LAYER.match(module)) and match[1] not in numbers:
-        return any(match[1].startswith(number) for number in numbers)
+    if numbers and (match := IN_LAYER.match(module)) and match[2] not in numbers:
+        return any(match[2].startswith(number) for number in numbers)
     if not pattern.startswith("re:"):
         plain = pattern.removesuffix(".weight").lower()
         start, after = module.lower().find(plain), module[module.lower().find(plain) + len(plain) :]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.reader import HfCheckpoint, shard_names
+from converters.hf_names import GATE_UP, LATENT_DOWN, QKV
 from quant.formats.packing import CODES_PER_WORD
 from quant.formats.part_names import INT4_ENDINGS, PACKED, packed_in, unpacked_name
 from quant.formats.scheme import QuantScheme
@@ -29,7 +30,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _NAMESPACE = re.compile(r"(model\.language_model|language_model\.model|language_model|model)\.")
 # DeepSeek's loader in SGLang 0.5.16 joins q_a_proj and kv_a_proj_with_mqa; it loses one if the other is not in the same
 # call of load_weights. The others are loaded one by one; keeping them together means no batch holds half a layer.
-_SIBLINGS = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_SIBLINGS = (LATENT_DOWN, QKV, GATE_UP)
 
 
 @dataclass(frozen=True)
