@@ -76,7 +76,7 @@ def _check_used(ignore: Sequence[str], names: Collection[str], where: str) -> No
     for pattern in ignore:
         if not any(compressed_tensors(module, pattern) for module in modules):
             raise CkptkitError(
-                f"ignore entry {pattern!r} covers no module of {where}",
+                f"ignore entry '{pattern}' covers no module of {where}",
                 "entries are whole module names, or `re:` and a regex; leave it out or correct it",
             )
 

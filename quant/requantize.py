@@ -19,7 +19,7 @@ from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.grids import check, dequantize
 from quant.formats.packing import pack, pack_zero_point, unpack_zero_point
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT
-from quant.formats.scheme import GRIDS, Grid, QuantScheme
+from quant.formats.scheme import GRIDS, Grid, QuantScheme, parse
 from quant.kernels.dispatch import Packed, quantize_pack
 
 _BLOCK = 1 << 20  # weights at a time: temporaries stay in the cache
@@ -47,16 +47,12 @@ def stored_scheme(config: Mapping[str, Any]) -> StoredScheme | None:
 
     Raises CkptkitError for a quantization that ckptkit cannot read.
     """
-    # Imported here because it imports transformers, which takes seconds.
-    from compressed_tensors.quantization import QuantizationConfig
-
     from quant.formats.dequantize import format_of
     from quant.formats.int4 import PackedInt4
 
     if quantization_of(config) is None or not isinstance(form := format_of(config), PackedInt4):
         return None
-    groups = QuantizationConfig.model_validate(dict(quantization_of(config))).config_groups
-    weights = next(iter(groups.values())).weights
+    weights = next(iter(parse(quantization_of(config)).config_groups.values())).weights
     grid = weights.observer_kwargs.get("grid")
     return StoredScheme(form.group, form.symmetric, grid if grid in GRIDS else None, weights.scale_dtype)
 
@@ -103,7 +99,7 @@ def requantize(weight: Tensor, before: Packed, scheme: QuantScheme, name: str) -
     )
     codes, kept = _codes(weight, scale, zero_point, scheme)
     if bool(kept.all()):
-        return Packed(pack(codes), scale, None if zero_point is None else pack_zero_point(zero_point))
+        return Packed.of(codes, scale, zero_point)
     (fresh,) = quantize_pack([weight], scheme, [name])
     words = torch.where(kept.unsqueeze(-1), pack(codes).reshape(*kept.shape, -1), fresh.words.reshape(*kept.shape, -1))
     scale = torch.where(kept, scale, fresh.scale)

@@ -19,7 +19,8 @@ from blake3 import blake3
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import LOADED, Location
-from ckptkit.formats.hf.reader import MAX_HEADER, read_json
+from ckptkit.formats.hf.reader import read_json
+from ckptkit.formats.hf.shard import MAX_HEADER
 from ckptkit.formats.hf.side_files import MANIFEST, side_files
 from ckptkit.storage.digest import TensorDigest, is_blake3
 from ckptkit.storage.whole import write_whole

@@ -10,7 +10,16 @@ from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.fp8 import Fp8
 from quant.formats.int4 import PackedInt4
 from quant.formats.part_names import FP8_SCALE
-from quant.formats.scheme import BITS, EXPERTS_ZERO_POINTS, FORMAT, GROUP_SIZES, SCALE_DTYPES, QuantScheme, read_scheme
+from quant.formats.scheme import (
+    BITS,
+    EXPERTS_ZERO_POINTS,
+    FORMAT,
+    GROUP_SIZES,
+    SCALE_DTYPES,
+    QuantScheme,
+    parse,
+    read_scheme,
+)
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
@@ -93,16 +102,7 @@ def stated_scheme(config: Mapping[str, Any]) -> QuantScheme:
 
 def judged_format(content: Mapping[str, Any]) -> Fp8 | PackedInt4:
     """Reads the format with compressed-tensors. Raises CkptkitError as `compressed_format` does."""
-    # Imported here because it imports transformers, which takes seconds.
-    from compressed_tensors.quantization import QuantizationConfig
-
-    try:
-        parsed = QuantizationConfig.model_validate(dict(content))
-    except (ValueError, TypeError, KeyError, NotImplementedError) as error:
-        # pydantic's ValidationError is a ValueError.
-        raise CkptkitError(
-            f"compressed-tensors refuses this quantization_config: {error}", "restore config.json from the release"
-        ) from error
+    parsed = parse(content)
     groups = list(parsed.config_groups.values())
     weights = [group.weights for group in groups]
     first = weights[0] if weights else None

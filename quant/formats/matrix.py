@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from quant.formats.packing import pack, pack_zero_point
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -18,3 +20,8 @@ class Packed(NamedTuple):
     words: Tensor
     scale: Tensor
     zero_point: Tensor | None
+
+    @classmethod
+    def of(cls, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Packed:
+        """From int8 codes [rows, columns] and int8 zero points [rows, groups], all in -8..7."""
+        return cls(pack(codes), scale, None if zero_point is None else pack_zero_point(zero_point))

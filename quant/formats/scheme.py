@@ -13,6 +13,7 @@ from ckptkit.formats.hf.side_files import quantization_of
 
 if TYPE_CHECKING:
     import torch
+    from compressed_tensors.quantization import QuantizationConfig
 
 Grid = Literal["qmax7", "minmax"]
 Search = Literal["none", "mse"]
@@ -83,14 +84,14 @@ def _choice(what: str, value: object, known: tuple[object, ...]) -> None:
 def _check_pattern(pattern: str) -> None:
     if not pattern.removeprefix("re:"):
         raise CkptkitError(
-            f"ignore pattern {pattern!r} is empty", "name a module, or give a regular expression after 're:'"
+            f"ignore pattern '{pattern}' is empty", "name a module, or give a regular expression after 're:'"
         )
     if pattern.startswith("re:"):
         try:
             re.compile(pattern.removeprefix("re:"))
         except re.error as error:
             raise CkptkitError(
-                f"ignore pattern {pattern!r} is no regular expression: {error}",
+                f"ignore pattern '{pattern}' is no regular expression: {error}",
                 "escape dots and brackets with a backslash",
             ) from error
 
@@ -126,6 +127,21 @@ def quantization_config(scheme: QuantScheme, *, sglang_experts: bool = False) ->
     return content | {"version": compressed_tensors.__version__}
 
 
+def parse(content: Mapping[str, Any]) -> QuantizationConfig:
+    """A `quantization_config` as compressed-tensors takes it. Raises CkptkitError where it refuses it."""
+    # Imported here because it imports transformers, which takes seconds.
+    from compressed_tensors.quantization import QuantizationConfig
+
+    try:
+        parsed: QuantizationConfig = QuantizationConfig.model_validate(dict(content))
+    except (ValueError, TypeError, KeyError, NotImplementedError) as error:
+        # pydantic's ValidationError is a ValueError.
+        raise CkptkitError(
+            f"compressed-tensors refuses this quantization_config: {error}", "restore config.json from the release"
+        ) from error
+    return parsed
+
+
 def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
     """Reads the scheme of an INT4 checkpoint from its whole config.json.
 
@@ -137,15 +153,7 @@ def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
         raise CkptkitError("config.json has no quantization_config", "this checkpoint is not quantized")
     _require("quant_method", content.get("quant_method"), "compressed-tensors")
     _require("format", content.get("format"), FORMAT)
-    from compressed_tensors.quantization import QuantizationConfig  # takes seconds, so only when needed
-
-    try:
-        parsed = QuantizationConfig.model_validate(dict(content))
-    except (ValueError, TypeError, KeyError, NotImplementedError) as error:
-        # pydantic's ValidationError is a ValueError.
-        raise CkptkitError(
-            f"compressed-tensors refuses this quantization_config: {error}", "repair config.json"
-        ) from error
+    parsed = parse(content)
     _require("kv_cache_scheme", parsed.kv_cache_scheme, None)
     _require("number of config_groups", len(parsed.config_groups), 1)
     group = next(iter(parsed.config_groups.values()))

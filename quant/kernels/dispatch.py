@@ -9,7 +9,6 @@ from torch import Tensor
 from ckptkit.core.errors import CkptkitError
 from quant.formats.grids import check, quantize
 from quant.formats.matrix import Packed as Packed
-from quant.formats.packing import pack, pack_zero_point
 from quant.formats.scheme import QuantScheme
 
 
@@ -36,9 +35,4 @@ def quantize_pack(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequenc
         from quant.kernels.cpu import quantize_pack_cpu
 
         return quantize_pack_cpu(weights, scheme, names)
-    return [_reference(weight, scheme, name) for weight, name in zip(weights, names, strict=True)]
-
-
-def _reference(weight: Tensor, scheme: QuantScheme, name: str) -> Packed:
-    codes, scale, zero_point = quantize(weight, scheme, name)
-    return Packed(pack(codes), scale, None if zero_point is None else pack_zero_point(zero_point))
+    return [Packed.of(*quantize(weight, scheme, name)) for weight, name in zip(weights, names, strict=True)]

@@ -13,6 +13,7 @@ from converters.hf_names import IN_LAYER, layer_of, tail
 from converters.registry import FAMILIES
 from quant.formats.part_names import PACKED
 from quant.lint.subject import Subject
+from quant.selection.portable import quoted
 from quant.selection.readers import RULES
 
 Severity = Literal["error", "warning", "note"]
@@ -87,14 +88,14 @@ def _differences(subject: Subject) -> Iterator[LintFinding]:
             (answer, patterns, tuple(who), severity, reason, matrix.entry if not packs else None), []
         ).append(tensor)
     for (answer, patterns, who, severity, reason, entry), tensors in groups.items():
-        why = f"because of how it reads {', '.join(map(repr, patterns))}" if patterns else "because no entry covers it"
+        why = f"because of how it reads {quoted(patterns)}" if patterns else "because no entry covers it"
         message = f"{' and '.join(who)} {(_SLIME if who == ('slime',) else _WORDS)[answer]}, {why}" + (
             f"; it must not be: {reason}" if reason else ""
         )
         hint = (
             f"use '{entry}'"
             if entry
-            else f"replace {', '.join(map(repr, patterns))} by entries that spare it"
+            else f"replace {quoted(patterns)} by entries that spare it"
             if patterns
             else "quantize again"
         )

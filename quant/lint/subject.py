@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.hf.reader import SINGLE, read_json, read_shard, shard_names
+from ckptkit.formats.hf.reader import SINGLE, read_json, shard_names
+from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.stored import as_spelled
 from quant.formats.part_names import packed_in
 from quant.formats.scheme import QuantScheme
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named
-from quant.selection.portable import Divergence, Reading, covered, divergences, read_all
-from quant.selection.published import is_published
-from quant.selection.readers import ALL_READERS, RULES, readers_of, severity_of
+from quant.selection.portable import Divergence, Reading, covered, divergences, packed_by, read_all
+from quant.selection.published import severities
+from quant.selection.readers import ALL_READERS, RULES, readers_of
 from quant.selection.tree import ClassTree
 
 
@@ -55,17 +56,12 @@ class Subject:
         """Whether each matrix is INT4: by stored names if any is packed, else by classes and compressed-tensors."""
         if self.stored is not None:
             return tuple(matrix.module in self.stored for matrix in self.matrices)
-        base = self.readings["compressed-tensors"]
-        return tuple(
-            matrix.kept is None and answer == "packs"
-            for matrix, answer in zip(self.matrices, base.answers, strict=True)
-        )
+        return tuple(packed_by(self.matrices, self.readings["compressed-tensors"]))
 
     @cached_property
     def severities(self) -> dict[str, Literal["error", "warning"]]:
         """The severity of each reader's disagreement with what is packed, as in `verify`."""
-        published = is_published(str(self.config.get("model_type")), self.ignore, self.tree)
-        return {reader: severity_of(reader, self.asked, published=published) for reader in RULES}
+        return severities(self.config, self.ignore, self.tree, self.asked)
 
     @property
     def whole(self) -> bool:
@@ -78,14 +74,7 @@ class Subject:
 
     def divergences(self, readings: Mapping[str, Reading]) -> list[Divergence]:
         """Returns where the checked readers disagree with what is packed."""
-        return list(
-            divergences(
-                self.matrices,
-                self.packed,
-                (readings[reader] for reader in self.readers),
-                readings["compressed-tensors"],
-            )
-        )
+        return divergences(self.matrices, self.packed, readings, self.readers)
 
 
 def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subject, str]:

@@ -16,7 +16,7 @@ from quant.formats.part_names import PACKED
 from quant.formats.scheme import GROUP_SIZES, QuantScheme
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
-from quant.selection.portable import Question, Reading, check_portable, read, read_all
+from quant.selection.portable import Question, Reading, check_portable, packed_by, read_all
 from quant.selection.readers import ALL_READERS, RULES, readers_of
 from quant.selection.spelling import entries_for, spell
 from quant.selection.tiles import check_tiles
@@ -57,9 +57,8 @@ def resolve(
     tree = class_tree(config)
     matrices = matrices_of(specs, tree, config)
     readings = read_all(RULES, matrices, scheme.ignore, config)
-    packed = [_packed(matrix, readings["compressed-tensors"], index) for index, matrix in enumerate(matrices)]
-    if like is not None:
-        packed = _packed_like(matrices, like)
+    base = readings["compressed-tensors"]
+    packed = packed_by(matrices, base) if like is None else _packed_like(matrices, like)
     check_portable(Question(matrices, packed, config, readers_of(readers)), scheme.ignore)
     chosen = [specs[matrix.tensor] for matrix, packs in zip(matrices, packed, strict=True) if packs]
     _check_quantizable(chosen, scheme)
@@ -68,13 +67,9 @@ def resolve(
     verdicts = {name: Verdict(False, "no weight matrix", _KEPT_BY_ALL) for name in specs}
     for index, matrix in enumerate(matrices):
         answers = {reader: reading.answers[index] == "packs" for reader, reading in readings.items()}
-        reason = _reason(matrix, packed[index], index, readings["compressed-tensors"], like is not None)
+        reason = _reason(matrix, packed[index], index, base, like is not None)
         verdicts[matrix.tensor] = Verdict(packed[index], reason, answers)
     return verdicts
-
-
-def _packed(matrix: Matrix, base: Reading, index: int) -> bool:
-    return matrix.kept is None and base.answers[index] == "packs"
 
 
 def _packed_like(matrices: Sequence[Matrix], like: Collection[str]) -> list[bool]:
@@ -105,34 +100,7 @@ def _reason(matrix: Matrix, packed: bool, index: int, base: Reading, like: bool)
     if like:
         return "not packed in the reference"
     pattern = next(pattern for pattern in base.covers if base.covered(pattern, index))
-    return f"ignored by {pattern!r}"
-
-
-def check_ignore(
-    specs: Mapping[str, TensorSpec],
-    config: Mapping[str, Any],
-    ignore: Sequence[str],
-    readers: Sequence[str] = ALL_READERS,
-) -> None:
-    """Raises CkptkitError when one of `readers` would take `ignore` differently from compressed-tensors for any tensor.
-
-    `specs` are those of a checkpoint before or after quantization (`….weight` or `….weight_packed`).
-    """
-    check_portable(question_of(specs, config, ignore, readers), ignore)
-
-
-def question_of(
-    specs: Mapping[str, TensorSpec],
-    config: Mapping[str, Any],
-    ignore: Sequence[str],
-    readers: Sequence[str] = ALL_READERS,
-) -> Question:
-    """What is to be agreed on for a checkpoint of which compressed-tensors' reading of `ignore` says what is packed."""
-    matrices = matrices_of(specs, class_tree(config), config)
-    base = read("compressed-tensors", matrices, ignore, config)
-    return Question(
-        matrices, [_packed(matrix, base, index) for index, matrix in enumerate(matrices)], config, readers_of(readers)
-    )
+    return f"ignored by '{pattern}'"
 
 
 def default_ignore(config: Mapping[str, Any], like: Collection[str] | None = None) -> tuple[str, ...]:

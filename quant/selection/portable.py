@@ -156,6 +156,12 @@ def _answer(reader: str, asked: Sequence[str], ignored: frozenset[str], targeted
     return answers.pop() if len(answers) == 1 else "refuses"
 
 
+def packed_by(matrices: Iterable[Matrix], base: Reading) -> list[bool]:
+    """Whether each matrix is to be packed: what the model's classes and compressed-tensors' reading `base` allow."""
+    pairs = zip(matrices, base.answers, strict=True)
+    return [matrix.kept is None and answer == "packs" for matrix, answer in pairs]
+
+
 @dataclass(frozen=True)
 class Divergence:
     """A tensor that one reader treats differently, and the entries of `ignore` that this reader reads differently."""
@@ -167,18 +173,20 @@ class Divergence:
 
 
 def divergences(
-    matrices: Sequence[Matrix], packed: Sequence[bool], readings: Iterable[Reading], base: Reading
-) -> Iterator[Divergence]:
-    """Every matrix that a reader takes otherwise than `packed`.
+    matrices: Sequence[Matrix], packed: Sequence[bool], readings: Mapping[str, Reading], readers: Iterable[str]
+) -> list[Divergence]:
+    """Every matrix that one of `readers` takes otherwise than `packed`.
 
-    `base` is compressed-tensors' reading, which entries are held against.
+    `readings`: as `read_all` returns them; entries are held against compressed-tensors' reading.
     """
-    for reading in readings:
-        for index, (matrix, packs) in enumerate(zip(matrices, packed, strict=True)):
-            if reading.answers[index] == ("packs" if packs else "keeps"):
-                continue
-            differ = (pattern for pattern in base.covers if _differs(reading, base, pattern, index))
-            yield Divergence(matrix.tensor, reading.reader, reading.answers[index], tuple(differ))
+    found, base = [], readings["compressed-tensors"]
+    wanted: list[Answer] = ["packs" if packs else "keeps" for packs in packed]
+    for reading in map(readings.__getitem__, readers):
+        for index, (matrix, answer, should) in enumerate(zip(matrices, reading.answers, wanted, strict=True)):
+            if answer != should:
+                differ = (pattern for pattern in base.covers if _differs(reading, base, pattern, index))
+                found.append(Divergence(matrix.tensor, reading.reader, answer, tuple(differ)))
+    return found
 
 
 def _differs(reading: Reading, base: Reading, pattern: str, index: int) -> bool:
@@ -198,14 +206,7 @@ class Question:
     def divergences(self, ignore: Sequence[str]) -> list[Divergence]:
         """Every disagreement over `ignore`."""
         readings = read_all(self.readers, self.matrices, ignore, self.config)
-        return list(
-            divergences(
-                self.matrices,
-                self.packed,
-                (readings[reader] for reader in self.readers),
-                readings["compressed-tensors"],
-            )
-        )
+        return divergences(self.matrices, self.packed, readings, self.readers)
 
 
 def check_portable(question: Question, ignore: Sequence[str]) -> None:
@@ -269,11 +270,7 @@ def _respell(pattern: str, question: Question, ignore: Sequence[str]) -> str | N
     for candidate in dict.fromkeys(candidates(pattern)):
         replaced = _unique([candidate if entry == pattern else entry for entry in ignore], basis)
         base = read("compressed-tensors", question.matrices, replaced, question.config)
-        packed = [
-            matrix.kept is None and answer == "packs"
-            for matrix, answer in zip(question.matrices, base.answers, strict=True)
-        ]
-        answered = replace(question, packed=packed).divergences(replaced)
+        answered = replace(question, packed=packed_by(question.matrices, base)).divergences(replaced)
         if base.covers[candidate] and {(one.tensor, one.reader) for one in answered} <= others:
             return candidate
     return None

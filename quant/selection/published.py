@@ -5,9 +5,11 @@ Made for engines, and not for a trainer that packs by the names of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from converters.registry import FAMILIES
+from quant.selection.readers import RULES, severity_of
 from quant.selection.tree import ClassTree
 
 
@@ -21,3 +23,16 @@ def is_published(model_type: str, ignore: Sequence[str], tree: ClassTree) -> boo
         return True
     routers = tree.gates | {name for name in tree.others if ".layers." in f".{name}"}
     return not any(entry.startswith("re:") for entry in ignore) and {tree.head, *routers} <= set(ignore)
+
+
+def severities(
+    config: Mapping[str, Any],
+    ignore: Sequence[str],
+    tree: ClassTree,
+    asked: Sequence[str] | None,
+    *,
+    updated: bool = False,
+) -> dict[str, Literal["error", "warning"]]:
+    """What it is when each reader takes this list otherwise than the weights are packed: see `severity_of`."""
+    published = is_published(str(config.get("model_type")), ignore, tree)
+    return {reader: severity_of(reader, asked, published=published, updated=updated) for reader in RULES}

@@ -2,13 +2,14 @@
 
 compressed-tensors (and transformers, which calls it), vLLM and SGLang look at module names, slime at parameter names; a
 plain entry is the whole name, any part of it, a dotted ending or a prefix. Which names a reader looks up is in
-`quant.look_ups`.
+`quant.selection.matrices`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from types import MappingProxyType
 from typing import Literal
 
@@ -16,6 +17,18 @@ from ckptkit.core.errors import CkptkitError
 
 Rule = Callable[[str, str], bool]
 _LINEAR_CLASSES = ("Linear", "Module")
+
+
+def _or_regex(plain: Rule) -> Rule:
+    """A rule that takes `re:` entries as a regular expression from the start of a name, and the others by `plain`."""
+
+    @wraps(plain)
+    def rule(name: str, pattern: str) -> bool:
+        if pattern.startswith("re:"):
+            return re.match(pattern.removeprefix("re:"), name) is not None
+        return plain(name, pattern)
+
+    return rule
 
 
 def compressed_tensors(module: str, pattern: str) -> bool:
@@ -28,41 +41,37 @@ def compressed_tensors(module: str, pattern: str) -> bool:
     return pattern in _LINEAR_CLASSES or vllm(module, pattern)
 
 
+@_or_regex
 def vllm(layer: str, pattern: str) -> bool:
     """A layer, as vLLM reads it: `re:` from the start, else the whole name.
 
     Source: vLLM `compressed_tensors/utils.py`, `check_equal_or_regex_match`; read, not run.
     """
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), layer) is not None
     return pattern == layer
 
 
+@_or_regex
 def sglang(layer: str, pattern: str) -> bool:
     """A layer, as SGLang up to at least 0.5.16 reads it: `re:` from the start, else any part of the name, in any case.
 
     Source: SGLang `layers/quantization/compressed_tensors/utils.py`, `check_equal_or_regex_match`.
     """
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), layer) is not None
     return pattern.lower() in layer.lower()
 
 
+@_or_regex
 def sglang_suffix(layer: str, pattern: str) -> bool:
     """A layer, as SGLang 0.5.23 reads it: `re:` from the start, else the whole name or a dotted ending of it."""
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), layer) is not None
     return pattern == layer or layer.endswith("." + pattern)
 
 
+@_or_regex
 def slime(parameter: str, pattern: str) -> bool:
     """A parameter (`….weight`), as slime, miles and Relax read it: `re:` from the start, or any prefix.
 
     What is not covered is quantized when it ends in `.weight` and has two or more axes, whatever its class: `targets`
     is not read. Source: slime `quantizer_compressed_tensors.py`, `quantize_params_compressed_tensors`; read, not run.
     """
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), parameter) is not None
     return parameter.startswith(pattern)
 
 

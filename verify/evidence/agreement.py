@@ -15,8 +15,8 @@ from quant.formats.part_names import PACKED, packed_in
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
 from quant.selection.portable import Divergence, Question, advice, said
-from quant.selection.published import is_published
-from quant.selection.readers import RULES, severity_of
+from quant.selection.published import severities
+from quant.selection.readers import RULES
 from quant.selection.tree import ClassTree
 from verify.issue import Issue
 from verify.report import Severity
@@ -67,14 +67,12 @@ def agreement(
         if matrix.tensor in everybody and not packs
     ]
     unwanted = [module for module in stored if f"{module}.weight" in everybody and module not in forbidden]
-    published = is_published(str(config.get("model_type")), ignore, tree)
-    severities = {reader: severity_of(reader, asked, published=published, updated=updated) for reader in RULES}
     return Agreement(
         len(stored) + len(missing),
         forbidden,
         sorted(unwanted),
         sorted(missing),
-        list(_issues(others, question, ignore, severities)),
+        list(_issues(others, question, ignore, severities(config, ignore, tree, asked, updated=updated))),
     )
 
 
@@ -100,9 +98,9 @@ def _for_everybody(found: Collection[Divergence]) -> set[str]:
 
 
 def _issues(
-    found: Sequence[Divergence], question: Question, ignore: Sequence[str], severities: Mapping[str, Severity]
+    found: Sequence[Divergence], question: Question, ignore: Sequence[str], severity_of: Mapping[str, Severity]
 ) -> Iterator[Issue]:
     hint = advice(found, question, ignore) if found else ""
     for reader in dict.fromkeys(one.reader for one in found):
         actual = "; ".join(said(one for one in found if one.reader == reader))
-        yield Issue("an ignore list that every reader takes alike", actual, hint, severity=severities[reader])
+        yield Issue("an ignore list that every reader takes alike", actual, hint, severity=severity_of[reader])

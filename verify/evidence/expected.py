@@ -56,14 +56,14 @@ def config_of(subject: Subject) -> Mapping[str, Any]:
     Raises as `stated_config_of`. A launch that trains multi-token prediction layers needs them in the checkpoint that
     it loads.
     """
-    config, names = stated_config_of(subject), _names(subject)
+    config, names = subject.once(stated_config_of), subject.once(_names)
     return as_stored(config, names) if names else config
 
 
 def remarks_of(subject: Subject) -> list[str]:
     """What the names of its tensors say of the checkpoint that is not wrong. Raises as `stated_config_of`."""
-    names = _names(subject)
-    return remarks(stated_config_of(subject), names) if names else []
+    names = subject.once(_names)
+    return remarks(subject.once(stated_config_of), names) if names else []
 
 
 def _names(subject: Subject) -> Collection[str]:
@@ -92,7 +92,7 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
             raise Unable("no HF config.json is stored beside this Megatron checkpoint; name the HF directory with --hf")
         config = config_in(path, subject.megatron_files.weights)
     try:
-        refuse_foreign(_names(subject) if subject.kind == "hf" else (), subject.path)
+        refuse_foreign(subject.once(_names) if subject.kind == "hf" else (), subject.path)
         dims_of(config)
     except (TypeError, ValueError) as error:
         raise CkptkitError(f"config.json: a size is not a number: {error}", "compare it with the release") from error

@@ -1,132 +1,22 @@
 """An HF directory as its files tell it, however broken: every fault is kept as data, and nothing here raises for one.
 
-`ckptkit.formats.hf.reader` refuses a broken directory at its first fault. To list all of them, and to know the names
-in a truncated shard, the headers are read here a second time, leniently.
+`ckptkit.formats.hf.reader` refuses a broken directory at its first fault; here all of them are listed, and the names
+in a truncated shard are known.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.hf.reader import (
-    BEGIN,
-    INDEX,
-    MAX_HEADER,
-    SINGLE,
-    Span,
-    may_repeat,
-    parse_entry,
-    read_json,
-    sound_spans,
-)
+from ckptkit.formats.hf.reader import INDEX, SINGLE, HfCheckpoint, read_json
+from ckptkit.formats.hf.shard import Shard, scan_shard, unreadable
 from verify.issue import Issue
-
-
-class _Object(list[tuple[str, Any]]):
-    """A JSON object as pairs, so that a key that is there twice shows."""
-
-
-@dataclass(frozen=True)
-class ShardScan:
-    """What one shard's header says, as far as it can be read: tensors in the order of their bytes.
-
-    `nbytes` is the sum of what they take. `readable` is False when no header could be read.
-    """
-
-    path: Path
-    specs: Mapping[str, TensorSpec] = field(default_factory=dict)
-    issues: tuple[Issue, ...] = ()
-    readable: bool = True
-    nbytes: int = 0
-
-
-def scan_shard(path: Path) -> ShardScan:
-    """Reads a header and compares it with its file: truncated, trailing, overlapping, holes, listed twice."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER):
-                return _unreadable(path, f"{size} bytes, too few for a header of {length}")
-            text = file.read(length)
-        header = json.loads(text)
-    except OSError as error:
-        return _unreadable(path, str(error.strerror))
-    except (ValueError, RecursionError) as error:
-        return _unreadable(path, f"a header that is not JSON ({error})")
-    if not isinstance(header, dict):
-        return _unreadable(path, "a header that is not a JSON object")
-    issues = list(_repetitions(text)) if may_repeat(text, header) else []
-    about = header.pop("__metadata__", None)
-    if about is not None and not (isinstance(about, dict) and all(isinstance(value, str) for value in about.values())):
-        issues.append(Issue("a __metadata__ of strings", f"{about!r:.80}"))
-    spans = sound_spans(header)
-    if spans is None:
-        found = [_entry(name, entry) for name, entry in header.items()]
-        spans, wrong = [span for span, _ in found if span], [issue for _, issue in found if issue]
-        issues += wrong
-    spans.sort(key=BEGIN)
-    issues += _layout_issues(spans, 8 + length, size)
-    return ShardScan(
-        path,
-        {spec.name: spec for _, _, _, spec in spans},
-        tuple(issues),
-        nbytes=sum([nbytes for _, _, nbytes, _ in spans]),
-    )
-
-
-def _unreadable(path: Path, actual: str) -> ShardScan:
-    return ShardScan(path, {}, (Issue("a safetensors file", actual),), readable=False)
-
-
-def _repetitions(text: bytes) -> Iterator[Issue]:
-    """Names that are there twice in a header, and entries with a key that is."""
-    pairs: _Object = json.loads(text, object_pairs_hook=_Object)
-    for name in _repeated(pairs):
-        yield Issue("each name once in a header", "it is there twice", names=(name,))
-    for name, entry in pairs:
-        if name != "__metadata__" and isinstance(entry, _Object) and (keys := _repeated(entry)):
-            yield Issue("each key once in a header's entry", f"its entry has {', '.join(keys)} twice", names=(name,))
-
-
-def _repeated(pairs: _Object) -> list[str]:
-    seen: set[str] = set()
-    return [key for key, _ in pairs if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
-
-
-def _entry(name: str, entry: Any) -> tuple[Span | None, Issue | None]:
-    try:
-        return parse_entry(name, entry), None
-    except (TypeError, ValueError) as error:
-        actual = str(error) if isinstance(error, ValueError) else f"its header entry for {name} is not valid: {entry}"
-        return None, Issue(
-            "a header entry with a known dtype, whole numbers as shape and two data_offsets", actual, names=(name,)
-        )
-
-
-def _layout_issues(spans: Sequence[Span], start: int, size: int) -> Iterator[Issue]:
-    """What is wrong with where tensors lie, which is told of `spans` in order."""
-    stop = 0
-    for begin, end, nbytes, spec in spans:
-        if begin == stop and end == begin + nbytes:
-            stop = end
-            continue
-        if end - begin != nbytes:
-            yield Issue(f"{nbytes} bytes for {spec}", f"its entry spans {end - begin}", names=(spec.name,))
-        if begin != stop:
-            kind = "overlaps the tensor before it" if begin < stop else "leaves a hole before it"
-            yield Issue(f"data from byte {stop}", f"data from byte {begin}: it {kind}", names=(spec.name,))
-        stop = max(stop, begin + nbytes)
-    if start + stop != size:
-        kind = "is truncated" if size < start + stop else "has trailing bytes"
-        yield Issue(f"{start + stop} bytes, as its header says", f"{size} bytes: the file {kind}")
 
 
 @dataclass(frozen=True)
@@ -213,13 +103,21 @@ class HfFiles:
         return tuple(path.name for path in self.present if path.name not in self.wanted)
 
     @cached_property
-    def shards(self) -> Mapping[str, ShardScan]:
+    def shards(self) -> Mapping[str, Shard]:
         """The headers of the files that a loader opens and that are there."""
-        return {file: scan_shard(self.root / file) for file in self.wanted if file not in self.missing}
+        return {file: self.scan(file) for file in self.wanted if file not in self.missing}
 
-    def scan(self, file: str) -> ShardScan:
+    def scan(self, file: str) -> Shard:
         """The header of any file of the directory, such as one that the index does not name."""
-        return scan_shard(self.root / file)
+        try:
+            return scan_shard(self.root / file)
+        except OSError as error:
+            return unreadable(self.root / file, str(error.strerror))
+
+    @cached_property
+    def checkpoint(self) -> HfCheckpoint:
+        """The same directory, to be read. Raises CkptkitError unless it is sound."""
+        return HfCheckpoint(self.root, self.shards)
 
     @cached_property
     def unknown(self) -> frozenset[str]:

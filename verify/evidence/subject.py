@@ -112,6 +112,8 @@ class Subject:
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """The checkpoint itself. Raises CkptkitError when it cannot be opened; CK1xx checks have said why by then."""
+        if self.location.kind == "hf":
+            return self.hf_files.checkpoint
         return open_checkpoint(self.path, hf=self.hf_path)
 
     @cached_property

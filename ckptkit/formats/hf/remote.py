@@ -12,7 +12,8 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import ITERATION, LEGACY_RANK, TRACKER
-from ckptkit.formats.hf.reader import INDEX, MAX_HEADER, parse_json, read_json
+from ckptkit.formats.hf.reader import INDEX, parse_json, read_json
+from ckptkit.formats.hf.shard import MAX_HEADER
 from ckptkit.formats.hf.side_files import is_hidden, is_weight
 from ckptkit.storage.directory import Directory, Listing
 from ckptkit.storage.url import Store, is_url

@@ -1,6 +1,6 @@
 """The files of an HF checkpoint to write: safetensors shards, and the index that comes last.
 
-Format: `ckptkit.formats.hf.reader`.
+Format: `ckptkit.formats.hf.shard`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from ckptkit.core.dtypes import SAFETENSORS_CODE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.files import FILE_BYTES, Piece
-from ckptkit.formats.hf.reader import INDEX, SINGLE, read_shard
+from ckptkit.formats.hf.reader import INDEX, SINGLE
+from ckptkit.formats.hf.shard import read_shard
 from ckptkit.storage.buffers import cuts
 from ckptkit.storage.write import WrittenFile
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from families import CASES, case
 
-from ckptkit.formats.hf.reader import read_json, read_shard
+from ckptkit.formats.hf.reader import read_json
+from ckptkit.formats.hf.shard import read_shard
 from converters.registry import FAMILIES
 from quant.lint.lint import lint
 from quant.lint.subject import open_subject

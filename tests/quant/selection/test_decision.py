@@ -17,7 +17,7 @@ from ckptkit.core.specs import TensorSpec
 from quant.formats.scheme import QuantScheme, quantization_config
 from quant.planner import packed_modules
 from quant.selection.class_tree import class_tree
-from quant.selection.decision import check_ignore, default_ignore, resolve
+from quant.selection.decision import default_ignore, resolve
 
 FAMILIES = sorted(models.configs())
 # Names written by hand from the releases of these families.
@@ -375,7 +375,7 @@ def test_a_model_that_is_not_understood_is_refused(
     specs: Mapping[str, dict[str, TensorSpec]], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CkptkitError, match=message):
-        check_ignore(specs["qwen2-untied"], config_of("qwen2-untied", **changes), ())
+        resolve(specs["qwen2-untied"], config_of("qwen2-untied", **changes), scheme())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -390,14 +390,6 @@ def test_an_ignore_list_without_the_head_promises_a_packed_head(specs: Mapping[s
     for family, promised in (("qwen2-untied", True), ("qwen2-tied", False)):
         finished = config_of(family) | {"quantization_config": quantization_config(scheme("model.embed_tokens"))}
         assert ("lm_head" in packed_modules(specs[family], finished)) is promised
-
-
-def test_a_finished_checkpoint_is_checked_by_its_packed_names() -> None:
-    packed = "model.layers.0.self_attn.o_proj.weight_packed"
-    specs = {packed: TensorSpec(packed, (128, 40), "int32")}
-    check_ignore(specs, config_of("glm4_moe"), ["re:.*mlp.*"])
-    with pytest.raises(CkptkitError, match=r"slime would leave unpacked model\.layers\.0\.self_attn\.o_proj\.weight"):
-        check_ignore(specs, config_of("glm4_moe"), [r"re:.*o_proj\..*"])
 
 
 def test_a_model_with_draft_layers_in_its_config_alone() -> None:

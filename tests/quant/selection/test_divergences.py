@@ -20,7 +20,7 @@ from ckptkit.core.specs import TensorSpec
 from quant.formats.scheme import QuantScheme
 from quant.lint.lint import lint
 from quant.selection.class_tree import class_tree
-from quant.selection.decision import check_ignore, default_ignore, resolve
+from quant.selection.decision import default_ignore, resolve
 from quant.selection.matrices import matrices_named
 from quant.selection.portable import read_all
 from quant.selection.readers import RULES
@@ -53,12 +53,12 @@ def specs(config: dict[str, Any], *more: str) -> dict[str, TensorSpec]:
 def refused(config: dict[str, Any], ignore: list[str], message: str, hint: str, *more: str) -> None:
     """ckptkit's error over a list, and its advice."""
     with pytest.raises(CkptkitError, match=message) as caught:
-        check_ignore(specs(config, *more), config, ignore)
+        resolve(specs(config, *more), config, QuantScheme(32, "qmax7", tuple(ignore)))
     assert hint in (caught.value.hint or "")
 
 
 def accepted(config: dict[str, Any], ignore: list[str], *more: str) -> None:
-    check_ignore(specs(config, *more), config, ignore)
+    resolve(specs(config, *more), config, QuantScheme(32, "qmax7", tuple(ignore)))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.kind == "megatron":
         require_metadata(subject)
     try:
-        config_of(subject)
+        subject.once(config_of)
         tally.compared(0)
     except UnsupportedError:
         raise
@@ -87,8 +87,9 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
         )
     for shard in files.shards.values():
         tally.compared(0, len(shard.specs))
-        for issue in shard.issues:
-            yield replace(issue, hint="copy or download this file again", file=shard.path)
+        for fault in shard.faults:
+            names = None if fault.name is None else (fault.name,)
+            yield Issue(fault.expected, fault.actual, "copy or download this file again", names, shard.path)
 
 
 @check(

@@ -42,7 +42,7 @@ def _quantized(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, Tensor
     """Config, specs and format. Raises Skip with the reason where there is nothing quantized to look at."""
     if (reason := not_quantized(subject)) is not None:
         raise Skip(reason)
-    config = config_of(subject)
+    config = subject.once(config_of)
     form = format_of(config)
     if form is None:
         raise Skip("quantization_config describes no packed integer weights, which is all that is checked here")
@@ -57,10 +57,10 @@ def packed_weights(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, Te
     return config, specs, form
 
 
-def never_packed(config: Mapping[str, Any]) -> dict[str, str]:
+def never_packed(subject: Subject) -> dict[str, str]:
     """Modules that no reader expects packed, and what each is: routers, embedding, head, norms."""
     found = {}
-    for rule in rules_of(config):
+    for rule in rules_of(subject.once(config_of)):
         what = next((what for suffix, what in _NEVER.items() if rule.megatron.endswith(suffix)), None)
         for name in rule.hf:
             if what is not None or "norm" in name.split(".")[-2]:
@@ -82,7 +82,7 @@ def never_packed(config: Mapping[str, Any]) -> dict[str, str]:
 def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The most common failure first: a name-only quantizer cannot tell a router from a Linear."""
     config, specs, _ = _quantized(subject)
-    forbidden = never_packed(config)
+    forbidden = subject.once(never_packed)
     wrong: dict[str, list[str]] = defaultdict(list)
     for module, what in forbidden.items():
         tally.compared(0)
@@ -128,7 +128,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     if (reason := not_quantized(subject)) is not None:
         raise Skip(reason)
-    config, specs, where = config_of(subject), subject.checkpoint.specs, str(subject.path)
+    config, specs, where = subject.once(config_of), subject.checkpoint.specs, str(subject.path)
     packed = set(packed_in(specs))
     tally.compared(0, len(packed))
     if (issue := config_issue(config)) is not None:
@@ -146,7 +146,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0, found.looked_at - len(packed))
     for issue in found.issues:
         yield replace(issue, file=subject.path / "config.json")
-    said = {module for module in never_packed(config) if not _targeted(module, config)}
+    said = {module for module in subject.once(never_packed) if not _targeted(module, config)}
     for names in alike(sorted(found.forbidden.keys() - said)):
         expected, hint = f"unquantized: {found.forbidden[names[0]]}", "quantize again with `ckptkit quantize`"
         yield Issue(expected, "packed as INT4", hint, names=[name + PACKED for name in names], file=where)

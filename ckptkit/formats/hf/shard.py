@@ -1,0 +1,233 @@
+"""Reads one safetensors file: its header, with all that is wrong with it, and its tensors.
+
+Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data
+(https://github.com/huggingface/safetensors#format).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.core.dtypes import DTYPE_OF_CODE, ITEMSIZE
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.extents import ByteRange, Reader
+from ckptkit.core.specs import TensorSpec
+from ckptkit.storage.buffers import bytes_of, elements
+from ckptkit.storage.directory import RemoteFile
+from ckptkit.storage.read import read_new
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_HEADER = 100_000_000  # the limit of the safetensors library
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What should be in a file, what is, and the tensor that it concerns; None: the file."""
+
+    expected: str
+    actual: str
+    name: str | None = None
+
+    def __str__(self) -> str:
+        return f"{f'{self.name}: ' if self.name else ''}{self.actual} (expected {self.expected})"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the header of a file says, as far as it can be read: the tensors in the order of their bytes.
+
+    `offsets`: where each begins, in bytes of the file; `nbytes`: what they take together. `faults`: everything that
+    safetensors itself would refuse. `readable`: whether there is a header at all.
+    """
+
+    path: Path
+    specs: Mapping[str, TensorSpec] = field(default_factory=dict)
+    offsets: Mapping[str, int] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    nbytes: int = 0
+    faults: tuple[Fault, ...] = ()
+    readable: bool = True
+    remote: RemoteFile | None = None
+
+    def sound(self) -> Shard:
+        """This shard. Raises CkptkitError for the first of its faults."""
+        if self.faults:
+            what = f"{self.remote or self.path} is not a whole safetensors file: {self.faults[0]}"
+            raise CkptkitError(what, "copy or download it again")
+        return self
+
+    def read(self, name: str, reader: Reader | None = None) -> Tensor:
+        """One tensor; what `reader` has loaded of it is not read again.
+
+        Uses plain reads, not mmap: a file truncated meanwhile, or a bad sector, raises an error instead of a signal.
+        """
+        spec, flat = self.specs[name], self._bytes(name, reader)
+        if len(flat) != spec.nbytes:
+            hint = "the file is truncated; copy or download it again"
+            raise CkptkitError(f"{self.remote or self.path}: {name} ends before its {spec.nbytes} bytes", hint)
+        return elements(flat, spec.torch_dtype).view(spec.shape)
+
+    def _bytes(self, name: str, reader: Reader | None) -> Tensor:
+        """The bytes of a tensor, uint8 [bytes]: fewer where the file ends."""
+        if self.remote is None:
+            wanted = self.byte_range(name)
+            found = reader.loaded(wanted) if reader else None
+            return read_new(wanted) if found is None else found
+        import torch
+
+        flat = torch.empty(self.specs[name].nbytes, dtype=torch.uint8)
+        return flat[: self.remote.read_into(bytes_of(flat), self.offsets[name])]
+
+    def byte_range(self, name: str) -> ByteRange:
+        """Where the bytes of a tensor stand."""
+        return ByteRange(self.path, self.offsets[name], self.offsets[name] + self.specs[name].nbytes)
+
+
+def read_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
+    """The header of a safetensors file, or of a `remote` one whose first bytes are at `path`.
+
+    Raises CkptkitError for anything that safetensors itself would refuse.
+    """
+    try:
+        return scan_shard(path, remote).sound()
+    except OSError as error:
+        raise CkptkitError(f"{remote or path}: {error.strerror}", "the index names it; is a shard missing?") from error
+
+
+def scan_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
+    """Does what `read_shard` does, but keeps what is wrong as `faults`. Raises OSError where it cannot be read."""
+    size = remote.size if remote else path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER):
+            return unreadable(path, f"{size} bytes, too few for a header of {length}", remote)
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return unreadable(path, f"a header that is not JSON ({error})", remote)
+    if not isinstance(header, dict):
+        return unreadable(path, "a header that is not a JSON object", remote)
+    faults = list(_repetitions(text)) if _may_repeat(text, header) else []
+    metadata = {} if (said := header.pop("__metadata__", None)) is None else said
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        faults.append(Fault("a __metadata__ of strings", f"{metadata!r:.80}"))
+        metadata = {}
+    spans = _sound_spans(header)
+    if spans is None:
+        found = [_entry(name, entry) for name, entry in header.items()]
+        spans = [one for one in found if not isinstance(one, Fault)]
+        faults += [one for one in found if isinstance(one, Fault)]
+    spans.sort(key=itemgetter(0))
+    start = 8 + length
+    faults += _misplaced(spans, start, size)
+    return Shard(
+        path,
+        {spec.name: spec for _, _, _, spec in spans},
+        {spec.name: start + begin for begin, _, _, spec in spans},
+        metadata,
+        sum([nbytes for _, _, nbytes, _ in spans]),
+        tuple(faults),
+        remote=remote,
+    )
+
+
+def unreadable(path: Path, actual: str, remote: RemoteFile | None = None) -> Shard:
+    """A file without a header that can be read."""
+    return Shard(path, faults=(Fault("a safetensors file", actual),), readable=False, remote=remote)
+
+
+class _Object(list[tuple[str, Any]]):
+    """A JSON object as pairs, so that a key that is there twice shows."""
+
+
+def _may_repeat(text: bytes, header: Mapping[str, Any]) -> bool:
+    """Whether the JSON `text` of `header` may have a key twice, which is slower to tell.
+
+    Every pair has a colon. More of them stand in a name, or in a pair whose key came again.
+    """
+    return text.count(b":") > len(header) + sum([len(entry) for entry in header.values() if isinstance(entry, dict)])
+
+
+def _repetitions(text: bytes) -> Iterator[Fault]:
+    """Names that are there twice in a header, and entries with a key that is."""
+    pairs: _Object = json.loads(text, object_pairs_hook=_Object)
+    for name in _repeated(pairs):
+        yield Fault("each name once in a header", "it is there twice", name)
+    for name, entry in pairs:
+        if name != "__metadata__" and isinstance(entry, _Object) and (keys := _repeated(entry)):
+            yield Fault("each key once in a header's entry", f"its entry has {', '.join(keys)} twice", name)
+
+
+def _repeated(pairs: _Object) -> list[str]:
+    seen: set[str] = set()
+    return [key for key, _ in pairs if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
+
+
+# First byte and end in the data, the bytes that the tensor takes, and the tensor.
+_Span = tuple[int, int, int, TensorSpec]
+_SIZE_OF_CODE = {code: ITEMSIZE[dtype] for code, dtype in DTYPE_OF_CODE.items()}
+
+
+def _sound_spans(header: Mapping[str, Any]) -> list[_Span] | None:
+    """Checks and parses all header entries at once; None when one is invalid and each must be parsed by itself."""
+    try:
+        entries = [(name, entry["dtype"], entry["shape"], *entry["data_offsets"]) for name, entry in header.items()]
+        numbers = [
+            *chain.from_iterable(entry[2] for entry in entries),
+            *(entry[3] for entry in entries),
+            *(entry[4] for entry in entries),
+        ]
+        spans = [
+            (begin, end, math.prod(shape) * _SIZE_OF_CODE[code], TensorSpec(name, tuple(shape), DTYPE_OF_CODE[code]))
+            for name, code, shape, begin, end in entries
+        ]
+    except (TypeError, ValueError, LookupError):
+        return None
+    shapes_are_lists = {list}.issuperset({type(entry[2]) for entry in entries})
+    return spans if shapes_are_lists and {int}.issuperset(map(type, numbers)) and min(numbers, default=0) >= 0 else None
+
+
+def _entry(name: str, entry: Any) -> _Span | Fault:
+    """One header entry, or what is wrong with it."""
+    expected = "a header entry with a known dtype, whole numbers as shape and two data_offsets"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        return Fault(expected, f"its header entry for {name} is not valid: {entry}", name)
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_OF_CODE:
+        return Fault(expected, f"{name} has dtype {dtype}, which ckptkit does not know", name)
+    for values in (shape, offsets):
+        if not isinstance(values, list) or not {int}.issuperset(map(type, values)):
+            actual = f"its header entry for {name} has {values} where whole numbers must be"
+            return Fault(expected, actual, name)
+    if len(offsets) != 2 or min(*shape, *offsets) < 0:
+        return Fault(expected, f"its header entry for {name} is not valid: {entry}", name)
+    spec = TensorSpec(name, tuple(shape), DTYPE_OF_CODE[dtype])
+    return offsets[0], offsets[1], spec.nbytes, spec
+
+
+def _misplaced(spans: Sequence[_Span], start: int, size: int) -> Iterator[Fault]:
+    """What is wrong with where tensors lie, given in order: overlaps, holes, a truncated file, trailing bytes."""
+    stop = 0
+    for begin, end, nbytes, spec in spans:
+        if begin == stop and end == begin + nbytes:
+            stop = end
+            continue
+        if end - begin != nbytes:
+            yield Fault(f"{nbytes} bytes for {spec}", f"its entry spans {end - begin}", spec.name)
+        if begin != stop:
+            kind = "overlaps the tensor before it" if begin < stop else "leaves a hole before it"
+            yield Fault(f"data from byte {stop}", f"data from byte {begin}: it {kind}", spec.name)
+        stop = max(stop, begin + nbytes)
+    if start + stop != size:
+        kind = "is truncated" if size < start + stop else "has trailing bytes"
+        yield Fault(f"{start + stop} bytes, as its header says", f"{size} bytes: the file {kind}")
