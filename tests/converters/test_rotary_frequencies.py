@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import filecmp
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import models
@@ -60,10 +59,3 @@ def test_rotary_frequencies_stay_beside_int4_weights(release: Path, tmp_path: Pa
     passes(verify(tmp_path / "int4", source=release))
     name = NAME.format(3)
     assert torch.equal(models.tensors(tmp_path / "int4")[name], models.tensors(release)[name])
-
-
-@pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")
-def test_sglang_leaves_rotary_frequencies_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    save("qwen2-untied", replace(CASES["qwen2-untied"], added=frequencies), tmp_path / "release", torch.bfloat16)
-    passes(verify(tmp_path / "release", against=frozenset({"sglang"})))

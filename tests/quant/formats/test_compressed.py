@@ -113,6 +113,8 @@ def outcome(read: Callable[[dict[str, Any]], QuantScheme], content: dict[str, An
         return str(error)
 
 
+# compressed-tensors 0.18 says so of one of the odd configs.
+@pytest.mark.filterwarnings("ignore:No observer is used for dynamic quant:UserWarning")
 def test_stated_scheme_is_the_one_that_compressed_tensors_reads(usual: dict[str, Any]) -> None:
     usual |= {"quant_method": "compressed-tensors"}
     assert isinstance(outcome(stated_scheme, usual), QuantScheme)
