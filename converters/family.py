@@ -121,8 +121,7 @@ class SglangClass:
     SGLang has instead. `entries`: beginnings that SGLang rewrites in plain entries of `ignore` (`hf_to_sglang_mapper`);
     the first that fits counts. `outside`: parts of names that it spells otherwise in layers outside the language model;
     None: it never asks about those. `dense`: what it cannot hold as INT4. `joins_shared_expert`: on CUDA it makes the
-    shared expert one of the routed ones, unless told not to. `placed`: where it keeps every tensor was held against
-    `verify/witnesses/sglang/slots.py`.
+    shared expert one of the routed ones, unless told not to.
     """
 
     fused: tuple[str, ...] = ()
@@ -131,7 +130,6 @@ class SglangClass:
     outside: tuple[tuple[str, str], ...] | None = None
     dense: tuple[Dense, ...] = ()
     joins_shared_expert: bool = False
-    placed: bool = False
 
     @cached_property
     def packed_modules(self) -> Mapping[str, tuple[str, ...]]:

@@ -25,6 +25,14 @@ from families.mtp import added_layer, reference
 # The Hadamard transform needs a head size that is a power of two. The rotary part is not half of it.
 # With 14 heads scores are hardly ever all zero.
 INDEXER: dict[str, Any] = {"index_n_heads": 14, "index_head_dim": 64, "index_topk": 5}
+# What the releases of GLM-5 say beside what transformers writes; SGLang reads most of it.
+GLM_AS_RELEASED = {
+    "num_nextn_predict_layers": 1,
+    "indexer_rope_interleave": True,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
 
 
 def strong(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -105,7 +113,7 @@ def glm_case(since: tuple[int, int] = (0, 0), **sharing: Any) -> Case:
     return Case(
         lambda: glm(**sharing),
         added=strong_layer(glm_layer),
-        edit=lambda config: config | {"num_nextn_predict_layers": 1, "indexer_rope_interleave": True},
+        edit=lambda config: config | GLM_AS_RELEASED,
         value=strong,
         reference=in_pairs(lambda model, tokens: model(tokens).logits),
         mtp=in_pairs(reference(glm_layer)),

@@ -70,6 +70,6 @@ def as_released(config: dict[str, Any]) -> dict[str, Any]:
 
 
 CASES = {
-    "gpt_oss": Case(lambda: GptOssConfig(**GPT_OSS), value=value),
+    "gpt_oss": Case(lambda: GptOssConfig(**GPT_OSS), value=value, edit=lambda config: config | {"swiglu_limit": 7.0}),
     "gpt_oss-v4": Case(lambda: GptOssConfig(**GPT_OSS | {"rope_parameters": ROUNDED}), value=value, edit=as_released),
 }

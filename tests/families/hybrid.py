@@ -136,10 +136,12 @@ def mtp_logits(
 
 
 def _with_mtp(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a release with an MTP layer: Qwen3.5's says so in its language part."""
-    if "text_config" in config:
-        return config | {"text_config": config["text_config"] | {"mtp_num_hidden_layers": 1}}
-    return config | {"mtp_num_hidden_layers": 1}
+    """config.json of a release with an MTP layer: Qwen3.5's says so in its language part. SGLang reads the rest."""
+    text = {"mtp_num_hidden_layers": 1, "full_attention_interval": 4}
+    if "text_config" not in config:
+        return config | text
+    vision = config["vision_config"] | {"deepstack_visual_indexes": []}
+    return config | {"text_config": config["text_config"] | text, "vision_config": vision}
 
 
 def _sizes(*left_out: str) -> dict[str, Any]:
@@ -164,6 +166,7 @@ NEXT = Case(
     # Releases say nothing of their MTP layer.
     lambda: Qwen3NextConfig(**_sizes(), **LINEAR, **ROUTED, rope_parameters=ROPE),
     added=added_mtp(Qwen3NextDecoderLayer),
+    edit=lambda config: config | {"full_attention_interval": 4},
     value=value,
     mtp=mtp_logits(Qwen3NextDecoderLayer),
     mtp_witness=WITNESS,

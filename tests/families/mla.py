@@ -192,7 +192,7 @@ CASES = {
     "glm4_moe_lite": Case(
         glm,
         added=strong_layer(glm_layer),
-        edit=lambda config: config | {"num_nextn_predict_layers": 1},
+        edit=lambda config: config | {"num_nextn_predict_layers": 1, "first_k_dense_replace": 1},
         value=strong,
         auto=Fp32RouterBias,
         mtp=reference(glm_layer),

@@ -58,6 +58,6 @@ FAMILIES = (
         read_dims,
         mappings,
         release=Release(drafts=appended_drafts, classes={"Router": "Glm4MoeTopkRouter"}),
-        sglang=SglangClass(joins_shared_expert=True, placed=True),
+        sglang=SglangClass(joins_shared_expert=True),
     ),
 )

@@ -8,7 +8,7 @@ from typing import Any
 from converters.blocks.decoder import ROTARY_FREQUENCIES, attention, dense_mlp, embeddings
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import without_windows
-from converters.family import ModelFamily, SglangClass
+from converters.family import ModelFamily
 from converters.rules import ParamMapping
 
 
@@ -30,6 +30,5 @@ FAMILIES = (
         read_dims,
         mappings,
         carried_ends=ROTARY_FREQUENCIES,
-        sglang=SglangClass(placed=True),
     ),
 )

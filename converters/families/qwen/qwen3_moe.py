@@ -45,6 +45,6 @@ FAMILIES = (
         read_dims,
         mappings,
         release=Release(classes={"Router": "Qwen3MoeTopKRouter"}),
-        sglang=SglangClass(QKV_GATE_UP, placed=True),
+        sglang=SglangClass(QKV_GATE_UP),
     ),
 )

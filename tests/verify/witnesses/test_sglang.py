@@ -324,13 +324,17 @@ BROKEN: dict[str, set[tuple[str, str, int]]] = {
         for part in ("packed", "scale")
     },
     "int4 half_written": {
-        (code, f"{EXPERTS}down_proj.weight_{part}", 144) for code in ("CK502", "CK504") for part in ("packed", "scale")
+        *(("CK502", f"model.layers.{{0..11}}.mlp.experts.w2_weight_{part}", 12) for part in ("packed", "scale")),
+        *(("CK503", f"{EXPERTS}down_proj.weight_{part}", 144) for part in ("packed", "scale")),
     },
     "swapped_gate_and_up": {
         ("CK504", f"model.layers.5.mlp.experts.11.{part}_proj.weight", 1) for part in ("gate", "up")
     },
     "one_bit": {("CK504", "model.layers.7.self_attn.k_proj.weight", 1)},
-    "half_written": {("CK502", f"{EXPERTS}down_proj.weight", 144), ("CK504", f"{EXPERTS}down_proj.weight", 144)},
+    "half_written": {
+        ("CK502", "model.layers.{0..11}.mlp.experts.w2_weight", 12),
+        ("CK503", f"{EXPERTS}down_proj.weight", 144),
+    },
     "swapped_scales": {
         ("CK504", f"model.layers.5.mlp.experts.11.{part}_proj.weight_scale_inv", 1) for part in ("gate", "up")
     },
@@ -372,7 +376,8 @@ def test_findings_say_what_to_do(cases: dict[str, Case], reports: dict[str, Sgla
         "every element is 0.5",
     ]
     assert first("one_bit", "CK504").actual.startswith("1 of 8192 elements differ, first at [3, 4]: ")
-    assert "6144 of 12288 elements were never written" in first("half_written", "CK502").actual
+    assert "73728 of 147456 elements were never written" in first("half_written", "CK502").actual
+    assert "only 6144 of its 12288 elements were written" in first("half_written", "CK503").actual
     assert (
         "the checkpoint never gave it, at model.layers.4.mlp.experts.w13_weight in SGLang"
         in first("lost", "CK502").actual
@@ -389,7 +394,7 @@ def test_a_name_that_sglangs_class_does_not_know_is_said_without_talk_of_packing
     hints = {finding.tensor: finding.hint for finding in findings}
     assert not [hint for hint in hints.values() if "pack" in hint or "quantize" in hint]
     assert hints["model.layers.5.mlp.up_proj.weight"].startswith(
-        "SGLang's Qwen3MoeForCausalLM has no parameter model.layers.5.mlp.gate_up_proj.weight: "
+        "SGLang's Qwen3MoeForCausalLM has no parameter model.layers.5.mlp.up_proj.weight: "
         "it does not read mlp_only_layers of config.json"
     )
 

@@ -1,4 +1,4 @@
-"""The parts of the SGLang witness that need no SGLang: slots, the poison, the record of writes, the subprocess."""
+"""The parts of the SGLang witness that need no SGLang: names, the poison, the subprocess."""
 
 from __future__ import annotations
 
@@ -10,63 +10,21 @@ import pytest
 import torch
 
 from ckptkit.core.errors import CkptkitError
-from converters.planner import dims_of
 from verify.check import Unable, all_checks, run_checks
 from verify.evidence.subject import Subject
 from verify.witnesses.bits import difference, poison, poisoned
 from verify.witnesses.sglang import run as sglang_run
+from verify.witnesses.sglang.names import fuses_shared, left_empty, of_draft, promised_names
 from verify.witnesses.sglang.run import last_words, start
-from verify.witnesses.sglang.slots import Slot, fuses_shared, is_draft, left_empty, promised_names, slot_of
-from verify.witnesses.sglang.writes import WriteRecord, place
 
 GLM = models.configs()["glm4_moe"].to_dict()
-DIMS = dims_of(GLM)
 L = "model.layers.4."
-
-
-@pytest.mark.parametrize(
-    ("name", "slot"),
-    [
-        # 10 heads and 2 key-value heads of 32; dense ffn 288, experts 96, one shared expert.
-        ("model.embed_tokens.weight", Slot("model.embed_tokens.weight", (slice(0, 352),))),
-        ("lm_head.weight", Slot("lm_head.weight", (slice(0, 352),))),
-        ("model.norm.weight", Slot("model.norm.weight")),
-        (L + "self_attn.q_proj.weight", Slot(L + "self_attn.qkv_proj.weight", (slice(0, 320),))),
-        (L + "self_attn.k_proj.weight", Slot(L + "self_attn.qkv_proj.weight", (slice(320, 384),))),
-        (L + "self_attn.v_proj.bias", Slot(L + "self_attn.qkv_proj.bias", (slice(384, 448),))),
-        (L + "self_attn.v_proj.weight_packed", Slot(L + "self_attn.qkv_proj.weight_packed", (slice(384, 448),))),
-        (L + "self_attn.k_proj.weight_zero_point", Slot(L + "self_attn.qkv_proj.weight_zero_point", (slice(40, 48),))),
-        (L + "self_attn.k_proj.weight_shape", Slot(L + "self_attn.qkv_proj.weight_shape", compared=False)),
-        (L + "self_attn.o_proj.weight", Slot(L + "self_attn.o_proj.weight")),
-        (L + "mlp.gate_proj.weight", Slot(L + "mlp.gate_up_proj.weight", (slice(0, 288),))),
-        (L + "mlp.up_proj.weight_scale", Slot(L + "mlp.gate_up_proj.weight_scale", (slice(288, 576),))),
-        (
-            L + "mlp.shared_experts.up_proj.weight",
-            Slot(L + "mlp.shared_experts.gate_up_proj.weight", (slice(96, 192),)),
-        ),
-        (L + "mlp.gate.weight", Slot(L + "mlp.gate.weight")),
-        (L + "mlp.gate.e_score_correction_bias", Slot(L + "mlp.gate.e_score_correction_bias")),
-        (L + "mlp.experts.11.gate_proj.weight", Slot(L + "mlp.experts.w13_weight", (11, slice(0, 96)))),
-        (L + "mlp.experts.11.up_proj.weight", Slot(L + "mlp.experts.w13_weight", (11, slice(96, 192)))),
-        (L + "mlp.experts.2.down_proj.weight", Slot(L + "mlp.experts.w2_weight", (2,))),
-        (
-            L + "mlp.experts.2.up_proj.weight_packed",
-            Slot(L + "mlp.experts.w13_weight_packed", (2, slice(None), slice(96, 192)), True),
-        ),
-        (L + "mlp.experts.2.down_proj.weight_scale", Slot(L + "mlp.experts.w2_weight_scale", (2,), True)),
-        (L + "mlp.experts.2.up_proj.weight_shape", Slot(L + "mlp.experts.w13_weight_shape", (2,), compared=False)),
-    ],
-)
-def test_slots(name: str, slot: Slot) -> None:
-    assert slot_of(name, DIMS) == slot
 
 
 def test_a_packed_shared_expert_is_one_more_routed_expert() -> None:
     packed = [L + "mlp.experts.0.up_proj.weight_packed", L + "mlp.shared_experts.up_proj.weight_packed"]
     assert fuses_shared(packed)
     assert not fuses_shared([packed[0], L + "mlp.shared_experts.up_proj.weight"])
-    expected = Slot(L + "mlp.experts.w13_weight_packed", (12, slice(None), slice(96, 192)), True)
-    assert slot_of(packed[1], DIMS, fused_shared=True) == expected
 
 
 def test_promised_names_hold_every_spelling_of_a_weight() -> None:
@@ -88,9 +46,8 @@ def test_parameters_that_need_no_tensor() -> None:
 
 
 def test_draft_layers() -> None:
-    assert is_draft("model.layers.12.eh_proj.weight", DIMS, {"num_nextn_predict_layers": 1})
-    assert not is_draft("model.layers.12.eh_proj.weight", DIMS, {})
-    assert not is_draft("model.layers.11.mlp.gate.weight", DIMS, {"num_nextn_predict_layers": 1})
+    assert of_draft(GLM | {"num_nextn_predict_layers": 1}) == ("model.layers.12.",)
+    assert of_draft(GLM | {"num_nextn_predict_layers": 0}) == ()
 
 
 @pytest.mark.parametrize(
@@ -124,18 +81,6 @@ def test_difference_compares_bits() -> None:
         == "1 of 1 elements differ, first at [0]: 0.0 instead of -0.0"
     )
     assert difference(torch.ones(2, 3), torch.ones(3, 2)) == "shape [2, 3] instead of [3, 2]"
-
-
-def test_writes_are_recorded_under_the_name_being_loaded() -> None:
-    weight, other = torch.zeros(4, 4), torch.zeros(4)
-    with WriteRecord({place(weight): "weight", place(other): "other"}) as record:
-        for name, tensor in record.feed([("a", torch.ones(2, 4)), ("b", torch.ones(4)), ("c", torch.ones(4))]):
-            if name == "a":
-                weight.data[1:3].copy_(tensor)
-            if name == "b":
-                weight[0] = tensor
-                other.data.fill_(tensor.sum().item())
-    assert record.landed == {"a": {"weight"}, "b": {"weight", "other"}, "c": set()}
 
 
 def test_last_words_of_an_exception(tmp_path: Path) -> None:

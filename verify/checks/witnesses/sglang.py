@@ -165,7 +165,7 @@ def _why_unwritten(seen: Observation, promised: Collection[str]) -> str:
     fix="Follow the hint: it depends on what kind of tensor SGLang has no place for.",
 )
 def none_dropped(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every tensor of the checkpoint was written into the parameter that is its own, and nowhere else."""
+    """Every element of every tensor of the checkpoint was written into a parameter."""
     report = _report(subject)
     _count(tally, report.fed)
     config = config_of(subject)
@@ -198,6 +198,11 @@ def _why_unpacked(name: str) -> str | None:
 def _why_unknown(seen: Observation, model: str, config: Mapping[str, Any]) -> str:
     if seen.tensor.endswith((".experts.gate_up_proj", ".experts.down_proj")):
         return "SGLang reads one tensor an expert: save with save_original_format=True, or convert to Megatron and back"
+    if "elements were written" in seen.what:
+        return (
+            f"SGLang's {model} builds {seen.param} smaller than the tensor and leaves out the rest: compare the sizes "
+            "in config.json with the release; a class may not read all of them (head_dim, for one)"
+        )
     unknown = f"SGLang's {model} has no parameter {seen.param}"
     layer = LAYER.match(seen.tensor)
     if ".mlp." in seen.tensor and layer and int(layer[1]) in (config.get("mlp_only_layers") or ()):
@@ -219,8 +224,13 @@ def _why_unknown(seen: Observation, model: str, config: Mapping[str, Any]) -> st
     "SGLang and ckptkit disagree.",
 )
 def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Before any repacking, every tensor against the place that ckptkit predicts for it."""
+    """Before any repacking, every tensor against each place that SGLang wrote it to."""
     report = _report(subject)
+    if report.computed and not report.differing:
+        raise Unable(
+            f"SGLang computed {len(report.computed)} parameters of the tensors instead of copying them, "
+            f"for one {report.computed[0]}: those were not compared"
+        )
     _count(tally, report.tensors, report.bytes)
     hint = (
         "the values went into the wrong place, or the tensor was changed on the way: convert again, and compare "

@@ -1,7 +1,9 @@
-"""Compares the parameters of a loaded SGLang model with the tensors that belong there, slot by slot."""
+"""Compares what a loaded SGLang model holds with the tensors that were loaded, where `placement` saw them go."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,18 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.config.dims import ModelDims
-from converters.planner import dims_of
+from converters.planner import expected_hf
 from converters.registry import family_of
+from quant.formats.part_names import WEIGHT_SHAPE
 from verify.witnesses.bits import difference, poisoned
 from verify.witnesses.sglang.job import Observation
-from verify.witnesses.sglang.slots import Slot, block_rows, is_draft, left_empty, promised_names, slot_of
-from verify.witnesses.sglang.writes import place
+from verify.witnesses.sglang.names import left_empty, of_draft, promised_names, routers
+from verify.witnesses.sglang.placement import Piece, Placement, flat
+from verify.witnesses.sglang.trace import Region
 
 
 @dataclass
 class Comparison:
-    """What one pass over the reference found; `equal` are the names whose bits are where they should be."""
+    """What one pass over the reference found; `equal`: tensors whose bits are where they should be, and their bytes."""
 
     equal: dict[str, int] = field(default_factory=dict)
     differing: list[Observation] = field(default_factory=list)
@@ -29,138 +32,173 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Model:
-    """`tensors` are SGLang's parameters and persistent buffers by name; tied ones stand under each of their names.
+class Loaded:
+    """A model that was loaded: its parameters and persistent buffers by name, and what went where.
 
-    `fused_shared`: the shared expert is kept as one more routed expert.
+    `sizes`: how many elements each tensor had that was given.
     """
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    fused_shared: bool = False
+    placement: Placement
+    sizes: Mapping[str, int]
+
+    def compare(
+        self, reference: Iterable[tuple[str, Tensor]], wanted: Callable[[str], bool] = lambda param: True
+    ) -> Comparison:
+        """Compares each tensor of the reference with every place it went to in `wanted` parameters, bit for bit.
+
+        Not `weight_shape`: SGLang never uses it, keeps only the last of a fused layer's shards, and rounds those of
+        experts to the model's dtype.
+        """
+        result = Comparison()
+        for name, tensor in reference:
+            if name.endswith(f".{WEIGHT_SHAPE}"):
+                continue
+            pieces = [piece for piece in self.placement.pieces.get(name, ()) if wanted(piece.param)]
+            found = [one for piece in pieces if (one := self._differs(piece, tensor))]
+            if found:
+                result.differing.append(found[0])
+            elif pieces or (wanted(name) and self._is_tied(name, tensor)):
+                result.equal[name] = tensor.nbytes
+                result.rounded += [one for piece in pieces[:1] if (one := _rounded(piece, tensor))]
+        return result
+
+    def _is_tied(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor that was not written stands in the parameter of its own name, which another was written to.
+
+        That is the output layer where the class of SGLang ties it, whatever the release ships.
+        """
+        own = self.tensors.get(name)
+        if own is None or own.dim() != tensor.dim() or own.shape[1:] != tensor.shape[1:] or own.dtype != tensor.dtype:
+            return False
+        held = own[: len(tensor)]
+        return held.numel() > 0 and difference(held, tensor.to(held.device)) is None
+
+    def _differs(self, piece: Piece, tensor: Tensor) -> Observation | None:
+        """What is wrong in a piece, held against the tensor as the reference has it."""
+        parameter = self.tensors[piece.param]
+        if tensor.numel() != self.sizes[piece.tensor]:
+            what = f"{self.sizes[piece.tensor]} elements were given, {tensor.numel()} are in the source"
+            return Observation(piece.tensor, piece.param, what)
+        if piece.into.end > parameter.numel() or parameter.element_size() != piece.dtype.itemsize:
+            what = f"SGLang has made it {list(parameter.shape)} {_short(parameter.dtype)}"
+            return Observation(piece.tensor, piece.param, what)
+        actual = piece.actual(parameter)
+        wrong = difference(actual, piece.cast(piece.taken(tensor).to(actual.device)))
+        return Observation(piece.tensor, piece.param, wrong) if wrong else None
+
+    def unwritten(self, equal: Mapping[str, int]) -> Iterator[Observation]:
+        """Every place that still holds the poison, by the HF name that belongs there, or by SGLang's where none is."""
+        masks: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for param, tensor in self.tensors.items():
+            if tensor.numel() and tensor.data_ptr() not in seen and not left_empty(param, self.config):
+                seen.add(tensor.data_ptr())
+                if (mask := poisoned(flat(tensor))).any():
+                    masks[param] = mask
+        # The poison may stand in a file.
+        for name in equal:
+            for piece in self.placement.pieces.get(name, ()):
+                if piece.param in masks and piece.kept is None:
+                    piece.into.of(masks[piece.param])[...] = False
+        places = {name: place for name in promised_names(self.config) if (place := self.place(name)) is not None}
+        for name, (param, region) in places.items():
+            if param not in masks or not (count := int(region.of(masks[param]).sum())):
+                continue
+            why = "the checkpoint gave it, SGLang dropped it" if name in self.sizes else "the checkpoint never gave it"
+            yield Observation(name, param, f"{count} of {region.count} elements were never written: {why}")
+        # Afterwards, since several may share a place.
+        for param, region in places.values():
+            if param in masks:
+                region.of(masks[param])[...] = False
+        yield from self._unplaced({param: mask for param, mask in masks.items() if mask.any()})
+
+    def _unplaced(self, masks: Mapping[str, Tensor]) -> Iterator[Observation]:
+        """Unwritten elements of which it was not seen what belongs there.
+
+        Told by the tensors of a module, where all that were not given have as many elements together.
+        """
+        modules: dict[str, list[str]] = defaultdict(list)
+        for param in masks:
+            modules[param.rpartition(".")[0]].append(param)
+        shapes = {name: shape for name, shape in expected_hf(self.config).items() if name not in self.sizes}
+        for module, params in modules.items():
+            absent = {name: math.prod(shape) for name, shape in shapes.items() if name.startswith(f"{module}.")}
+            if absent and sum(absent.values()) == sum(int(masks[param].sum()) for param in params):
+                for name, count in absent.items():
+                    what = f"{count} of {count} elements were never written: the checkpoint never gave it"
+                    yield Observation(name, params[0], what)
+                continue
+            for param in params:
+                in_part = any(piece.param == param for name in self.in_part for piece in self.placement.pieces[name])
+                why = "what belongs there was written in part (CK503)" if in_part else "no HF tensor belongs there"
+                what = f"{int(masks[param].sum())} of {masks[param].numel()} elements were never written: {why}"
+                yield Observation(param, param, what)
 
     @cached_property
-    def dims(self) -> ModelDims:
-        """The sizes of the model."""
-        return dims_of(self.config)
+    def in_part(self) -> Mapping[str, int]:
+        """Tensors of which not every element was written into a parameter, with the number of those that were."""
+        counts = ((name, self.placement.read(name, size), size) for name, size in self.sizes.items())
+        return {name: count for name, count, size in counts if 0 < count < size}
 
-    @cached_property
-    def block(self) -> int:
-        """Rows that share a scale of an FP8 checkpoint."""
-        return block_rows(self.config)
-
-    @cached_property
-    def owners(self) -> dict[int, str]:
-        """The place of every storage with the first name it has; empty tensors have no place."""
-        owners: dict[int, str] = {}
-        for name, tensor in self.tensors.items():
-            if tensor.numel():
-                owners.setdefault(place(tensor), name)
-        return owners
-
-    def slot(self, name: str) -> Slot:
-        """Where an HF tensor belongs."""
-        return slot_of(name, self.dims, fused_shared=self.fused_shared, block=self.block)
-
-    def region(self, slot: Slot) -> Tensor | None:
-        """What SGLang holds there, as the HF tensor would look; None when it has no such parameter or index."""
-        tensor = self.tensors.get(slot.param)
-        if (
-            tensor is None
-            or len(slot.index) > tensor.dim()
-            or any(at >= tensor.shape[0] for at in slot.index[:1] if isinstance(at, int))
-        ):
+    def place(self, name: str) -> tuple[str, Region] | None:
+        """Where a tensor stands or, by others like it, belongs; else a parameter of its own name, if there is one."""
+        if len(pieces := self.placement.pieces.get(name, ())) == 1:
+            return pieces[0].param, pieces[0].into
+        predicted = None if pieces else self.placement.predicted(name)
+        if predicted is not None and (own := self.tensors.get(predicted[0])) is not None:
+            return predicted if predicted[1].offset >= 0 and predicted[1].end <= own.numel() else None
+        if pieces or (own := self.tensors.get(name)) is None:
             return None
-        region = tensor.detach()[slot.index]
-        return region.t() if slot.transposed and region.dim() == 2 else region
+        return name, Region(0, (own.numel(),), (1,))
+
+    def dropped(self, equal: Mapping[str, int], reference: Iterable[str]) -> Iterator[Observation]:
+        """Names that were given and written nowhere, or not as a whole, and names that were never asked for."""
+        draft, family = of_draft(self.config), family_of(self.config)
+        computed = frozenset[str]().union(*self.placement.computed.values())
+        for name in dict.fromkeys([*self.sizes, *reference]):
+            if name.startswith(draft) or family.carries(name):
+                continue
+            place = self.place(name)
+            param = place[0] if place else name
+            if name not in self.sizes:
+                yield Observation(name, param, "SGLang never read it")
+            elif name in self.in_part:
+                what = f"only {self.in_part[name]} of its {self.sizes[name]} elements were written"
+                yield Observation(name, param, what)
+            elif not self.placement.pieces[name] and name not in equal and name not in computed and self.sizes[name]:
+                if not self.placement.written[name]:
+                    yield Observation(name, param, "it was given to load_weights and written nowhere")
+                elif not name.endswith(f".{WEIGHT_SHAPE}"):
+                    yield Observation(name, param, "another tensor was written over it")
+
+    def dead_routers(self) -> Iterator[Observation]:
+        """Routers that cannot choose between experts, by HF name: unwritten, not finite, all zero or constant."""
+        for name in routers(self.config):
+            if (place := self.place(name)) is None:
+                yield Observation(name, name, "SGLang has no such parameter")
+                continue
+            param, region = place
+            held = region.of(flat(self.tensors[param]))
+            if count := int(poisoned(held).sum()):
+                yield Observation(name, param, f"{count} of {held.numel()} elements were never written")
+            elif not held.isfinite().all():
+                yield Observation(name, param, "not finite")
+            elif held.min() == held.max():
+                what = "all zero" if held.any().logical_not() else f"every element is {held.flatten()[0].item()}"
+                yield Observation(name, param, what)
 
 
-def compare(
-    model: Model, reference: Iterable[tuple[str, Tensor]], wanted: Callable[[Slot], bool] = lambda slot: True
-) -> Comparison:
-    """Compares each tensor of the reference that has a slot with what SGLang holds there, bit for bit in its dtype."""
-    result = Comparison()
-    for name, tensor in reference:
-        slot = model.slot(name)
-        region = model.region(slot) if wanted(slot) else None
-        if region is None or not slot.compared:
-            continue
-        expected = tensor.to(region.device).to(region.dtype)
-        if what := difference(region, expected):
-            result.differing.append(Observation(name, slot.param, what))
-            continue
-        result.equal[name] = tensor.nbytes
-        if region.dtype != tensor.dtype and difference(expected.cpu().to(tensor.dtype), tensor.cpu()):
-            result.rounded.append(
-                Observation(name, slot.param, f"{_short(tensor.dtype)} rounded to {_short(region.dtype)}")
-            )
-    return result
+def _rounded(piece: Piece, tensor: Tensor) -> Observation | None:
+    """What a parameter's dtype loses of a tensor."""
+    if piece.dtype == tensor.dtype or piece.read_as is not None:
+        return None
+    taken = piece.taken(tensor)
+    if not difference(piece.cast(taken).to(tensor.dtype), taken):
+        return None
+    return Observation(piece.tensor, piece.param, f"{_short(tensor.dtype)} rounded to {_short(piece.dtype)}")
 
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def unwritten(model: Model, landed: Mapping[str, set[str]], equal: Mapping[str, int]) -> Iterator[Observation]:
-    """Every place that still holds the poison, by the HF name that belongs there, or by SGLang's where none does."""
-    owners = model.owners
-    wanting = (name for name in owners.values() if not left_empty(name, model.config))
-    masks = {name: mask for name in wanting if (mask := poisoned(model.tensors[name])).any()}
-    slots = {name: model.slot(name) for name in promised_names(model.config)}
-    found = {
-        name: slot
-        for name, slot in slots.items()
-        if model.region(slot) is not None and owners.get(place(model.tensors[slot.param])) in masks
-    }
-    for name, slot in found.items():
-        mask = masks[owners[place(model.tensors[slot.param])]]
-        if name not in equal and (count := int(mask[slot.index].sum())):
-            given = "the checkpoint gave it, SGLang dropped it" if name in landed else "the checkpoint never gave it"
-            yield Observation(
-                name, slot.param, f"{count} of {mask[slot.index].numel()} elements were never written: {given}"
-            )
-    # Afterwards, since q, k and v of one layer may share a place (weight_shape).
-    for slot in found.values():
-        masks[owners[place(model.tensors[slot.param])]][slot.index] = False
-    for name, mask in masks.items():
-        if count := int(mask.sum()):
-            yield Observation(
-                name, name, f"{count} of {mask.numel()} elements were never written, and no HF tensor belongs there"
-            )
-
-
-def dropped(
-    model: Model, landed: Mapping[str, set[str]], equal: Mapping[str, int], reference: Iterable[str]
-) -> Iterator[Observation]:
-    """Names that were given and written nowhere, were written where they do not belong, or were never asked for."""
-    owners = model.owners
-    for name in dict.fromkeys([*landed, *reference]):
-        slot = model.slot(name)
-        own = model.tensors.get(slot.param)
-        if name in equal or is_draft(name, model.dims, model.config) or family_of(model.config).carries(name):
-            continue
-        if name not in landed:
-            yield Observation(name, slot.param, "SGLang never read it")
-        elif not landed[name]:
-            yield Observation(name, slot.param, "it was given to load_weights and written nowhere")
-        elif own is None or owners.get(place(own)) not in landed[name]:
-            yield Observation(name, slot.param, f"it was written to {', '.join(sorted(landed[name]))}")
-
-
-def dead_routers(model: Model) -> Iterator[Observation]:
-    """Routers that cannot choose between experts, by HF name: unwritten, not finite, all zero or constant."""
-    for layer in model.dims.moe:
-        name = f"model.layers.{layer}.mlp.gate.weight"
-        region = model.region(model.slot(name))
-        if region is None:
-            yield Observation(name, name, "SGLang has no such parameter")
-        elif count := int(poisoned(region).sum()):
-            yield Observation(name, name, f"{count} of {region.numel()} elements were never written")
-        elif not region.isfinite().all():
-            yield Observation(name, name, "not finite")
-        elif region.min() == region.max():
-            yield Observation(
-                name,
-                name,
-                "all zero" if region.any().logical_not() else f"every element is {region.flatten()[0].item()}",
-            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verify.witnesses.bits import poison
 from verify.witnesses.ending import PhaseLog
-from verify.witnesses.sglang.compare import Comparison, Model, compare, dead_routers, dropped, unwritten
+from verify.witnesses.sglang.compare import Comparison, Loaded
 from verify.witnesses.sglang.job import Observation, SglangReport
 from verify.witnesses.sglang.load import COMPARE, LOAD, REPACK, Weights
 from verify.witnesses.sglang.marlin import (
@@ -23,8 +23,9 @@ from verify.witnesses.sglang.marlin import (
     other_layout,
     repacked_parameters,
 )
-from verify.witnesses.sglang.slots import is_draft
-from verify.witnesses.sglang.writes import WriteRecord
+from verify.witnesses.sglang.names import of_draft, routers
+from verify.witnesses.sglang.placement import Placement
+from verify.witnesses.sglang.trace import Trace
 
 
 class _NotFound(logging.Handler):
@@ -53,7 +54,7 @@ class Examination:
     alter: Callable[[Weights], Weights]
     phases: PhaseLog
     parameters: int = 0
-    landed: Mapping[str, set[str]] = field(default_factory=dict)
+    loaded: Loaded = field(init=False)
     comparison: Comparison = field(default_factory=Comparison)
     unwritten: tuple[Observation, ...] = ()
     dropped: tuple[Observation, ...] = ()
@@ -64,32 +65,35 @@ class Examination:
     unchecked: tuple[str, ...] = ()
 
     def __call__(self, model: torch.nn.Module, weights: Weights, device: torch.device) -> None:
-        seen = self._seen(model)
-        self.parameters = len(seen.owners)
-        poison(seen.tensors[name] for name in seen.owners.values())
+        before = self._tensors(model)
+        self.parameters = len({tensor.data_ptr() for tensor in before.values() if tensor.numel()})
+        poison(before.values())
         handler = _NotFound()
         logging.getLogger("sglang").addHandler(handler)
         self.phases.enter(LOAD)
-        with WriteRecord(seen.owners) as record:
-            model.load_weights(record.feed(self.alter(weights)))  # type: ignore[operator]
+        with Trace(before.values()) as trace:
+            model.load_weights(trace.feed(self.alter(weights)))  # type: ignore[operator]
         logging.getLogger("sglang").removeHandler(handler)
         self.phases.enter(COMPARE)
         self.log = tuple(handler.lines)
-        self.landed = record.landed
-        self._examine(self._seen(model))
+        tensors = self._tensors(model)
+        sizes = {name: block.numel for name, block in trace.given.items()}
+        self.loaded = Loaded(self.config, tensors, Placement.of(trace, tensors), sizes)
+        self._examine(self.loaded)
         if device.type == "cuda":
             self._repack(model)
 
-    def _seen(self, model: torch.nn.Module) -> Model:
-        return Model(self.config, model.state_dict(keep_vars=True), self.fused_shared)
+    @staticmethod
+    def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
 
-    def _examine(self, seen: Model) -> None:
+    def _examine(self, loaded: Loaded) -> None:
         names: list[str] = []
-        self.comparison = compare(seen, _noted(self.reference(), names))
+        self.comparison = loaded.compare(_noted(self.reference(), names))
         equal = self.comparison.equal
-        self.unwritten = tuple(unwritten(seen, self.landed, equal))
-        self.dropped = tuple(dropped(seen, self.landed, equal, names))
-        self.routers = tuple(dead_routers(seen))
+        self.unwritten = tuple(loaded.unwritten(equal))
+        self.dropped = tuple(loaded.dropped(equal, names))
+        self.routers = tuple(loaded.dead_routers())
 
     def _repack(self, model: torch.nn.Module) -> None:
         """Runs the quantization methods module by module, as SGLang's loader does; all else must stay as it was."""
@@ -109,39 +113,39 @@ class Examination:
             method.process_weights_after_loading(module)
             self.phases.enter(COMPARE)
             troubles += after_repacking(module, name, before)
-        after = self._seen(model)
-        again = compare(after, self.reference(), lambda slot: slot.param not in changed)
+        after = replace(self.loaded, tensors=self._tensors(model))
+        again = after.compare(self.reference(), lambda param: param not in changed)
         moved = [trouble for trouble in again.differing if trouble.tensor in self.comparison.equal]
         self.unchecked += tuple(
             f"{trouble.tensor}: its kernel has a layout of its own" for trouble in moved if trouble.param in free
         )
         troubles += [trouble for trouble in moved if trouble.param not in free]
-        troubles += [trouble for trouble in dead_routers(after) if trouble not in self.routers]
+        troubles += [trouble for trouble in after.dead_routers() if trouble not in self.routers]
         self.repacked = tuple(troubles)
         self.repacked_seen = len(changed) + len(again.equal)
 
     def report(self, model: torch.nn.Module) -> SglangReport:
         """Everything that was seen; `model` as it is after loading."""
-        seen = self._seen(model)
-        embedding = seen.tensors["model.embed_tokens.weight"]
+        first = next(model.parameters())
+        draft = of_draft(self.config)
         return SglangReport(
             version=version("sglang"),
             model=type(model).__name__,
-            device=torch.cuda.get_device_name() if embedding.is_cuda else "cpu",
-            dtype=str(embedding.dtype).removeprefix("torch."),
+            device=torch.cuda.get_device_name() if first.is_cuda else "cpu",
+            dtype=str(first.dtype).removeprefix("torch."),
             fused_shared=self.fused_shared,
             parameters=self.parameters,
-            fed=len(self.landed),
+            fed=len(self.loaded.sizes),
             tensors=len(self.comparison.equal) + len(self.comparison.differing),
             bytes=sum(self.comparison.equal.values()),
-            routers_seen=len(seen.dims.moe),
+            routers_seen=len(routers(self.config)),
             unwritten=self.unwritten,
             dropped=self.dropped,
-            # What was dropped differs too, but that is said already.
-            differing=tuple(trouble for trouble in self.comparison.differing if self.landed.get(trouble.tensor)),
+            differing=tuple(self.comparison.differing),
             rounded=tuple(self.comparison.rounded),
+            computed=tuple(self.loaded.placement.computed),
             routers=self.routers,
-            draft=tuple(name for name in self.landed if is_draft(name, seen.dims, self.config)),
+            draft=tuple(name for name in self.loaded.sizes if name.startswith(draft)),
             log=self.log,
             repacked=self.repacked,
             repacked_seen=self.repacked_seen,

@@ -46,11 +46,11 @@ class SglangReport:
     """What the witness saw.
 
     `fused_shared`: GLM's shared expert was kept as one more routed expert. `fed`: how many names `load_weights` was
-    given. `unwritten`: slots that still hold the poison. `dropped`: names that were given and written nowhere, or
-    elsewhere. `differing`: slots whose bits are not the file's. `rounded`: slots of a smaller dtype, which lost bits.
-    `routers`: dead ones. `draft`: names left to a draft model. `log`: what SGLang said of unknown names. `repacked`:
-    what is wrong after the quantization methods ran, None where they did not run. `unchecked`: what they turned into a
-    layout that is not known here.
+    given. `unwritten`: what still holds the poison. `dropped`: names that were given and written nowhere, or in part.
+    `differing`: places whose bits are not the file's. `rounded`: those of a smaller dtype, which lost bits. `computed`:
+    parameters that were computed instead of copied, and so not compared. `routers`: dead ones. `draft`: names left to a
+    draft model. `log`: what SGLang said of unknown names. `repacked`: what is wrong after the quantization methods ran,
+    None where they did not run. `unchecked`: what they turned into a layout that is not known here.
     """
 
     version: str
@@ -67,6 +67,7 @@ class SglangReport:
     dropped: tuple[Observation, ...]
     differing: tuple[Observation, ...]
     rounded: tuple[Observation, ...]
+    computed: tuple[str, ...]
     routers: tuple[Observation, ...]
     draft: tuple[str, ...]
     log: tuple[str, ...]
@@ -85,4 +86,6 @@ class SglangReport:
         for key in ("unwritten", "dropped", "differing", "rounded", "routers", "repacked"):
             if values[key] is not None:
                 values[key] = tuple(Observation(**trouble) for trouble in values[key])
-        return SglangReport(**{**values, **{key: tuple(values[key]) for key in ("draft", "log", "unchecked")}})
+        return SglangReport(
+            **{**values, **{key: tuple(values[key]) for key in ("computed", "draft", "log", "unchecked")}}
+        )

@@ -30,7 +30,7 @@ def publish(model_path: Path, fused_shared: bool) -> Any:
     """Makes the arguments of an SGLang server for this model those of this process, and returns them.
 
     Tensor parallel size 1, and nothing that only serving needs.
-    `fused_shared`: keep the shared expert as one more routed expert, as `slots.fuses_shared` says.
+    `fused_shared`: keep the shared expert as one more routed expert, as `names.fuses_shared` says.
     """
     from sglang.srt import runtime_context, server_args
 
@@ -40,10 +40,12 @@ def publish(model_path: Path, fused_shared: bool) -> Any:
         device="cuda" if cuda else "cpu",
         skip_tokenizer_init=True,
         trust_remote_code=False,
-        attention_backend="triton" if cuda else "torch_native",
+        attention_backend="triton",  # gpt-oss takes no other; on a CPU none is ever called
         sampling_backend="pytorch",
         grammar_backend="none",
         disable_cuda_graph=True,
+        disable_overlap_schedule=True,
+        disable_radix_cache=True,  # that of linear attention needs a GPU
         disable_shared_experts_fusion=not fused_shared,
     )
     if hasattr(runtime_context, "SpawnRanks"):  # since then the place of the process is published with the arguments
@@ -93,16 +95,18 @@ def start_process_groups(scratch: Path) -> None:
 def allow_building_on_cpu() -> None:
     """Lets SGLang build a model without a GPU, which only the forward pass needs.
 
-    The rotary embedding would import vLLM's kernels; compressed-tensors and GLM's fusion of shared experts ask for a
-    compute capability.
+    The rotary embedding would import vLLM's kernels, and has a variant for CPUs that knows few models;
+    compressed-tensors and GLM's fusion of shared experts ask for a compute capability.
     """
     if torch.cuda.is_available():
         return
     from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-    from sglang.srt.layers.rotary_embedding import base
+    from sglang.srt.layers.rotary_embedding import base, factory
     from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 
     base._is_cpu = True
+    for_cpu = factory.get_rope_cpu  # it knows one kind, which get_rope builds on a GPU alone
+    factory.get_rope_cpu = lambda *args: for_cpu(*args) if args[5] else factory.get_rope(*args[:8])
     CompressedTensorsConfig._check_scheme_supported = lambda *_, **__: True
     # Up to 0.5.16 the model decides; in 0.5.23 the loader asks its class.
     if hasattr(Glm4MoeForCausalLM, "determine_num_fused_shared_experts"):

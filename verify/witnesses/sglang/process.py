@@ -1,10 +1,10 @@
 """Real SGLang as a witness: `python -m verify.witnesses.sglang.process JOB.json` loads a checkpoint and reports.
 
 Every parameter and persistent buffer is poisoned before the model's own `load_weights` runs. Afterwards three
-independent records are compared: which elements still hold the poison; which storage was written while each incoming
-tensor was loaded (seen at the level of torch operations, so no loader can hide a write); and whether each tensor's bits
-are where our own prediction (`slots`) puts them. SGLang's mapping of names is never asked. With CUDA the quantization
-methods then repack weights, and that is checked too.
+records are compared: which elements still hold the poison; where each part of each incoming tensor was written (seen
+at the level of torch operations, so no loader can hide a write); and whether its bits are there. That SGLang puts them
+where its forward pass wants them is shown by the tests, which compare its logits with those of transformers. With CUDA
+the quantization methods then repack weights, and that is checked too.
 
 An HF directory is read by SGLang's own weight iterator and, for the comparison, by the safetensors library. A Megatron
 checkpoint is streamed Megatron -> HF -> SGLang as a live weight update does, with no HF copy of the weights on disk.
@@ -31,7 +31,7 @@ from verify.witnesses.ending import PhaseLog, ending_path
 from verify.witnesses.sglang.examine import Examination
 from verify.witnesses.sglang.job import SglangJob, SglangReport
 from verify.witnesses.sglang.load import Weights, load
-from verify.witnesses.sglang.slots import fuses_shared
+from verify.witnesses.sglang.names import fuses_shared
 
 
 def run(job: SglangJob, alter: Callable[[Weights], Weights] = lambda weights: weights) -> None:

@@ -19,7 +19,6 @@ from verify.evidence.subject import Subject
 from verify.skip import Unable
 from verify.witnesses.ending import Ending, ending_path, how_it_ended
 from verify.witnesses.sglang.job import SglangJob, SglangReport
-from verify.witnesses.sglang.slots import unplaced
 
 _START_S = 900  # importing SGLang and building its kernels on a cold machine
 _BYTES_A_SECOND = 20e6  # slower than any disk worth waiting for
@@ -44,13 +43,7 @@ def run_sglang(subject: Subject) -> SglangRun:
     if find_spec("sglang") is None:
         raise Unable("SGLang is not installed here: pip install sglang")
     config = config_of(subject)
-    model_type = config["model_type"]
-    if not FAMILIES[model_type].sglang.placed:
-        placed = ", ".join(sorted(name for name, family in FAMILIES.items() if family.sglang.placed))
-        raise Unable(f"where SGLang keeps the tensors of {model_type!r} is not written down yet (it is for {placed})")
     _check_class(config)
-    if subject.kind == "hf" and (why := unplaced(config)):
-        raise Unable(why)
     with TemporaryDirectory(prefix="ckptkit-sglang-") as scratch:
         root = Path(scratch)
         (root / "scratch").mkdir()
@@ -86,10 +79,10 @@ def _check_class(config: Mapping[str, Any]) -> None:
     For a name that is no class of its own SGLang would take transformers' class, and to find it run the Python files
     that `auto_map` names, which come with the checkpoint.
     """
-    (wanted,), named = FAMILIES[config["model_type"]].architectures, config.get("architectures")
-    if named != [wanted]:
+    wanted, named = FAMILIES[config["model_type"]].architectures, config.get("architectures")
+    if named not in [[one] for one in wanted]:
         raise Unable(
-            f"config.json has architectures {named!r:.80}, not ['{wanted}']: SGLang would run another class, or "
+            f"config.json has architectures {named!r:.80}, not ['{wanted[0]}']: SGLang would run another class, or "
             "code that comes with the checkpoint"
         )
 

@@ -1,0 +1,39 @@
+"""Every test model of every family that SGLang builds on a GPU: all tensors where SGLang keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+import models
+import pytest
+import torch
+from sglang_families import CLEAN
+from sglang_runs import Case, run_cases
+
+from verify.witnesses.sglang.run import SglangRun
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install sglang"),
+    pytest.mark.timeout(1500),
+]
+
+# Sparse attention is built on a GPU alone.
+NAMES = [*CLEAN, "deepseek_v32", "glm_moe_dsa", "glm_moe_dsa-shared"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
+    root = tmp_path_factory.mktemp("models")
+    for name in NAMES:
+        models.save(name, root / name)
+    return run_cases({name: Case(root / name) for name in NAMES}, tmp_path_factory.mktemp("runs"), gpu=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tensor_is_where_sglang_keeps_it(name: str, runs: Mapping[str, SglangRun]) -> None:
+    report = runs[name].report
+    assert report is not None, runs[name]
+    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
+    assert (report.repacked, report.unchecked) == ((), ())

@@ -1,0 +1,154 @@
+"""SGLang's own forward pass against transformers' logits, family by family: SGLang puts tensors where it uses them.
+
+What `verify --against-sglang` cannot see, it takes from here: it follows every tensor into SGLang's parameters, and
+these logits show that they are the right ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from families import CASES
+from families.case import Case, save, tokens
+from processes import run_logged
+from torch import Tensor
+from transformers import PretrainedConfig
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install sglang"),
+    pytest.mark.timeout(1500),
+]
+
+# Processes at a time: each takes ten seconds to import SGLang, and little of the GPU.
+AT_ONCE = 7
+# Sizes that SGLang's kernels take: powers of two, and heads that its rotary kernel knows; and for classes that do not
+# read head_dim, the hidden size divided by the heads.
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "qwen3_moe": {"head_dim": 64},
+    "mixtral": {"num_attention_heads": 4},
+    "qwen2_moe": {"num_attention_heads": 4},
+    "gpt_oss": {"num_experts_per_tok": 4},
+    "gpt_oss-v4": {"num_experts_per_tok": 4},
+    "qwen3_next": {"linear_key_head_dim": 16, "linear_value_head_dim": 32},
+    "qwen3_5": {"linear_key_head_dim": 16, "linear_value_head_dim": 32},
+    "qwen3_5_moe": {"linear_key_head_dim": 16, "linear_value_head_dim": 32},
+}
+# What SGLang's class does not compute: biases of the MLP, which the witness names, and a window of Mistral's.
+WITHOUT = {"llama-biases", "mistral-window"}
+# What SGLang says where it does not build the model.
+SAID = {
+    "mimo": "does not recognize this architecture",
+    "mimo-tied-two-layers": "does not recognize this architecture",
+    "kimi_k25": "'KimiK25VisionConfig' object has no attribute 'vt_hidden_size'",
+    "gemma3": "KeyError: 'vision_tower.embeddings.patch_embedding.weight'",
+    "qwen3_5_text-tied": "Qwen3_5ForCausalLM has no SGlang implementation",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM has no SGlang implementation",
+    "deepseek_v32": "assert index_head_dim == 128",
+    "glm_moe_dsa": "assert index_head_dim == 128",
+    "glm_moe_dsa-shared": "assert index_head_dim == 128",
+    "qwen2_moe-dense-between": "Error",  # without the layers that the witness names, whatever comes first
+    "qwen3_moe-dense-between": "Error",
+}
+COMPUTED = [name for name in CASES if name not in SAID and name not in WITHOUT]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What SGLang computed, or what it printed last."""
+
+    logits: Tensor | None
+    said: str = ""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Answer, Tensor, Tensor]]:
+    """For each model: SGLang's answer, and transformers' logits in float32 and in bfloat16."""
+    root = tmp_path_factory.mktemp("logits")
+    expected: dict[str, tuple[Tensor, Tensor]] = {}
+    for name in CASES:
+        case = sized(name)
+        model, _ = save(name, case, root / name, torch.bfloat16)
+        with torch.no_grad():
+            rounded = case.reference(model, tokens()).float()
+            expected[name] = case.reference(model.float(), tokens()).float(), rounded
+
+    def ask(name: str) -> Answer:
+        out, log = root / f"{name}.pt", root / f"{name}.log"
+        ended = run_logged(log, "sglang_logits", root / name, out, gpu=True, limit_s=400)
+        return Answer(torch.load(out) if ended and out.exists() else None, log.read_text(errors="replace")[-20_000:])
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = dict(zip(CASES, pool.map(ask, CASES), strict=True))
+    if out := os.environ.get("OUT"):
+        (Path(out) / "logits.json").write_text(json.dumps(summary(found, expected), indent=1))
+    return {name: (found[name], *expected[name]) for name in CASES}
+
+
+def sized(name: str) -> Case:
+    """The test model, with sizes that SGLang's kernels take."""
+    case = CASES[name]
+
+    def config() -> PretrainedConfig:
+        found = case.config()
+        text = getattr(found, "text_config", found)
+        for key, size in SIZES.get(name, {}).items():
+            setattr(text, key, size)
+        return found
+
+    return replace(case, config=config)
+
+
+def summary(found: Mapping[str, Answer], expected: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, object]:
+    """Mean and largest difference of SGLang and of transformers in bfloat16 from float32, and the logits' spread."""
+    rows: dict[str, object] = {}
+    for name, answer in found.items():
+        exact, rounded = expected[name]
+        if answer.logits is None:
+            rows[name] = answer.said[-600:]
+            continue
+        ours, noise = ((one[..., : exact.shape[-1]] - exact).abs() for one in (answer.logits, rounded))
+        values = (ours.mean(), ours.max(), noise.mean(), noise.max(), exact.std())
+        rows[name] = [round(float(value), 5) for value in values]
+    return rows
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_sglang_computes_the_logits_of_transformers(
+    name: str, answers: Mapping[str, tuple[Answer, Tensor, Tensor]]
+) -> None:
+    """Not further from float32 than twice what transformers' own bfloat16 is, of logits that differ far more."""
+    answer, exact, rounded = answers[name]
+    assert answer.logits is not None, answer.said
+    ours, noise = distance(answer.logits, exact), distance(rounded, exact)
+    assert ours <= 2 * noise
+    assert ours <= exact.std() / 10
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_what_sglangs_class_leaves_out_shows_in_the_logits(
+    name: str, answers: Mapping[str, tuple[Answer, Tensor, Tensor]]
+) -> None:
+    answer, exact, rounded = answers[name]
+    assert answer.logits is not None, answer.said
+    assert distance(answer.logits, exact) > 20 * distance(rounded, exact)
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_sglang_refuses_is_quoted(name: str, answers: Mapping[str, tuple[Answer, Tensor, Tensor]]) -> None:
+    answer = answers[name][0]
+    assert answer.logits is None
+    assert SAID[name] in answer.said
+
+
+def distance(logits: Tensor, exact: Tensor) -> Tensor:
+    """The mean difference; SGLang pads the vocabulary."""
+    return (logits[..., : exact.shape[-1]] - exact).abs().mean()

@@ -1,0 +1,78 @@
+"""Every test model of every family into real SGLang: clean, or what SGLang itself says or leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import models
+import pytest
+from families import CASES
+from sglang_families import CLEAN, EXPERT, LEFT_OUT, SAID
+from sglang_runs import LOST, Case, run_cases
+
+from verify.witnesses.sglang.run import SglangRun
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install sglang"),
+    pytest.mark.timeout(900),
+]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    root = tmp_path_factory.mktemp("models")
+    for name in CASES:
+        models.save(name, root / name)
+    return {name: Case(root / name) for name in CASES} | {
+        f"{name} broken": Case(root / name, alter="lost_and_exchanged") for name in CLEAN
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
+    return run_cases(cases, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_every_tensor_is_where_sglang_keeps_it(
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    report = runs[name].report
+    assert report is not None, runs[name]
+    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
+    tensors = models.tensors(Path(cases[name].checkpoint))
+    left = {one for one in tensors if one in report.draft or "rotary_emb.inv_freq" in one}
+    assert report.fed == len(tensors)
+    assert report.bytes == sum(tensor.nbytes for one, tensor in tensors.items() if one not in left)
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_sglangs_class_leaves_out_is_named(name: str, runs: Mapping[str, SglangRun]) -> None:
+    report = runs[name].report
+    assert report is not None, runs[name]
+    tensor, what, count = LEFT_OUT[name]
+    assert {one.tensor: one.what for one in report.dropped}[tensor] == what
+    assert (len(report.dropped), report.differing) == (count, ())
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_sglang_refuses_is_quoted(name: str, runs: Mapping[str, SglangRun]) -> None:
+    run = runs[name]
+    assert run.report is None
+    assert SAID[name] in f"{run.crash}{run.unable}"
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_lost_and_exchanged_tensors_are_named(
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    """A norm and up of one expert are missing; two experts of another layer have each other's names."""
+    report = runs[f"{name} broken"].report
+    assert report is not None, runs[f"{name} broken"]
+    tensors = models.tensors(cases[name].checkpoint)
+    missing = {one for one in tensors if LOST.fullmatch(one)}
+    assert {one.tensor for one in report.unwritten} == missing
+    assert {one.tensor for one in report.dropped} == missing
+    assert {one.tensor for one in report.differing} == {one for one in tensors if EXPERT.search(one)}

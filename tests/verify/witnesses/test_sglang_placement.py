@@ -1,0 +1,193 @@
+"""What a loader does with tensors, seen by `Trace` and followed back to them: loaders written here, without SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from verify.witnesses.bits import difference, poison
+from verify.witnesses.sglang.placement import Placement
+from verify.witnesses.sglang.trace import Region, Trace
+
+Weights = Iterator[tuple[str, Tensor]]
+Loader = Callable[[dict[str, Tensor], Weights], None]
+
+
+def given(*names: str, shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Tensors of numbers that stand nowhere else."""
+    size = torch.Size(shape).numel()
+    return {name: torch.arange(100 * at, 100 * at + size).reshape(shape).to(dtype) for at, name in enumerate(names, 1)}
+
+
+def placed(parameters: dict[str, Tensor], tensors: Mapping[str, Tensor], loader: Loader) -> Placement:
+    """What was seen while `loader` loaded the tensors; each piece is held against the tensor that it came from."""
+    poison(parameters.values())
+    with Trace(parameters.values()) as trace:
+        loader(parameters, trace.feed(tensors.items()))
+    placement = Placement.of(trace, parameters)
+    for name, pieces in placement.pieces.items():
+        for piece in pieces:
+            assert difference(piece.actual(parameters[piece.param]), piece.cast(piece.taken(tensors[name]))) is None
+    return placement
+
+
+def counts(placement: Placement, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many elements of each tensor stand in parameters."""
+    return {name: placement.read(name, tensor.numel()) for name, tensor in tensors.items()}
+
+
+def rows(parameters: dict[str, Tensor], weights: Weights) -> None:
+    """Tensors below each other."""
+    for at, (_, tensor) in enumerate(weights):
+        parameters["fused"].narrow(0, 4 * at, 4).copy_(tensor)
+
+
+def transposed(parameters: dict[str, Tensor], weights: Weights) -> None:
+    """The parameter has inputs first, and tensors beside each other."""
+    for at, (_, tensor) in enumerate(weights):
+        parameters["fused"].t()[4 * at : 4 * at + 4].copy_(tensor)
+
+
+def joined(parameters: dict[str, Tensor], weights: Weights) -> None:
+    """Kept until all are there, as loaders of latent attention do."""
+    parameters["fused"].copy_(torch.cat([tensor for _, tensor in weights]))
+
+
+def through_a_buffer(parameters: dict[str, Tensor], weights: Weights) -> None:
+    buffer = torch.empty(8, 6)
+    for at, (_, tensor) in enumerate(weights):
+        buffer[4 * at : 4 * at + 4] = tensor
+    parameters["fused"].copy_(buffer)
+
+
+def interleaved(parameters: dict[str, Tensor], weights: Weights) -> None:
+    """Row by row, by an index."""
+    both = torch.cat([tensor for _, tensor in weights])
+    parameters["fused"].copy_(both[torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])])
+
+
+def in_threads(parameters: dict[str, Tensor], weights: Weights) -> None:
+    with ThreadPoolExecutor() as pool:
+        for at, (_, tensor) in enumerate(weights):
+            pool.submit(parameters["fused"].narrow(0, 4 * at, 4).copy_, tensor).result()
+
+
+def replaced(parameters: dict[str, Tensor], weights: Weights) -> None:
+    """The parameter gets other memory."""
+    parameters["fused"] = torch.cat([tensor for _, tensor in weights])
+
+
+@pytest.mark.parametrize("loader", [rows, transposed, joined, through_a_buffer, interleaved, in_threads, replaced])
+def test_every_element_is_followed_back(loader: Loader) -> None:
+    fused = torch.empty(6, 8) if loader is transposed else torch.empty(8, 6)
+    tensors = given("a", "b")
+    placement = placed({"fused": fused}, tensors, loader)
+    assert counts(placement, tensors) == {"a": 24, "b": 24}
+    assert {piece.param for pieces in placement.pieces.values() for piece in pieces} == {"fused"}
+    assert not placement.computed
+
+
+def test_a_regular_part_is_told_as_one() -> None:
+    tensors = given("a", "b")
+    placement = placed({"fused": torch.empty(8, 6)}, tensors, rows)
+    (piece,) = placement.pieces["b"]
+    assert (piece.into, piece.part) == (Region(24, (4, 6), (6, 1)), Region(0, (4, 6), (6, 1)))
+
+
+def test_exchanged_tensors_are_seen_where_they_went() -> None:
+    def exchanged(parameters: dict[str, Tensor], weights: Weights) -> None:
+        for name, tensor in weights:
+            parameters["b" if name == "a" else "a"].copy_(tensor)
+
+    placement = placed({"a": torch.empty(4, 6), "b": torch.empty(4, 6)}, given("a", "b"), exchanged)
+    assert [piece.param for piece in placement.pieces["a"]] == ["b"]
+
+
+def test_half_a_tensor_and_none_of_one() -> None:
+    def half(parameters: dict[str, Tensor], weights: Weights) -> None:
+        for name, tensor in weights:
+            if name == "a":
+                parameters["a"][:, :3].copy_(tensor[:, :3])
+
+    tensors = given("a", "b")
+    assert counts(placed({"a": torch.empty(4, 6)}, tensors, half), tensors) == {"a": 12, "b": 0}
+
+
+def test_what_is_overwritten_no_longer_stands_there() -> None:
+    def twice(parameters: dict[str, Tensor], weights: Weights) -> None:
+        for name, tensor in weights:
+            parameters["a"][2 if name == "b" else 0 :].copy_(tensor[: 2 if name == "b" else 4])
+
+    tensors = given("a", "b")
+    placement = placed({"a": torch.empty(4, 6)}, tensors, twice)
+    assert counts(placement, tensors) == {"a": 12, "b": 12}
+    assert len(placement.written["a"]) == 1
+
+
+def test_casts_and_bits_in_another_dtype() -> None:
+    def cast(parameters: dict[str, Tensor], weights: Weights) -> None:
+        for name, tensor in weights:
+            source = tensor.view(torch.int32) if name == "bits" else tensor.to(torch.bfloat16) * 1
+            parameters[name].copy_(source if name == "bits" else tensor)
+
+    parameters = {"bits": torch.empty(4, 6, dtype=torch.int32), "cast": torch.empty(4, 6, dtype=torch.bfloat16)}
+    tensors = given("bits", "cast")
+    assert counts(placed(parameters, tensors, cast), tensors) == {"bits": 24, "cast": 24}
+
+
+def test_a_number_that_is_read_and_filled_in() -> None:
+    def filled(parameters: dict[str, Tensor], weights: Weights) -> None:
+        for name, tensor in weights:
+            parameters[name].fill_(tensor.item())
+
+    placement = placed({"a": torch.empty(3)}, given("a", shape=(1,)), filled)
+    assert [piece.into.sizes for piece in placement.pieces["a"]] == [(3,)]
+
+
+def test_what_is_computed_is_named() -> None:
+    def computed(parameters: dict[str, Tensor], weights: Weights) -> None:
+        for name, tensor in weights:
+            parameters[name].copy_(-tensor.exp())
+
+    placement = placed({"a": torch.empty(4, 6)}, given("a"), computed)
+    assert placement.computed == {"a": frozenset({"a"})}
+    assert not placement.pieces["a"]
+
+
+def test_memory_that_is_used_again_is_not_taken_for_what_lay_there() -> None:
+    def reused(parameters: dict[str, Tensor], weights: Weights) -> None:
+        for name, tensor in weights:
+            buffer = torch.empty(4, 6)
+            buffer.copy_(tensor)
+            parameters[name].copy_(buffer)
+            del buffer
+
+    tensors = given("a", "b")
+    assert counts(placed({"a": torch.empty(4, 6), "b": torch.empty(4, 6)}, tensors, reused), tensors) == {
+        "a": 24,
+        "b": 24,
+    }
+
+
+def experts(parameters: dict[str, Tensor], weights: Weights) -> None:
+    for name, tensor in weights:
+        _, layer, _, expert, which = name.split(".")
+        parameters[f"layers.{layer}.w13"][int(expert), 4 * (which == "up") :][:4].copy_(tensor)
+
+
+def test_the_place_of_a_missing_tensor_is_told_from_others() -> None:
+    names = [
+        f"layers.{layer}.experts.{expert}.{which}"
+        for layer in (0, 1, 2)
+        for expert in range(4)
+        for which in ("gate", "up")
+    ]
+    missing = "layers.2.experts.3.up"
+    tensors = given(*(name for name in names if name != missing))
+    placement = placed({f"layers.{layer}.w13": torch.empty(4, 8, 6) for layer in (0, 1, 2)}, tensors, experts)
+    assert placement.predicted(missing) == ("layers.2.w13", Region(3 * 48 + 24, (4, 6), (6, 1)))
+    assert placement.predicted("layers.2.experts.3.down") is None

@@ -1,0 +1,277 @@
+"""Where SGLang keeps each tensor of a checkpoint, worked out of what `Trace` saw while SGLang loaded it."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, dropwhile
+
+import torch
+from torch import Tensor
+
+from verify.witnesses.sglang.trace import Block, Region, Source, Trace, Write, span
+
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of parameter `param`, `into` of its block seen as `dtype`, that came from the tensor given as `tensor`.
+
+    `part`: which of its elements, seen as `read_as` (None: in its own dtype). Where they are no regular part of it,
+    `part` is None; `numbers` then has the number of the element that stands at each place of `into`, -1 for one of
+    another tensor. `through`: a dtype that they had on the way. `kept`: which were not overwritten later; None: all.
+    """
+
+    tensor: str
+    param: str
+    into: Region
+    dtype: torch.dtype
+    part: Region | None
+    read_as: torch.dtype | None = None
+    numbers: Tensor | None = None
+    through: torch.dtype | None = None
+    kept: Tensor | None = None
+
+    def actual(self, parameter: Tensor) -> Tensor:
+        """What stands in the parameter there."""
+        found = self.into.of(flat(parameter).view(self.dtype))
+        return found if self._mask is None else found[self._mask.to(found.device)]
+
+    def taken(self, given: Tensor) -> Tensor:
+        """Those elements of the tensor as the checkpoint has it, in the order of `actual`."""
+        elements = given.reshape(-1)
+        if self.part is None:
+            return elements[self.numbers[self._mask].to(elements.device)]  # type: ignore[index]
+        found = self.part.of(elements if self.read_as is None else elements.view(self.read_as))
+        return found if self.kept is None else found[self.kept.to(found.device)]
+
+    def cast(self, taken: Tensor) -> Tensor:
+        """The same in the dtype of `actual`, which is what must stand there."""
+        return (taken if self.through is None else taken.to(self.through)).to(self.dtype)
+
+    def mark(self, read: Tensor) -> None:
+        """Sets the elements of the given tensor that stand here, in bool [its elements]."""
+        if self.part is not None and self.kept is None:
+            self.part.of(read).fill_(True)
+        elif self.part is not None:
+            read[self.part.of(torch.arange(len(read)))[self.kept.cpu()]] = True  # type: ignore[union-attr]
+        else:
+            read[self.numbers[self._mask].cpu()] = True  # type: ignore[index]
+
+    @cached_property
+    def _mask(self) -> Tensor | None:
+        if self.numbers is None:
+            return self.kept
+        own = self.numbers >= 0
+        return own if self.kept is None else own & self.kept.to(own.device)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Every tensor that was given with its pieces, and what SGLang computed instead of copying it.
+
+    `written`: the pieces that were copied as they are, with those that were overwritten later. `computed`: parameters
+    with elements that were computed, and the tensors they were computed of.
+    """
+
+    pieces: Mapping[str, Sequence[Piece]]
+    written: Mapping[str, Sequence[Piece]]
+    computed: Mapping[str, frozenset[str]]
+
+    @staticmethod
+    def of(trace: Trace, parameters: Mapping[str, Tensor]) -> Placement:
+        """`parameters` as they are after loading, by name; one under several names is known by the first."""
+        pieces: dict[str, list[Piece]] = {name: [] for name in trace.given}
+        written: dict[str, list[Piece]] = {name: [] for name in trace.given}
+        computed: dict[str, frozenset[str]] = {}
+        seen: set[Block] = set()
+        numbering = _Numbering(trace.given)
+        for name, tensor in parameters.items():
+            source = trace.source(tensor)
+            if source is None or source.block in seen:
+                continue
+            seen.add(source.block)
+            writes = _writes_of(source, tensor)
+            for write in writes:
+                if (piece := _copied(name, write)) is not None:
+                    written[piece.tensor].append(piece)
+            for write, kept in _surviving(writes):
+                found = [] if write.source is None else list(numbering.pieces(name, write, kept))
+                for piece in found:
+                    pieces[piece.tensor].append(piece)
+                of = write.computed if write.source is None else write.source.block.origins
+                if of and not found:
+                    computed[name] = computed.get(name, frozenset()) | of
+        return Placement(pieces, written, computed)
+
+    def read(self, name: str, count: int) -> int:
+        """How many of the `count` elements of a given tensor stand in parameters."""
+        pieces = self.pieces.get(name, ())
+        whole = Region(0, (count,), (1,))
+        if any(piece.kept is None and piece.part is not None and _is_all(piece.part, whole) for piece in pieces):
+            return count
+        read = torch.zeros(count, dtype=torch.bool)
+        for piece in pieces:
+            piece.mark(read)
+        return int(read.sum())
+
+    @cached_property
+    def _alike(self) -> Mapping[str, list[Piece]]:
+        found: dict[str, list[Piece]] = defaultdict(list)
+        for name, pieces in self.written.items():
+            if len(pieces) == 1:
+                found[_NUMBER.sub("#", name)].append(pieces[0])
+        return found
+
+    def predicted(self, name: str) -> tuple[str, Region] | None:
+        """Where a tensor that was not given belongs, told from tensors whose names differ in numbers only.
+
+        None where there are none, or where they say nothing of its numbers.
+        """
+        alike = self._alike.get(_NUMBER.sub("#", name))
+        if not alike:
+            return None
+        wanted = _numbers(name)
+        base = max(alike, key=lambda piece: _agreeing(_numbers(piece.tensor), wanted))
+        numbers = _numbers(base.tensor)
+        offset, param = base.into.offset, _numbers(base.param)
+        for at, (have, want) in enumerate(zip(numbers, wanted, strict=True)):
+            if have == want:
+                continue
+            step = self._step(alike, base, at)
+            if step is None:
+                return None
+            offset += step[0] * (want - have)
+            param = [one + change * (want - have) for one, change in zip(param, step[1], strict=True)]
+        values = iter(param)
+        return _NUMBER.sub(lambda _: str(next(values)), base.param), Region(offset, base.into.sizes, base.into.strides)
+
+    @staticmethod
+    def _step(alike: Sequence[Piece], base: Piece, at: int) -> tuple[int, list[int]] | None:
+        """How the offset, and the numbers in the parameter's name, change with one number of the tensor's name."""
+        numbers = _numbers(base.tensor)
+        for piece in alike:
+            other = _numbers(piece.tensor)
+            differs = [one != two for one, two in zip(numbers, other, strict=True)]
+            if differs[at] and sum(differs) == 1:
+                change = other[at] - numbers[at]
+                moved = piece.into.offset - base.into.offset
+                names = [two - one for one, two in zip(_numbers(base.param), _numbers(piece.param), strict=True)]
+                return moved // change, [one // change for one in names]
+        return None
+
+
+def flat(parameter: Tensor) -> Tensor:
+    """All elements of a parameter in the order of their addresses."""
+    return parameter.detach().as_strided((span(parameter),), (1,))
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in _NUMBER.findall(name)]
+
+
+def _agreeing(one: Sequence[int], other: Sequence[int]) -> int:
+    return sum(left == right for left, right in zip(one, other, strict=True))
+
+
+def _is_all(part: Region, whole: Region) -> bool:
+    dense = sorted((step, size) for size, step in zip(part.sizes, part.strides, strict=True) if size != 1)
+    expected = 1
+    for step, size in dense:
+        if step != expected:
+            return False
+        expected *= size
+    return expected == whole.count and part.offset == 0
+
+
+def _writes_of(source: Source, parameter: Tensor) -> Sequence[Write]:
+    """What was written into a parameter; all of it, where the loader replaced its memory by what was given or made."""
+    block = source.block
+    if block.given is None and block.made is None:
+        return block.writes
+    return [Write(Region(0, source.region.sizes, source.region.strides), parameter.dtype, source), *block.writes]
+
+
+def _surviving(writes: Sequence[Write]) -> Iterator[tuple[Write, Tensor | None]]:
+    """Each write that is not overwritten as a whole, and which of its elements are not; None: all of them."""
+    # What is first made zero, or poisoned, would overlap everything.
+    writes = list(dropwhile(lambda write: write.source is None and not write.computed, writes))
+    order = sorted(range(len(writes)), key=lambda at: writes[at].into.offset)
+    group: list[int] = []
+    end = 0
+    for at in [*order, None]:
+        if group and (at is None or writes[at].into.offset >= end):
+            yield from _of_group([writes[one] for one in sorted(group)])
+            group = []
+        if at is not None:
+            group.append(at)
+            end = max(end, writes[at].into.end)
+
+
+def _of_group(writes: Sequence[Write]) -> Iterator[tuple[Write, Tensor | None]]:
+    """The same of writes that may overlap, in order."""
+    if len(writes) == 1:
+        yield writes[0], None
+        return
+    start = min(write.into.offset for write in writes)
+    canvas = torch.full((max(write.into.end for write in writes) - start,), -1, dtype=torch.int32)
+    shifted = [Region(write.into.offset - start, write.into.sizes, write.into.strides) for write in writes]
+    for number, region in enumerate(shifted):
+        region.of(canvas).fill_(number)
+    for number, (write, region) in enumerate(zip(writes, shifted, strict=True)):
+        kept = region.of(canvas) == number
+        if bool(kept.all()):
+            yield write, None
+        elif bool(kept.any()):
+            yield write, kept
+
+
+def _copied(param: str, write: Write) -> Piece | None:
+    """The piece of a write of part of a tensor as it was given; None for any other write."""
+    source = write.source
+    if source is None or source.block.given is None or source.writes:
+        return None
+    seen_as = None if source.dtype == source.block.dtype else source.dtype
+    return Piece(source.block.given, param, write.into, write.dtype, source.region, seen_as)
+
+
+class _Numbering:
+    """Numbers all elements of all given tensors, so that what was made of them can be followed back to them."""
+
+    def __init__(self, given: Mapping[str, Block]) -> None:
+        ends = accumulate(block.numel for block in given.values())
+        self._spans = {name: (end - block.numel, end) for (name, block), end in zip(given.items(), ends, strict=True)}
+
+    def pieces(self, param: str, write: Write, kept: Tensor | None) -> Iterator[Piece]:
+        """The pieces of a write into a parameter."""
+        if (copied := _copied(param, write)) is not None:
+            yield replace(copied, kept=kept)
+            return
+        source = write.source
+        assert source is not None
+        numbers = self._of(source)
+        for name in sorted(source.block.origins):
+            start, end = self._spans[name]
+            own = torch.where((numbers >= start) & (numbers < end), numbers - start, -1)
+            if bool((own >= 0).any()):
+                piece = Piece(name, param, write.into, write.dtype, None, numbers=own, through=source.block.dtype)
+                yield replace(piece, kept=kept)
+
+    def _of(self, source: Source) -> Tensor:
+        return source.region.of(self._block(source.block, source.writes))
+
+    def _block(self, block: Block, writes: int) -> Tensor:
+        """The numbers of a block's elements, in the order of their addresses; -1 for one that was not given."""
+        numbers = torch.full((block.numel,), -1, dtype=torch.int64)
+        if block.given is not None:
+            numbers = torch.arange(*self._spans[block.given])
+        elif block.made is not None:
+            run, region = block.made
+            region.of(numbers).copy_(run(self._of))
+        for write in block.writes[:writes]:
+            write.into.of(numbers).copy_(self._of(write.source) if write.source else torch.tensor(-1))
+        return numbers
