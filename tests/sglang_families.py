@@ -1,10 +1,11 @@
-"""What SGLang 0.5.16 makes of each test model of `families`."""
+"""What SGLang 0.5.16 and 0.5.23 make of each test model of `families`."""
 
 from __future__ import annotations
 
 import re
 
 from families import CASES
+from installed import release
 
 # What SGLang says where it does not build a model on a machine without a GPU, or at all.
 SAID = {
@@ -15,9 +16,12 @@ SAID = {
     "glm_moe_dsa": "Found no NVIDIA driver",
     "glm_moe_dsa-shared": "Found no NVIDIA driver",
     "gemma3": "KeyError: 'vision_tower.embeddings.patch_embedding.weight'",  # transformers 5 names it so, no release
-    "qwen3_5_text-tied": "Qwen3_5ForCausalLM has no SGlang implementation",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM has no SGlang implementation",
 }
+if release("sglang") < (0, 5, 23):
+    SAID |= {
+        "qwen3_5_text-tied": "Qwen3_5ForCausalLM has no SGlang implementation",
+        "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM has no SGlang implementation",
+    }
 # What SGLang's class does not read of config.json, and so leaves out: tensors, of which and of how many.
 LEFT_OUT = {
     # mlp_bias

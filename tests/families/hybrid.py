@@ -184,7 +184,11 @@ QWEN3_5 = Case(
 CASES = {
     "qwen3_next": NEXT,
     "qwen3_5": QWEN3_5,
-    "qwen3_5_text-tied": Case(lambda: Qwen3_5TextConfig(**DENSE, tie_word_embeddings=True), value=wide_state),
+    "qwen3_5_text-tied": Case(
+        lambda: Qwen3_5TextConfig(**DENSE, tie_word_embeddings=True),
+        edit=lambda config: config | {"full_attention_interval": 4},
+        value=wide_state,
+    ),
     # Fused as Qwen3.5 ships it: experts of the decoder in one tensor, those of the MTP layer in one each.
     "qwen3_5_moe": replace(
         QWEN3_5,

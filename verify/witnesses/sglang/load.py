@@ -96,7 +96,7 @@ def allow_building_on_cpu() -> None:
     """Lets SGLang build a model without a GPU, which only the forward pass needs.
 
     The rotary embedding would import vLLM's kernels, and has a variant for CPUs that knows few models;
-    compressed-tensors and GLM's fusion of shared experts ask for a compute capability.
+    compressed-tensors and GLM's fusion of shared experts ask for a compute capability, Qwen3-Next for the GPU's number.
     """
     if torch.cuda.is_available():
         return
@@ -104,6 +104,7 @@ def allow_building_on_cpu() -> None:
     from sglang.srt.layers.rotary_embedding import base, factory
     from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     base._is_cpu = True
     for_cpu = factory.get_rope_cpu  # it knows one kind, which get_rope builds on a GPU alone
     factory.get_rope_cpu = lambda *args: for_cpu(*args) if args[5] else factory.get_rope(*args[:8])
