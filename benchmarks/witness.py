@@ -1,0 +1,81 @@
+"""The SGLang witness against SGLang's own load of the same 8.7 GB, a mixture of experts and a dense model.
+
+Both build the model with SGLang's loader in a process of their own, on files in the page cache. Timed is what follows
+the imports: building, loading and, on a GPU, what SGLang does after loading; the witness also compares every value.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+MODELS = ("moe", "dense")
+ROUNDS = int(os.environ.get("BENCH_ROUNDS", "3"))
+
+
+def rows() -> list[dict[str, Any]]:
+    """Median seconds of both and their ratio; none without SGLang."""
+    if find_spec("sglang") is None:
+        return []
+    return [_row(model) for model in os.environ.get("BENCH_MODELS", " ".join(MODELS)).split()]
+
+
+def _row(model: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as directory:
+        hf = Path(directory) / "hf"
+        subprocess.run([sys.executable, "models.py", model, str(hf)], check=True, cwd=Path(__file__).parent)
+        seconds: dict[str, list[float]] = {"own": [], "witness": []}
+        for _ in range(ROUNDS):
+            for how, found in seconds.items():
+                found.append(_timed(how, hf))
+    own, witness = (statistics.median(seconds[how]) for how in ("own", "witness"))
+    return {
+        "model": model,
+        "SGLang's own load": round(own, 2),
+        "witness": round(witness, 2),
+        "ratio": round(witness / own, 2),
+    }
+
+
+def _timed(how: str, hf: Path) -> float:
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-W", "ignore", __file__, how, str(hf), scratch]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return float(printed.split()[-1])
+
+
+def main(how: str, hf: Path, scratch: Path) -> None:
+    """Loads the model in this process, and prints how long that took."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.models import registry
+
+    from ckptkit.formats.hf.reader import read_json
+    from verify.witnesses.ending import PhaseLog
+    from verify.witnesses.sglang.examine import Examination
+    from verify.witnesses.sglang.load import load
+    from verify.witnesses.sglang.process import safetensors_of
+
+    registry.ModelRegistry.get_supported_archs()  # imports every model of SGLang
+    with PhaseLog(scratch / "ending") as phases:
+        examination = Examination(
+            read_json(hf / "config.json"), False, lambda: safetensors_of(hf), lambda weights: weights, phases
+        )
+        loading = examination if how == "witness" else DefaultModelLoader.load_weights_and_postprocess
+        began = time.monotonic()
+        model = load(hf, scratch, False, None, loading, phases)
+        if how == "witness":
+            report = examination.report(model)
+            if report.unwritten or report.dropped or report.differing or report.repacked:
+                raise SystemExit(f"the witness finds fault with a sound model: {report}")
+    print(time.monotonic() - began)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
