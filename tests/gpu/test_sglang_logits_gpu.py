@@ -43,7 +43,7 @@ SIZES: Mapping[str, Mapping[str, int]] = {
     "qwen3_5_moe": {"linear_key_head_dim": 16, "linear_value_head_dim": 32},
 }
 # What SGLang's class does not compute: biases of the MLP, which the witness names, and a window of Mistral's.
-WITHOUT = {"llama-biases", "mistral-window"}
+WITHOUT = ["llama-biases", "mistral-window"]
 # What SGLang says where it does not build the model.
 SAID = {
     "mimo": "does not recognize this architecture",
