@@ -47,8 +47,10 @@ def _row(model: str) -> dict[str, Any]:
 def _timed(how: str, hf: Path) -> float:
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-W", "ignore", __file__, how, str(hf), scratch]
-        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return float(printed.split()[-1])
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    return float(done.stdout.split()[-1])
 
 
 def main(how: str, hf: Path, scratch: Path) -> None:
