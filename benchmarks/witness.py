@@ -1,7 +1,7 @@
 """The SGLang witness against SGLang's own load of the same 8.7 GB, a mixture of experts and a dense model.
 
 Both build the model with SGLang's loader in a process of their own, on files in the page cache. Timed is what follows
-the imports: building, loading and, on a GPU, what SGLang does after loading; the witness also compares every value.
+building: loading and, on a GPU, what SGLang does after it; the witness also poisons, traces and compares every value.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import torch
 
 MODELS = ("moe", "dense")
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "3"))
@@ -56,7 +58,6 @@ def _timed(how: str, hf: Path) -> float:
 def main(how: str, hf: Path, scratch: Path) -> None:
     """Loads the model in this process, and prints how long that took."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
-    from sglang.srt.models import registry
 
     from ckptkit.formats.hf.reader import read_json
     from verify.witnesses.ending import PhaseLog
@@ -64,19 +65,26 @@ def main(how: str, hf: Path, scratch: Path) -> None:
     from verify.witnesses.sglang.load import load
     from verify.witnesses.sglang.process import safetensors_of
 
-    registry.ModelRegistry.get_supported_archs()  # imports every model of SGLang
+    seconds = 0.0
+
+    def timed(model: Any, weights: Any, device: Any) -> None:
+        nonlocal seconds
+        began = time.monotonic()
+        (examination if how == "witness" else DefaultModelLoader.load_weights_and_postprocess)(model, weights, device)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.monotonic() - began
+
     with PhaseLog(scratch / "ending") as phases:
         examination = Examination(
             read_json(hf / "config.json"), False, lambda: safetensors_of(hf), lambda weights: weights, phases
         )
-        loading = examination if how == "witness" else DefaultModelLoader.load_weights_and_postprocess
-        began = time.monotonic()
-        model = load(hf, scratch, False, None, loading, phases)
+        model = load(hf, scratch, False, None, timed, phases)
         if how == "witness":
             report = examination.report(model)
             if report.unwritten or report.dropped or report.differing or report.repacked:
                 raise SystemExit(f"the witness finds fault with a sound model: {report}")
-    print(time.monotonic() - began)
+    print(seconds)
 
 
 if __name__ == "__main__":
