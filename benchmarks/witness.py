@@ -48,7 +48,7 @@ def _row(model: str) -> dict[str, Any]:
 
 def _timed(how: str, hf: Path) -> float:
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-W", "ignore", __file__, how, str(hf), scratch]
+        command = [sys.executable, "-P", "-W", "ignore", __file__, how, str(hf), scratch]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])

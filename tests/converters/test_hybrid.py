@@ -43,6 +43,7 @@ def changed(config: Config, change: Config) -> Config:
 
 
 KINDS = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 3
+EVERY_FIFTH = [("full" if number % 5 == 4 else "linear") + "_attention" for number in range(12)]
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe_text"])
@@ -72,7 +73,7 @@ KINDS = ["linear_attention", "linear_attention", "linear_attention", "full_atten
             "mtp_num_hidden_layers is 1 but num_nextn_predict_layers is 0",
         ),
         (
-            {"mtp_num_hidden_layers": 1, "layer_types": KINDS[::-1]},
+            {"mtp_num_hidden_layers": 1, "full_attention_interval": 5, "layer_types": EVERY_FIFTH},
             "a multi-token prediction layer, but decoder layer 11, the last, has linear attention",
         ),
     ],
