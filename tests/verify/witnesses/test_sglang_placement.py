@@ -158,6 +158,17 @@ def test_what_is_computed_is_named() -> None:
     assert not placement.pieces["a"]
 
 
+def test_what_is_computed_of_one_of_two_is_named() -> None:
+    def half(parameters: dict[str, Tensor], weights: Weights) -> None:
+        (_, one), (_, other) = weights
+        parameters["a"].copy_(torch.cat([one, other * 2]))
+
+    tensors = given("x", "y")
+    placement = placed({"a": torch.empty(8, 6)}, tensors, half)
+    assert counts(placement, tensors) == {"x": 24, "y": 0}
+    assert placement.computed == {"a": frozenset({"y"})}
+
+
 def test_memory_that_is_used_again_is_not_taken_for_what_lay_there() -> None:
     def reused(parameters: dict[str, Tensor], weights: Weights) -> None:
         for name, tensor in weights:

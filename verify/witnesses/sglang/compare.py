@@ -97,6 +97,8 @@ class Loaded:
                 seen.add(tensor.data_ptr())
                 if (mask := poisoned(flat(tensor))).any():
                     masks[param] = mask
+        if not masks:
+            return
         # The poison may stand in a file.
         for name in equal:
             for piece in self.placement.pieces.get(name, ()):

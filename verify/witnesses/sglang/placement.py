@@ -104,7 +104,7 @@ class Placement:
                 for piece in found:
                     pieces[piece.tensor].append(piece)
                 of = write.computed if write.source is None else write.source.block.origins
-                if of and not found:
+                if of := of - {piece.tensor for piece in found}:
                     computed[name] = computed.get(name, frozenset()) | of
         return Placement(pieces, written, computed)
 

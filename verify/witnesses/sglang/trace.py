@@ -244,7 +244,7 @@ def _again(
 ) -> Callable[[Callable[[Source], Tensor]], Tensor]:
     """The same operation, to be run on the numbers of elements."""
     name = _name_of(func)
-    kept = {key: arguments[key] if key in _CHOOSERS else value for key, value in sources.items()}
+    kept = {key: tree_map(_on_cpu, arguments[key]) if key in _CHOOSERS else value for key, value in sources.items()}
     if name == "constant_pad_nd":
         kept["value"] = -1
 
@@ -261,6 +261,10 @@ def _again(
         return result
 
     return run
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _at_once(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
