@@ -5,6 +5,7 @@ PYTHON ?=
 DEMO_OUT ?= demo-out
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+INSTALL ?= -c constraints.txt
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -25,7 +26,7 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 		exit 1; \
 	fi
 
-.PHONY: help setup demo test lint families mutation-report bench which-python
+.PHONY: help setup demo test test-sglang lint families mutation-report bench which-python
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +44,11 @@ demo: $(stamp)  ## convert, quantize, break and verify a small model, in DEMO_OU
 test: $(stamp)  ## run the tests
 	@OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 		--max-worker-restart 0 $(PYTEST_ARGS)
+
+# With the newest of everything else, as somebody has it who installs that release.
+test-sglang:  ## run the tests that run SGLang against another release: make test-sglang VERSION=0.5.23
+	@if [ -z "$(VERSION)" ]; then echo 'Which release? make test-sglang VERSION=0.5.23' >&2; exit 1; fi
+	@$(MAKE) test VENV='$(VENV)-sglang-$(VERSION)' INSTALL='sglang==$(VERSION)' PYTEST_ARGS='-m sglang $(PYTEST_ARGS)'
 
 lint: $(stamp)  ## ruff, its formatter, and mypy in strict mode
 	@$(python) -m ruff check
@@ -77,5 +83,5 @@ $(stamp): pyproject.toml constraints.txt
 		fi; \
 	fi
 	@echo 'Installing into $(VENV): about 4 minutes and 9 GB the first time.'
-	@$(python) -m pip install $(pip_flags) -c constraints.txt -e '.[all]'
+	@$(python) -m pip install $(pip_flags) $(INSTALL) -e '.[all]'
 	@touch $@

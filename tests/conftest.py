@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import models
@@ -14,6 +15,12 @@ from megatron_saves import SAVES, Save, save_with_megatron
 
 from ckptkit.app.api import convert
 from ckptkit.formats.hf.reader import HfCheckpoint
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what is marked as running SGLang where it is not installed."""
+    if item.get_closest_marker("sglang") and find_spec("sglang") is None:
+        pytest.skip("needs SGLang: pip install sglang")
 
 
 @pytest.fixture(scope="session")

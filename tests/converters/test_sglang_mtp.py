@@ -18,7 +18,10 @@ from families.mtp import next_tokens
 from installed import before
 from torch import Tensor, nn
 
-pytestmark = before("sglang", (0, 5, 23), "its layers are called with other arguments")
+pytestmark = [
+    pytest.mark.sglang,
+    before("sglang", (0, 5, 23), "its layers are called with other arguments"),
+]
 
 # Each test model, and the name of SGLang's class in sglang_mtp.
 MODELS = {"glm4_moe-mtp": "glm4_moe", "mimo": "mimo", "qwen3_next": "qwen3_next", "qwen3_5": "qwen3_5"}
@@ -28,7 +31,6 @@ QWEN = ("qwen3_next", "qwen3_5")
 @pytest.fixture(scope="module")
 def distances(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, float]:
     """Relative error of the logits of SGLang's layer; NAME/swapped is with the halves of `mtp.fc` swapped."""
-    pytest.importorskip("sglang", reason="the witness is SGLang's own class")
     jobs, heads, expected = {}, {}, {}
     for name, model in MODELS.items():
         jobs[name], heads[name], expected[name] = _job(name, model)

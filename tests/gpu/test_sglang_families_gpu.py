@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 
 import models
 import pytest
@@ -15,7 +14,7 @@ from verify.witnesses.sglang.run import SglangRun
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install sglang"),
+    pytest.mark.sglang,
     pytest.mark.timeout(1500),
 ]
 

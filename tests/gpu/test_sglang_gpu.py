@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 
 import models
 import pytest
@@ -26,7 +25,7 @@ from verify.witnesses.sglang.run import SglangRun, run_sglang
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install sglang"),
+    pytest.mark.sglang,
     pytest.mark.timeout(1500),
 ]
 

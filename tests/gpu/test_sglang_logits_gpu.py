@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from transformers import PretrainedConfig
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install sglang"),
+    pytest.mark.sglang,
     pytest.mark.timeout(1500),
 ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from sglang_runs import int4_config
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
 
-pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install sglang")
+pytestmark = pytest.mark.sglang
 
 GROUP = 32
 ATTENTION = r"re:.*\.self_attn\..*"

@@ -16,6 +16,8 @@ from quant.formats.packing import pack_zero_point
 from quant.formats.scheme import QuantScheme, quantization_config
 from quant.formats.zero_points import for_sglang_experts
 
+pytestmark = pytest.mark.sglang
+
 SCHEMES = [
     QuantScheme(32, "qmax7", ("a", "re:b.*")),
     QuantScheme(None, "qmax7", ("lm_head",)),
@@ -47,7 +49,6 @@ print(json.dumps(facts))
 @pytest.fixture(scope="module")
 def sglang(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Any]], dict[str, torch.Tensor]]:
     """How SGLang reads the config of each scheme, and what it makes of zero points in its layout for experts."""
-    pytest.importorskip("sglang")
     file: Path = tmp_path_factory.mktemp("sglang") / "zero_points.safetensors"
     torch.manual_seed(0)
     zero_point = quantize(torch.randn(128, 96), QuantScheme(32, "minmax", (), symmetric=False)).zero_point

@@ -94,6 +94,7 @@ def test_compressed_tensors_itself_agrees(row: tuple[str, str, bool, bool, bool,
 INSTALLED = sglang_suffix if release("sglang") >= (0, 5, 23) else sglang
 
 
+@pytest.mark.sglang
 def test_sglang_itself_agrees(sglang_quantization: Any) -> None:
     differ = [
         row for row in TABLE if INSTALLED(row[1], row[0]) != sglang_quantization.should_ignore_layer(row[1], [row[0]])
@@ -108,6 +109,7 @@ NAMES = sorted(
 ENTRIES = sorted({row[0] for row in TABLE})
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_every_entry_on_every_name_as_the_readers_themselves(sglang_quantization: Any, entry: str) -> None:
     linear = torch.nn.Linear(1, 1, device="meta")
@@ -175,6 +177,7 @@ def test_vllm_takes_every_fused_layer_apart_unless_the_release_has_it_so() -> No
     assert list(names_in_vllm(matrix(layer, layer), [])) == [layer]
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize("mapping", [{}, QKV], ids=["plain", "mapped"])
 @pytest.mark.parametrize(
     "ignore",
@@ -203,6 +206,7 @@ def test_fused_layers_as_sglang_itself(
         assert verdicts == {sglang_quantization.should_ignore_layer(layer, ignore, mapping)}
 
 
+@pytest.mark.sglang
 def test_experts_as_sglang_itself(sglang_quantization: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = sglang_quantization.config.from_config(quantization_config(QuantScheme(32, "qmax7")))
     asked: list[str] = []
@@ -215,12 +219,14 @@ def test_experts_as_sglang_itself(sglang_quantization: Any, monkeypatch: pytest.
     assert asked == list(names_in_sglang(matrix(f"{L0}.mlp.experts"), [], {}))
 
 
+@pytest.mark.sglang
 def test_the_output_layer_is_no_layer_that_sglang_quantizes_by_class(sglang_quantization: Any) -> None:
     """Neither is an embedding: SGLang looks for a scheme for its Linear layers and experts alone."""
     config = sglang_quantization.config.from_config(quantization_config(QuantScheme(32, "qmax7")))
     assert config.get_quant_method(torch.nn.Embedding(1, 1, device="meta"), "lm_head") is None
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_sglang_accepts_the_quantization_config(sglang_quantization: Any, group_size: int) -> None:
     content = quantization_config(QuantScheme(group_size, "qmax7", ("lm_head", r"re:.*\.mlp\.gate(\.weight)?$")))

@@ -151,6 +151,7 @@ def test_only_some_readers_must_agree() -> None:
 
 
 # Rows and columns on a rank that fit a tile or do not: of a plain layer [64, 128] and, by group, of an expert.
+@pytest.mark.sglang
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
 @pytest.mark.parametrize(("rows", "columns"), [(512, 1024), (256, 512), (96, 1024), (512, 96), (1024, 384), (512, 320)])
@@ -163,6 +164,7 @@ def test_a_layer_fits_as_sglang_says(rows: int, columns: int, group_size: int | 
     assert passes(QWEN, [spec], group_size, tp) == (fits and columns % tp == 0)
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize(("hidden", "inner"), [(2048, 768), (2048, 1408), (1024, 512), (192, 512), (4096, 1536)])

@@ -17,6 +17,8 @@ from converters.registry import FAMILIES
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import matrices_named, names_in_sglang
 
+pytestmark = pytest.mark.sglang
+
 CLASSES = {model_type: family.sglang for model_type, family in FAMILIES.items() if family.release}
 # Classes that want a GPU: only what they declare is compared.
 DECLARED = {

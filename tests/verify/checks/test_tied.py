@@ -5,7 +5,6 @@ from __future__ import annotations
 import filecmp
 import shutil
 from collections.abc import Callable
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
@@ -149,7 +148,7 @@ def test_quantize_like_a_reference_with_other_head_keeps_the_packed_set(
     passes(verify(tmp_path / "int4", source=source))
 
 
-@pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")
+@pytest.mark.sglang
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_moe"])
 def test_sglang_loads_a_tied_model_with_its_head(
     releases: PathOf, tmp_path: Path, edit_json: Callable[..., None], name: str, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from verify.witnesses.sglang import run as sglang_run
 from verify.witnesses.sglang.job import SglangReport
 from verify.witnesses.sglang.run import SglangRun, run_sglang
 
-pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install sglang")
+pytestmark = pytest.mark.sglang
 
 GROUP = 32
 ONLINE = ["lm_head", "model.embed_tokens"]

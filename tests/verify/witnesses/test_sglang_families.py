@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 import models
@@ -15,7 +14,7 @@ from sglang_runs import LOST, Case, run_cases
 from verify.witnesses.sglang.run import SglangRun
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: pip install sglang"),
+    pytest.mark.sglang,
     pytest.mark.timeout(900),
 ]
 

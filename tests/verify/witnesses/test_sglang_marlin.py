@@ -27,8 +27,8 @@ from verify.witnesses.sglang.marlin import (
 def functions(file: str, names: Sequence[str], **known: Any) -> dict[str, Any]:
     """Functions of a file of SGLang, without importing it, which needs a CUDA driver. `known`: what else they call."""
     spec = find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("SGLang is not installed")
+    assert spec is not None
+    assert spec.submodule_search_locations
     path = Path(spec.submodule_search_locations[0]) / file
     if not path.exists():
         pytest.skip(f"this installation of SGLang comes without {file}")
@@ -55,6 +55,7 @@ def gptq_words(values: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(words.view(numpy.int32))
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize(("inputs", "outputs"), [(128, 64), (256, 192)])
 def test_weights(inputs: int, outputs: int) -> None:
     reference = functions("test/test_marlin_utils.py", ["marlin_permute_weights", "marlin_weights", "get_weight_perm"])
@@ -64,6 +65,7 @@ def test_weights(inputs: int, outputs: int) -> None:
     assert torch.equal(marlin_weight(gptq_words(values)), expected)
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize("groups", [1, 4])
 def test_scales(groups: int) -> None:
     reference = functions("srt/layers/quantization/marlin_utils.py", ["get_scale_perms", "marlin_permute_scales"])
@@ -86,6 +88,7 @@ def of_sglang(name: str, *arguments: Any, **named: Any) -> torch.Tensor:
     return result
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize(("groups", "outputs"), [(4, 64), (3, 192), (1, 128)])
 def test_zero_points_of_experts_as_sglang_converts_them(groups: int, outputs: int) -> None:
     stored = torch.randint(-(2**31), 2**31 - 1, (2, groups, outputs // 8), dtype=torch.int32)
@@ -93,6 +96,7 @@ def test_zero_points_of_experts_as_sglang_converts_them(groups: int, outputs: in
     assert torch.equal(torch.stack([marlin_zero_points(one, awq=True) for one in stored]), expected)
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize(("groups", "outputs"), [(4, 64), (3, 192), (1, 128)])
 def test_zero_points_of_a_linear_layer_as_sglang_converts_them(groups: int, outputs: int) -> None:
     """As `CompressedTensorsWNA16.process_weights_after_loading` calls it on stored words [outputs / 8, groups]."""

@@ -77,7 +77,8 @@ class Loaded:
 
     def _differs(self, piece: Piece, tensor: Tensor) -> Observation | None:
         """What is wrong in a piece, held against the tensor as the reference has it."""
-        parameter = self.tensors[piece.param]
+        if (parameter := self.tensors.get(piece.param)) is None:
+            return Observation(piece.tensor, piece.param, "SGLang has taken it away")
         if tensor.numel() != self.sizes[piece.tensor]:
             what = f"{self.sizes[piece.tensor]} elements were given, {tensor.numel()} are in the source"
             return Observation(piece.tensor, piece.param, what)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verify.witnesses.bits import poison
+from verify.witnesses.bits import difference, poison
 from verify.witnesses.ending import PhaseLog
 from verify.witnesses.sglang.compare import Comparison, Loaded
 from verify.witnesses.sglang.job import Observation, SglangReport
@@ -97,8 +97,11 @@ class Examination:
 
     def _repack(self, model: torch.nn.Module) -> None:
         """Runs the quantization methods module by module, as SGLang's loader does; all else must stay as it was."""
+        names = {tensor.data_ptr(): name for name, tensor in reversed([*self.loaded.tensors.items()]) if tensor.numel()}
         troubles: list[Observation] = []
-        changed: set[str] = set()
+        repacked: set[str] = set()
+        kept: set[str] = set()
+        touched: set[str] = set()
         free: set[str] = set()
         for name, module in model.named_modules():
             method = getattr(module, "quant_method", None)
@@ -106,15 +109,25 @@ class Examination:
                 continue
             if scheme := other_layout(module):
                 self.unchecked += (f"{name}: {scheme} has a layout of its own",)
-            changed |= {f"{name}.{parameter}" for parameter in repacked_parameters(module)}
+            repacked |= {f"{name}.{parameter}" for parameter in repacked_parameters(module)}
             free |= {f"{name}.{parameter}" for parameter in free_to_change(module)}
             before = before_repacking(module)
+            others = {
+                parameter: (names[tensor.data_ptr()], tensor.detach().clone())
+                for parameter, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+                if tensor.data_ptr() in names and parameter not in repacked_parameters(module)
+            }
+            kept |= {known for known, _ in others.values()}
             self.phases.enter(REPACK)
             method.process_weights_after_loading(module)
             self.phases.enter(COMPARE)
             troubles += after_repacking(module, name, before)
+            for parameter, (known, copy) in others.items():
+                now = getattr(module, parameter, None)
+                if now is None or now.dtype != copy.dtype or difference(now.detach(), copy):
+                    touched.add(known)
         after = replace(self.loaded, tensors=self._tensors(model))
-        again = after.compare(self.reference(), lambda param: param not in changed)
+        again = after.compare(self.reference(), touched.__contains__) if touched else Comparison()
         moved = [trouble for trouble in again.differing if trouble.tensor in self.comparison.equal]
         self.unchecked += tuple(
             f"{trouble.tensor}: its kernel has a layout of its own" for trouble in moved if trouble.param in free
@@ -122,7 +135,7 @@ class Examination:
         troubles += [trouble for trouble in moved if trouble.param not in free]
         troubles += [trouble for trouble in after.dead_routers() if trouble not in self.routers]
         self.repacked = tuple(troubles)
-        self.repacked_seen = len(changed) + len(again.equal)
+        self.repacked_seen = len(repacked | kept)
 
     def report(self, model: torch.nn.Module) -> SglangReport:
         """Everything that was seen; `model` as it is after loading."""

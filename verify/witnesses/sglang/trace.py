@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 # Operations that only move elements: run on the numbers of elements, they tell where each went.
@@ -163,13 +164,27 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._one_thread.stop()
 
     def feed(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Passes weights on, in contiguous memory."""
-        for name, tensor in weights:
-            whole = tensor.contiguous()
+        """Passes weights on, in contiguous memory. How they are read is not recorded."""
+        rest = iter(weights)
+        while True:
+            with self._unseen():
+                if (pair := next(rest, None)) is None:
+                    return
+                name, whole = pair[0], pair[1].contiguous()
             block = Block(whole.dtype, whole.numel(), given=name, origins=frozenset([name]))
             self.given[name] = block
             self._memory.put(whole, block)
             yield name, whole
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Readers keep their threads, and their operations cost what they cost without this."""
+        self._one_thread.stop()
+        try:
+            with _disable_current_modes():
+                yield
+        finally:
+            self._one_thread.start()
 
     def source(self, tensor: Tensor) -> Source | None:
         """What a tensor is part of now; None where it has nothing to do with what is recorded."""
