@@ -7,6 +7,8 @@ import re
 from families import CASES
 from installed import release
 
+from verify.witnesses.sglang.job import EngineSizes
+
 # What SGLang says where it does not build a model on a machine without a GPU, or at all.
 SAID = {
     "mimo": "does not recognize this architecture",  # its config class comes with the release, as code
@@ -41,5 +43,8 @@ LEFT_OUT = {
         27,
     ),
 }
+# What SGLang's own loader raises where experts are shared out between two ranks.
+_NOT_SHARED_OUT = "The size of tensor a (6) must match the size of tensor b (12) at non-singleton dimension 0"
+REFUSED_IN_PARALLEL = {EngineSizes(2, 2): dict.fromkeys(("gpt_oss", "gpt_oss-v4"), _NOT_SHARED_OUT)}
 EXPERT = re.compile(r"layers\.3\.\w+\.experts\.[45]\.")
 CLEAN = [name for name in CASES if name not in SAID and name not in LEFT_OUT]

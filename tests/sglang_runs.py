@@ -1,7 +1,8 @@
 """Loads many checkpoints into real SGLang in one process, since starting SGLang is what takes time.
 
-`python -m sglang_runs CASES.json`, where CASES is a list of {"job": SglangJob as a dict, "alter": a name of ALTER}.
-`run_cases` starts that. Also what the tests quantize with: a formula that shares nothing with the code under test.
+`python -m sglang_runs CASES.json RANK`, where CASES is a list of {"job": SglangJob as a dict, "alter": a name of
+ALTER}. `run_cases` starts that. Also what the tests quantize with: a formula that shares nothing with the code under
+test.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from processes import run_logged
 from safetensors.torch import save_file
 from torch import Tensor
 
-from verify.witnesses.sglang.job import SglangJob
+from verify.witnesses.sglang.job import ONE_RANK, EngineSizes, SglangJob
 from verify.witnesses.sglang.run import SglangRun, outcome
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -94,6 +96,12 @@ def lost_and_exchanged(weights: Weights) -> Weights:
     return swapped_experts((name, tensor) for name, tensor in weights if not LOST.fullmatch(name))
 
 
+def lost_on_one_rank(weights: Weights) -> Weights:
+    """Rank 1 is not given a norm, nor the query projection of which it holds a slice."""
+    lost = {f"model.layers.5.{name}.weight" for name in ("input_layernorm", "self_attn.q_proj")}
+    return ((name, tensor) for name, tensor in weights if name not in lost or not torch.distributed.get_rank())
+
+
 def broken_feed(weights: Weights) -> Weights:
     """What our own code does when it has a defect."""
     yield next(weights)
@@ -110,6 +118,7 @@ ALTER: Mapping[str, Callable[[Weights], Weights]] = {
         half_written,
         skipped_layer,
         lost_and_exchanged,
+        lost_on_one_rank,
         broken_feed,
         swapped_scales,
     )
@@ -165,8 +174,13 @@ def written(root: Path, name: str, release: Path, tensors: Mapping[str, Tensor],
     return path
 
 
-def run_cases(cases: Mapping[str, Case], root: Path, *, gpu: bool = False) -> dict[str, SglangRun]:
-    """What SGLang made of every case, on the CPU unless `gpu`. After a crash a new process goes on with the next."""
+def run_cases(
+    cases: Mapping[str, Case], root: Path, *, gpu: bool = False, sizes: EngineSizes = ONE_RANK
+) -> dict[str, SglangRun]:
+    """What SGLang made of every case, on the CPU unless `gpu`, in a process a rank.
+
+    After a crash new processes go on with the next.
+    """
     orders: dict[str, dict[str, Any]] = {}
     for number, (name, case) in enumerate(cases.items()):
         (scratch := root / f"scratch-{number}").mkdir()
@@ -175,17 +189,25 @@ def run_cases(cases: Mapping[str, Case], root: Path, *, gpu: bool = False) -> di
             None,
             str(case.source) if case.source else None,
             str(scratch),
-            str(root / f"{number}.json"),
+            str(root / f"{number}"),
+            sizes,
         )
         orders[name] = {"job": asdict(job), "alter": case.alter}
     runs: dict[str, SglangRun] = {}
     while left := {name: order for name, order in orders.items() if name not in runs}:
         (root / "cases.json").write_text(json.dumps(list(left.values())))
-        ended = run_logged(root / "log", "sglang_runs", root / "cases.json", gpu=gpu)
+        logs = [root / f"log-{rank}" for rank in range(sizes.tp)]
+        with ThreadPoolExecutor(sizes.tp) as pool:
+            started = [
+                pool.submit(run_logged, log, "sglang_runs", root / "cases.json", str(rank), gpu=gpu)
+                for rank, log in enumerate(logs)
+            ]
+        ended = all(one.result() for one in started)
         for name, order in left.items():
-            report = Path(order["job"]["report"])
-            runs[name] = outcome(None if report.exists() else "it stopped", report, root / "log")
-            if not report.exists() and not ended:
+            reports = [Path(f"{order['job']['report']}-{rank}.json") for rank in range(sizes.tp)]
+            failed = {rank: "it stopped" for rank, report in enumerate(reports) if not report.exists()}
+            runs[name] = outcome(failed, reports, logs)
+            if failed and not ended:
                 break
     return runs
 
@@ -194,7 +216,10 @@ def main() -> None:
     from verify.witnesses.sglang.process import run
 
     for case in json.loads(Path(sys.argv[1]).read_text()):
-        job = SglangJob(**case["job"])
+        content = case["job"]
+        rank = int(sys.argv[2])
+        report = f"{content['report']}-{rank}.json"
+        job = SglangJob(**content | {"sizes": EngineSizes(**content["sizes"]), "rank": rank, "report": report})
         try:
             run(job, ALTER[case["alter"]])
         except Exception:  # noqa: BLE001

@@ -36,6 +36,7 @@ def verify(
     manifest: str | Path | None = None,
     readers: Sequence[str] | None = None,
     ray: str | None = None,
+    dp_attention: bool = False,
 ) -> Report:
     """Verifies the checkpoint at `path`, HF or Megatron, and returns the report; nothing is written.
 
@@ -45,6 +46,7 @@ def verify(
     an `ignore` list that contradicts the packed weights for one of them is an error, for others a warning. Where none
     is named and the list is a published one, what only trainers read differently is a warning too. `ray` is the address
     of a Ray cluster that reads all the bytes (`ckptkit.transfer.ray.cluster.connected`); the report is the same.
+    `tp` and `ep` are SGLang's sizes too, and `dp_attention` keeps its attention whole on every rank.
 
     A broken checkpoint gives findings. CkptkitError means that there is no checkpoint at `path` or `source`, that
     something is missing that this needs, that there is no such reader, or that the model cannot be cut into these
@@ -67,6 +69,7 @@ def verify(
         readers=None if readers is None else tuple(readers),
         manifest=Path(manifest) if manifest else None,
         ray=ray,
+        dp_attention=dp_attention,
     )
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
     _check_early(subject, hf, path)

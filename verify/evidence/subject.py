@@ -31,7 +31,8 @@ class Subject:
     """A checkpoint and the question asked of it. Opening is lazy, so that file checks can look at broken ones.
 
     `tp`, `pp`, `ep`, `etp` (inside experts; None: as launch scripts choose) and `vpp` are the parallel sizes to load
-    Megatron with. `against` holds "megatron" and "sglang" as asked for. `manifest` is a file with digests to compare.
+    Megatron with; `tp`, `ep` and `dp_attention` (attention whole on every rank) those of SGLang. `against` holds
+    "megatron" and "sglang" as asked for. `manifest` is a file with digests to compare.
     `launch` says how a training job would find this checkpoint, `arguments` what its launch script says of sizes,
     `updated` that it quantizes weights by the `ignore` list of this checkpoint; only preflight gives these three.
     `readers` (as `--reader` has them) will load an INT4 checkpoint; None: `quant.selection.readers.RL_READERS`.
@@ -54,6 +55,7 @@ class Subject:
     readers: tuple[str, ...] | None = None
     updated: bool = False
     ray: str | None = None
+    dp_attention: bool = False
     _results: dict[Callable[[Subject], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     help="Load it into real Megatron, one process a rank, and compare every parameter.",
 )
 @click.option(
-    "--against-sglang", is_flag=True, help="Load it into the real SGLang model class and compare every parameter."
+    "--against-sglang",
+    is_flag=True,
+    help="Load it into the real SGLang model class, one process a rank, and compare every parameter.",
 )
 @click.option(
     "--manifest",
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 @click.option(
     "--etp", type=click.IntRange(1), help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]"
 )
+@click.option("--dp-attention", is_flag=True, help="SGLang keeps attention whole on every rank.")
 @click.option("--vpp", default=1, show_default=True, type=click.IntRange(1), help="Virtual pipeline stages a rank.")
 @click.option(
     "--reader",

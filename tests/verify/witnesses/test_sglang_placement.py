@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verify.witnesses.bits import difference, poison
-from verify.witnesses.sglang.placement import Placement
+from verify.witnesses.sglang.placement import Placement, covered
 from verify.witnesses.sglang.trace import Region, Trace
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -37,7 +37,7 @@ def placed(parameters: dict[str, Tensor], tensors: Mapping[str, Tensor], loader:
 
 def counts(placement: Placement, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """How many elements of each tensor stand in parameters."""
-    return {name: placement.read(name, tensor.numel()) for name, tensor in tensors.items()}
+    return {name: covered(tensor.numel(), placement.parts(name)) for name, tensor in tensors.items()}
 
 
 def rows(parameters: dict[str, Tensor], weights: Weights) -> None:
@@ -202,3 +202,33 @@ def test_the_place_of_a_missing_tensor_is_told_from_others() -> None:
     placement = placed({f"layers.{layer}.w13": torch.empty(4, 8, 6) for layer in (0, 1, 2)}, tensors, experts)
     assert placement.predicted(missing) == ("layers.2.w13", Region(3 * 48 + 24, (4, 6), (6, 1)))
     assert placement.predicted("layers.2.experts.3.down") is None
+
+
+def zeroed(parameters: dict[str, Tensor], weights: Weights) -> None:
+    """What a rank does with a bias that another one adds: made zero where it was given, then copied."""
+    for at, (_, tensor) in enumerate(weights):
+        parameters["fused"].narrow(0, 4 * at, 4).copy_(tensor.zero_() if at else tensor)
+
+
+def like_zeros(parameters: dict[str, Tensor], weights: Weights) -> None:
+    for at, (_, tensor) in enumerate(weights):
+        parameters["fused"].narrow(0, 4 * at, 4).copy_(torch.zeros_like(tensor) if at else tensor)
+
+
+@pytest.mark.parametrize("loader", [zeroed, like_zeros])
+def test_zeros_in_the_place_of_a_tensor_are_not_computed_of_it(loader: Loader) -> None:
+    tensors = given("a", "b")
+    parameters = {"fused": torch.empty(8, 6)}
+    placement = placed(parameters, tensors, loader)
+    assert (counts(placement, tensors), placement.computed) == ({"a": 24, "b": 0}, {})
+
+
+def test_what_is_covered_is_counted_once() -> None:
+    halves = [Region(0, (4, 3), (6, 1)), Region(3, (4, 3), (6, 1))]
+    assert covered(24, halves) == 24
+    assert covered(24, halves[:1] * 2) == 12
+    assert covered(24, [Region(0, (12,), (1,)), Region(6, (12,), (1,))]) == 18
+    assert covered(24, [Region(0, (6, 4), (1, 6))]) == 24
+    assert covered(24, [Region(5, (2, 3), (0, 1))]) == 3
+    assert covered(24, [Region(0, (4,), (6,)), Region(7, (), ())]) == 5
+    assert covered(0, []) == covered(7, []) == 0

@@ -16,7 +16,7 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.report import Severity
 from verify.witnesses.sglang.job import Observation, SglangReport
-from verify.witnesses.sglang.run import run_sglang
+from verify.witnesses.sglang.run import TESTED, engine_sizes, run_sglang
 
 KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
 _NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
@@ -38,7 +38,8 @@ def _report(subject: Subject) -> SglangReport:
 
 
 def _one_rank(subject: Subject) -> str | None:
-    return None if max(subject.tp, subject.pp, subject.ep, subject.etp or 1) > 1 else "no parallel sizes were asked for"
+    several = subject.dp_attention or max(subject.tp, subject.pp, subject.ep, subject.etp or 1) > 1
+    return None if several else "no parallel sizes were asked for"
 
 
 def _nothing_to_repack(subject: Subject) -> str | None:
@@ -67,13 +68,15 @@ def _findings(
     """One issue for observations whose texts and names differ in numbers only, described by the first of them."""
     kinds: dict[str, dict[str, Observation]] = defaultdict(dict)
     for seen in observations:
-        kinds[_NUMBER.sub("#", seen.what)][seen.tensor] = seen
+        kinds[f"{_NUMBER.sub('#', seen.what)} {seen.rank}"][seen.tensor] = seen
     for kind in kinds.values():
         for names in alike(kind):
             seen = kind[names[0]]
             place = "" if seen.param == seen.tensor else f", at {seen.param} in SGLang"
             example = "" if len(names) == 1 else f" ({names[0]}, for one)"
-            yield Issue(expected, seen.what + place + example, hint(seen), names=names, severity=severity)
+            yield Issue(
+                expected, seen.what + place + example, hint(seen), names=names, rank=seen.rank, severity=severity
+            )
 
 
 @check(
@@ -104,7 +107,8 @@ def loads(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     report = run.report
     _count(tally, report.fed)
-    facts = [f"SGLang {report.version}, {report.model}, {report.dtype}, tensor parallel size 1, on {report.device}"]
+    untested = "" if report.version in TESTED else f" (tested are {' and '.join(TESTED)})"
+    facts = [f"SGLang {report.version}{untested}, {report.model}, {report.dtype}, {report.sizes}, on {report.device}"]
     facts += [f"{report.fed} tensors into {report.parameters} parameters"]
     facts += [f"left to the draft model: {text}" for text, _ in by_pattern(report.draft)]
     facts += [f"it logged: {line}" for line in report.log[:5]]
@@ -302,14 +306,19 @@ def _why_not_repacked(seen: Observation) -> str:
     needs=("sglang",),
     rationale="A rank of a tensor-parallel engine holds slices, and its own loader cuts them: what one rank holds says "
     "little of them.",
-    fix="Verify with Megatron at these sizes and with SGLang at 1: one command for each.",
+    fix="Give SGLang's own sizes: --ep divides --tp, there is no --pp. Those of Megatron are another command, with "
+    "--against-megatron alone.",
     unless=_one_rank,
 )
 def parallel_sizes(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """SGLang is loaded on one rank only."""
-    asked = {"--tp": subject.tp, "--pp": subject.pp, "--ep": subject.ep, "--etp": subject.etp or 1}
-    said = " ".join(f"{name} {size}" for name, size in asked.items() if size > 1)
-    if said:
-        raise Unable(f"SGLang was loaded on one rank, and {said} asks for more: give it with --against-megatron alone")
-    tally.compared(0)
+    """Every rank of an engine of these sizes was loaded by its own loader, and CK501 to CK506 are about all of them."""
+    if engine_sizes(subject) is None:
+        asked = {"--tp": subject.tp, "--pp": subject.pp, "--ep": subject.ep, "--etp": subject.etp or 1}
+        said = " ".join(f"{name} {size}" for name, size in asked.items() if size > 1)
+        raise Unable(
+            f"SGLang was loaded on one rank, since an engine cannot have {said}: --ep divides --tp, and tp / ep ranks "
+            "cut an expert; give these sizes with --against-megatron alone"
+        )
+    report = _report(subject)
+    tally.compared(report.sizes.tp)
     yield from ()

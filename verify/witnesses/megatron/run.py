@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -24,6 +21,7 @@ from verify.evidence.expected import config_of
 from verify.skip import Unable
 from verify.witnesses.ending import Ending, ending_path, how_it_ended
 from verify.witnesses.megatron.job import RankJob, RankReport
+from verify.witnesses.ranks import causes, end, wait
 
 if TYPE_CHECKING:
     from verify.evidence.subject import Subject
@@ -36,7 +34,6 @@ _QUERY_NORM_SINCE = (
     0,
     19,
 )  # the megatron-core whose latent attention normalizes queries that are not compressed (`mla_qk_norm_config.py`)
-_GRACE_SECONDS = 5.0  # between the first rank that failed and the end of those that wait for it
 
 
 @dataclass(frozen=True)
@@ -150,10 +147,10 @@ def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float)
         {job.rank: _start([job], scratch, gpu) for job in jobs} if gpu else {jobs[0].rank: _start(jobs, scratch, gpu)}
     )
     try:
-        first, soon_after = _wait([job.rank for job in jobs], processes, scratch, time.monotonic() + seconds)
+        first, soon_after = wait([job.rank for job in jobs], processes, scratch, time.monotonic() + seconds)
     finally:
         for process in processes.values():
-            _end(process)
+            end(process)
 
     reports = {job.rank: Path(job.report) for job in jobs}
 
@@ -166,18 +163,6 @@ def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float)
 
     said = causes(words(first)) or causes(words(soon_after)) or words(first)
     return {rank: Failure(words, Ending.load(ending_path(reports[rank]))) for rank, words in said.items()}
-
-
-# What gloo, NCCL and torch's store say of a rank that is gone.
-_LOST = re.compile(
-    r"Connection (?:reset|closed) by peer|Connection closed|Broken pipe|remote process exited|failed to recv"
-    r"|sendBytes failed|recvValue failed"
-)
-
-
-def causes(words: Mapping[int, str]) -> dict[int, str]:
-    """What ranks say that failed by themselves: those that only lost another one are left out."""
-    return {rank: said for rank, said in words.items() if not _LOST.search(said)}
 
 
 def _start(jobs: Sequence[RankJob], scratch: Path, gpu: bool) -> subprocess.Popen[bytes]:
@@ -200,50 +185,6 @@ def _start(jobs: Sequence[RankJob], scratch: Path, gpu: bool) -> subprocess.Pope
             stderr=errors,
             start_new_session=True,
         )
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills what still runs of a process and of those that it forked, which outlive it when it is killed."""
-    if process.poll() != 0:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-_Codes = dict[int, int | None]
-
-
-def _wait(
-    ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]], scratch: Path, deadline: float
-) -> tuple[_Codes, _Codes]:
-    """Exit codes of the ranks that failed first, None for those running at the deadline; and all that had soon after.
-
-    Empty when all went well. Whoever waits for a rank that fails may be seen to fail before it.
-    """
-    while True:
-        codes = _codes(ranks, processes, scratch)
-        if failed := _failed(codes):
-            time.sleep(_GRACE_SECONDS)
-            return failed, _failed(_codes(ranks, processes, scratch))
-        if all(code == 0 for code in codes.values()):
-            return {}, {}
-        if time.monotonic() > deadline:
-            return {rank: None for rank, code in codes.items() if code is None}, {}
-        time.sleep(0.1)
-
-
-def _failed(codes: _Codes) -> _Codes:
-    return {rank: code for rank, code in codes.items() if code}
-
-
-def _codes(ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]], scratch: Path) -> _Codes:
-    ended = {rank: process.poll() for rank, process in processes.items()}
-    return {rank: _code(scratch / f"exit-{rank}", ended.get(rank)) for rank in ranks}
-
-
-def _code(file: Path, ended: int | None) -> int | None:
-    """Exit code of a rank: as its parent wrote it down, or that of its own process; None while it runs."""
-    return int(file.read_text()) if file.exists() else ended
 
 
 def _last_words(errors: Path, report: Path, code: int) -> str:

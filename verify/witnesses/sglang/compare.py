@@ -18,8 +18,10 @@ from quant.formats.part_names import WEIGHT_SHAPE
 from verify.witnesses.bits import difference, poisoned
 from verify.witnesses.sglang.job import Observation
 from verify.witnesses.sglang.names import left_empty, of_draft, promised_names, routers
-from verify.witnesses.sglang.placement import Piece, Placement, flat
+from verify.witnesses.sglang.placement import Piece, Placement, covered, flat
 from verify.witnesses.sglang.trace import Region
+
+NOWHERE = "it was given to load_weights and written nowhere"
 
 
 @dataclass
@@ -35,13 +37,14 @@ class Comparison:
 class Loaded:
     """A model that was loaded: its parameters and persistent buffers by name, and what went where.
 
-    `sizes`: how many elements each tensor had that was given.
+    `sizes`: how many elements each tensor had that was given. `ranks`: of how many this is one.
     """
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     placement: Placement
     sizes: Mapping[str, int]
+    ranks: int = 1
 
     def compare(
         self, reference: Iterable[tuple[str, Tensor]], wanted: Callable[[str], bool] = lambda param: True
@@ -69,11 +72,11 @@ class Loaded:
 
         That is the output layer where the class of SGLang ties it, whatever the release ships.
         """
-        own = self.tensors.get(name)
-        if own is None or own.dim() != tensor.dim() or own.shape[1:] != tensor.shape[1:] or own.dtype != tensor.dtype:
+        if (own := self.tensors.get(name)) is None:
             return False
-        held = own[: len(tensor)]
-        return held.numel() > 0 and difference(held, tensor.to(held.device)) is None
+        shared = {param for param, other in self.tensors.items() if other.data_ptr() == own.data_ptr()}
+        pieces = [piece for found in self.placement.pieces.values() for piece in found if piece.param in shared]
+        return bool(pieces) and not any(self._differs(piece, tensor) for piece in pieces)
 
     def _differs(self, piece: Piece, tensor: Tensor) -> Observation | None:
         """What is wrong in a piece, held against the tensor as the reference has it."""
@@ -135,14 +138,17 @@ class Loaded:
                 continue
             for param in params:
                 in_part = any(piece.param == param for name in self.in_part for piece in self.placement.pieces[name])
-                why = "what belongs there was written in part (CK503)" if in_part else "no HF tensor belongs there"
+                why = "no HF tensor belongs there"
+                if in_part:  # each tensor is, on one of several ranks
+                    part = "what belongs there was written in part (CK503)"
+                    why = part if self.ranks == 1 else "none that was given was written there"
                 what = f"{int(masks[param].sum())} of {masks[param].numel()} elements were never written: {why}"
                 yield Observation(param, param, what)
 
     @cached_property
     def in_part(self) -> Mapping[str, int]:
         """Tensors of which not every element was written into a parameter, with the number of those that were."""
-        counts = ((name, self.placement.read(name, size), size) for name, size in self.sizes.items())
+        counts = ((name, covered(size, self.placement.parts(name)), size) for name, size in self.sizes.items())
         return {name: count for name, count, size in counts if 0 < count < size}
 
     def place(self, name: str) -> tuple[str, Region] | None:
@@ -172,7 +178,7 @@ class Loaded:
                 yield Observation(name, param, what)
             elif not self.placement.pieces[name] and name not in equal and name not in computed and self.sizes[name]:
                 if not self.placement.written[name]:
-                    yield Observation(name, param, "it was given to load_weights and written nowhere")
+                    yield Observation(name, param, NOWHERE)
                 elif not name.endswith(f".{WEIGHT_SHAPE}"):
                     yield Observation(name, param, "another tensor was written over it")
 

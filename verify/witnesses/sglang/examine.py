@@ -14,7 +14,7 @@ from torch import Tensor
 from verify.witnesses.bits import difference, poison
 from verify.witnesses.ending import PhaseLog
 from verify.witnesses.sglang.compare import Comparison, Loaded
-from verify.witnesses.sglang.job import Observation, SglangReport
+from verify.witnesses.sglang.job import ONE_RANK, EngineSizes, Held, Observation, SglangReport
 from verify.witnesses.sglang.load import COMPARE, LOAD, REPACK, Weights
 from verify.witnesses.sglang.marlin import (
     after_repacking,
@@ -53,6 +53,7 @@ class Examination:
     reference: Callable[[], Iterable[tuple[str, Tensor]]]
     alter: Callable[[Weights], Weights]
     phases: PhaseLog
+    sizes: EngineSizes = ONE_RANK
     parameters: int = 0
     loaded: Loaded = field(init=False)
     comparison: Comparison = field(default_factory=Comparison)
@@ -78,7 +79,7 @@ class Examination:
         self.log = tuple(handler.lines)
         tensors = self._tensors(model)
         sizes = {name: block.numel for name, block in trace.given.items()}
-        self.loaded = Loaded(self.config, tensors, Placement.of(trace, tensors), sizes)
+        self.loaded = Loaded(self.config, tensors, Placement.of(trace, tensors), sizes, self.sizes.tp)
         self._examine(self.loaded)
         if device.type == "cuda":
             self._repack(model)
@@ -137,6 +138,10 @@ class Examination:
         self.repacked = tuple(troubles)
         self.repacked_seen = len(repacked | kept)
 
+    def _held(self, name: str) -> Held:
+        parts = self.loaded.placement.parts(name)
+        return Held(self.loaded.sizes[name], [(part.offset, part.sizes, part.strides) for part in parts])
+
     def report(self, model: torch.nn.Module) -> SglangReport:
         """Everything that was seen; `model` as it is after loading."""
         first = next(model.parameters())
@@ -146,11 +151,12 @@ class Examination:
             model=type(model).__name__,
             device=torch.cuda.get_device_name() if first.is_cuda else "cpu",
             dtype=str(first.dtype).removeprefix("torch."),
+            sizes=self.sizes,
             fused_shared=self.fused_shared,
             parameters=self.parameters,
             fed=len(self.loaded.sizes),
-            tensors=len(self.comparison.equal) + len(self.comparison.differing),
-            bytes=sum(self.comparison.equal.values()),
+            equal=self.comparison.equal,
+            held={name: self._held(name) for name in self.loaded.in_part},
             routers_seen=len(routers(self.config)),
             unwritten=self.unwritten,
             dropped=self.dropped,

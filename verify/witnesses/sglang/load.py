@@ -7,6 +7,7 @@ kernels. Works with SGLang 0.5.16 and 0.5.23, which is imported inside the funct
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from verify.witnesses.ending import Phase, PhaseLog
+from verify.witnesses.sglang.job import ONE_RANK, EngineSizes
 
 Weights = Iterator[tuple[str, Tensor]]
 
@@ -26,10 +28,10 @@ COMPARE = Phase("comparing what was loaded")
 REPACK = Phase("repacking the weights", ("sglang.srt.layers",))
 
 
-def publish(model_path: Path, fused_shared: bool) -> Any:
+def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK, rank: int = 0) -> Any:
     """Makes the arguments of an SGLang server for this model those of this process, and returns them.
 
-    Tensor parallel size 1, and nothing that only serving needs.
+    Nothing that only serving needs.
     `fused_shared`: keep the shared expert as one more routed expert, as `names.fuses_shared` says.
     """
     from sglang.srt import runtime_context, server_args
@@ -38,6 +40,10 @@ def publish(model_path: Path, fused_shared: bool) -> Any:
     args = server_args.ServerArgs(
         model_path=str(model_path),
         device="cuda" if cuda else "cpu",
+        tp_size=sizes.tp,
+        ep_size=sizes.ep,
+        dp_size=sizes.tp if sizes.dp_attention else 1,
+        enable_dp_attention=sizes.dp_attention,
         skip_tokenizer_init=True,
         trust_remote_code=False,
         attention_backend="triton",  # gpt-oss takes no other; on a CPU none is ever called
@@ -50,23 +56,25 @@ def publish(model_path: Path, fused_shared: bool) -> Any:
     )
     if hasattr(runtime_context, "SpawnRanks"):  # since then the place of the process is published with the arguments
         runtime_context.publish(
-            args, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=0, gpu_id=0 if cuda else None)
+            args, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank if cuda else None)
         )
     else:
         server_args.set_global_server_args_for_scheduler(args)
     return args
 
 
-def configure(model_path: Path, scratch: Path, fused_shared: bool) -> tuple[Any, Any]:
+def configure(
+    model_path: Path, scratch: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK, rank: int = 0
+) -> tuple[Any, Any]:
     """Sets SGLang up in this process for one rank. Returns its server arguments and its ModelConfig."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers import dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
 
-    args = publish(model_path, fused_shared)
+    args = publish(model_path, fused_shared, sizes, rank)
     _called(initialize_moe_config, server_args=args)
     allow_building_on_cpu()
-    start_process_groups(scratch)
+    start_process_groups(scratch, sizes, rank)
     model_config = ModelConfig.from_server_args(args)
     for name in ("initialize_dp_attention", "init_dp_gathered_buffer"):  # one function up to 0.5.16, two in 0.5.23
         if hasattr(dp_attention, name):
@@ -80,16 +88,23 @@ def _called(function: Callable[..., Any], **offered: Any) -> Any:
     return function(**{name: value for name, value in offered.items() if name in taken})
 
 
-def start_process_groups(scratch: Path) -> None:
-    """SGLang's process groups for one rank, met through a file; once a process."""
+def start_process_groups(scratch: Path, sizes: EngineSizes = ONE_RANK, rank: int = 0) -> None:
+    """SGLang's process groups, met through a file; once a process."""
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 
     if torch.distributed.is_initialized():
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     method = f"file://{scratch.absolute() / 'meeting_point'}"
-    init_distributed_environment(world_size=1, rank=0, local_rank=0, backend=backend, distributed_init_method=method)
-    initialize_model_parallel()  # without arguments: one rank in each group
+    init_distributed_environment(
+        world_size=sizes.tp, rank=rank, local_rank=rank, backend=backend, distributed_init_method=method
+    )
+    _called(  # 0.5.23 reads the sizes from what was published
+        initialize_model_parallel,
+        tensor_model_parallel_size=sizes.tp,
+        expert_model_parallel_size=sizes.ep,
+        attention_data_parallel_size=sizes.tp if sizes.dp_attention else 1,
+    )
 
 
 def allow_building_on_cpu() -> None:
@@ -104,6 +119,7 @@ def allow_building_on_cpu() -> None:
     from sglang.srt.layers.rotary_embedding import base, factory
     from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 
+    os.environ["SGLANG_NCCL_SO_PATH"] = "none"  # else several ranks would start NCCL
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     base._is_cpu = True
     for_cpu = factory.get_rope_cpu  # it knows one kind, which get_rope builds on a GPU alone
@@ -131,6 +147,8 @@ def load(
     feed: Weights | None,
     loading: Callable[[torch.nn.Module, Weights, torch.device], None],
     phases: PhaseLog,
+    sizes: EngineSizes = ONE_RANK,
+    rank: int = 0,
 ) -> torch.nn.Module:
     """Builds the model that SGLang chooses for `model_path` with SGLang's default loader, and loads it by `loading`.
 
@@ -151,9 +169,9 @@ def load(
             loading(model, weights, target_device)
 
     if torch.cuda.is_available():
-        torch.cuda.set_device(0)
-    args, model_config = configure(model_path, scratch, fused_shared)
+        torch.cuda.set_device(rank)
+    args, model_config = configure(model_path, scratch, fused_shared, sizes, rank)
     loader = Loader(LoadConfig(load_format="auto"))
     phases.enter(BUILD)
-    model: torch.nn.Module = loader.load_model(model_config=model_config, device_config=DeviceConfig(args.device))
+    model: torch.nn.Module = loader.load_model(model_config=model_config, device_config=DeviceConfig(args.device, rank))
     return model

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, dropwhile
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -53,14 +54,18 @@ class Piece:
         """The same in the dtype of `actual`, which is what must stand there."""
         return (taken if self.through is None else taken.to(self.through)).to(self.dtype)
 
-    def mark(self, read: Tensor) -> None:
-        """Sets the elements of the given tensor that stand here, in bool [its elements]."""
+    def parts(self) -> list[Region]:
+        """The elements of the given tensor that stand here."""
         if self.part is not None and self.kept is None:
-            self.part.of(read).fill_(True)
-        elif self.part is not None:
-            read[self.part.of(torch.arange(len(read)))[self.kept.cpu()]] = True  # type: ignore[union-attr]
+            return [self.part]
+        if self.part is not None:
+            numbers = self.part.of(torch.arange(self.part.end))[self.kept.cpu()]  # type: ignore[union-attr]
         else:
-            read[self.numbers[self._mask].cpu()] = True  # type: ignore[index]
+            numbers = self.numbers[self._mask].cpu()  # type: ignore[index]
+        numbers = torch.unique(numbers)
+        starts = torch.cat([numbers[:1], numbers[1:][numbers.diff() != 1]]).tolist()
+        ends = torch.cat([numbers[:-1][numbers.diff() != 1], numbers[-1:]]).tolist()
+        return [Region(start, (end + 1 - start,), (1,)) for start, end in zip(starts, ends, strict=True)]
 
     @cached_property
     def _mask(self) -> Tensor | None:
@@ -103,21 +108,13 @@ class Placement:
                 found = [] if write.source is None else list(numbering.pieces(name, write, kept))
                 for piece in found:
                     pieces[piece.tensor].append(piece)
-                of = write.computed if write.source is None else write.source.block.origins
-                if of := of - {piece.tensor for piece in found}:
+                if of := _computed(write) - {piece.tensor for piece in found}:
                     computed[name] = computed.get(name, frozenset()) | of
         return Placement(pieces, written, computed)
 
-    def read(self, name: str, count: int) -> int:
-        """How many of the `count` elements of a given tensor stand in parameters."""
-        pieces = self.pieces.get(name, ())
-        whole = Region(0, (count,), (1,))
-        if any(piece.kept is None and piece.part is not None and _is_all(piece.part, whole) for piece in pieces):
-            return count
-        read = torch.zeros(count, dtype=torch.bool)
-        for piece in pieces:
-            piece.mark(read)
-        return int(read.sum())
+    def parts(self, name: str) -> list[Region]:
+        """Which elements of a given tensor stand in parameters."""
+        return [region for piece in self.pieces.get(name, ()) for region in piece.parts()]
 
     @cached_property
     def _alike(self) -> Mapping[str, list[Piece]]:
@@ -178,14 +175,32 @@ def _agreeing(one: Sequence[int], other: Sequence[int]) -> int:
     return sum(left == right for left, right in zip(one, other, strict=True))
 
 
-def _is_all(part: Region, whole: Region) -> bool:
-    dense = sorted((step, size) for size, step in zip(part.sizes, part.strides, strict=True) if size != 1)
-    expected = 1
-    for step, size in dense:
-        if step != expected:
-            return False
-        expected *= size
-    return expected == whole.count and part.offset == 0
+def covered(count: int, regions: Iterable[Region]) -> int:
+    """How many of `count` elements are in some of the regions."""
+    # What all offsets and lengths are multiples of is looked at as one.
+    runs = [_in_runs(region) for region in regions]
+    step = gcd(count, *(number for offset, length, steps in runs for number in (offset, length, *steps)))
+    seen = torch.zeros(count // max(step, 1), dtype=torch.bool)
+    for offset, length, steps in runs:
+        strides = tuple(one // step for one in steps)
+        Region(offset // step, (*steps.values(), length // step), (*strides, 1)).of(seen).fill_(True)
+    return int(seen.sum()) * step
+
+
+def _in_runs(region: Region) -> tuple[int, int, dict[int, int]]:
+    """A region's offset, the length of its runs of neighbours, and how many of them by the step between them."""
+    steps = {step: size for size, step in zip(region.sizes, region.strides, strict=True) if size != 1 and step}
+    return region.offset, steps.pop(1, 1), steps
+
+
+def _computed(write: Write) -> frozenset[str]:
+    """The given tensors that what was written may be computed of."""
+    if write.source is None:
+        return write.computed
+    block = write.source.block
+    if block.given is None:
+        return block.origins
+    return frozenset[str]().union(*(one.computed for one in block.writes[: write.source.writes]))
 
 
 def _writes_of(source: Source, parameter: Tensor) -> Sequence[Write]:

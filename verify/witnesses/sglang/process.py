@@ -12,6 +12,7 @@ checkpoint is streamed Megatron -> HF -> SGLang as a live weight update does, wi
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,16 +48,23 @@ def witness(job: SglangJob, alter: Callable[[Weights], Weights], phases: PhaseLo
     if location.kind == "hf":
         fused = fuses_shared(HfCheckpoint(location.path).specs)
         examination = Examination(
-            read_json(location.path / "config.json"), fused, lambda: safetensors_of(location.path), alter, phases
+            read_json(location.path / "config.json"),
+            fused,
+            lambda: safetensors_of(location.path),
+            alter,
+            phases,
+            job.sizes,
         )
-        return examination.report(load(location.path, scratch, fused, None, examination, phases))
+        model = load(location.path, scratch, fused, None, examination, phases, job.sizes, job.rank)
+        return examination.report(model)
     checkpoint = TorchDistCheckpoint(location.path, hf=job.hf)
     view = to_hf(checkpoint, job.checkpoint)
-    copy_side_files(checkpoint.hf_path, scratch / "model")
-    write_config(scratch / "model", checkpoint.config, view.specs)
+    path = scratch / f"model-{job.rank}"
+    copy_side_files(checkpoint.hf_path, path)
+    write_config(path, checkpoint.config, view.specs)
     source = source_of(Path(job.source)) if job.source else view
-    examination = Examination(checkpoint.config, False, lambda: stream(source), alter, phases)
-    return examination.report(load(scratch / "model", scratch, False, stream(view), examination, phases))
+    examination = Examination(checkpoint.config, False, lambda: stream(source), alter, phases, job.sizes)
+    return examination.report(load(path, scratch, False, stream(view), examination, phases, job.sizes, job.rank))
 
 
 def safetensors_of(root: Path) -> Iterator[tuple[str, Tensor]]:
@@ -80,8 +88,11 @@ def source_of(path: Path) -> Checkpoint:
 
 
 def main() -> None:
-    """Runs the job named on the command line."""
+    """Runs the job named on the command line, and ends at once: what libraries do at exit is no part of it."""
     run(SglangJob.load(Path(sys.argv[1])))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,8 +20,12 @@ from verify.evidence.expected import config_of, is_quantized
 from verify.evidence.subject import Subject
 from verify.skip import Unable
 from verify.witnesses.ending import Ending, ending_path, how_it_ended
-from verify.witnesses.sglang.job import SglangJob, SglangReport
+from verify.witnesses.ranks import causes, end, wait
+from verify.witnesses.sglang.job import ONE_RANK, EngineSizes, SglangJob, SglangReport
+from verify.witnesses.sglang.merge import merged
 
+TESTED = ("0.5.16", "0.5.23")  # versions of SGLang: docs/sglang-versions.md
+_WITNESS = "verify.witnesses.sglang.process"  # the module that ranks run
 _START_S = 900  # importing SGLang and building its kernels on a cold machine
 _BYTES_A_SECOND = 20e6  # slower than any disk worth waiting for
 _LAST_LINES = 8
@@ -35,10 +41,11 @@ class SglangRun:
 
 
 def run_sglang(subject: Subject) -> SglangRun:
-    """Loads the subject into real SGLang, in a subprocess whose output only serves to describe how it ended.
+    """Loads the subject into real SGLang, in a subprocess a rank whose output only serves to describe how it ended.
 
-    Raises Unable where SGLang is not installed or would take a class or a layout that ckptkit does not know,
-    CkptkitError where the config is of no supported family.
+    On GPUs (NCCL) where there is one for each rank, else on the CPU (gloo). Raises Unable where SGLang is not installed
+    or would take a class or a layout that ckptkit does not know, CkptkitError where the config is of no supported
+    family.
     """
     if find_spec("sglang") is None:
         raise Unable("SGLang is not installed here: pip install sglang")
@@ -47,27 +54,53 @@ def run_sglang(subject: Subject) -> SglangRun:
     with TemporaryDirectory(prefix="ckptkit-sglang-") as scratch:
         root = Path(scratch)
         (root / "scratch").mkdir()
-        job = SglangJob(
+        first = SglangJob(
             checkpoint=str(subject.path.absolute()),
             hf=str(subject.hf_path.absolute()) if subject.hf_path else None,
             source=_source(subject),
             scratch=str(root / "scratch"),
-            report=str(root / "report.json"),
+            report="",
+            sizes=engine_sizes(subject) or ONE_RANK,
         )
-        job.save(root / "job.json")
+        jobs = [replace(first, rank=rank, report=str(root / f"report-{rank}.json")) for rank in range(first.sizes.tp)]
+        for job in jobs:
+            job.save(root / f"job-{job.rank}.json")
         size = sum(spec.nbytes for spec in subject.checkpoint.specs.values())
-        ended = start(root / "job.json", root / "log", _START_S + size / _BYTES_A_SECOND)
-        return outcome(ended, Path(job.report), root / "log")
+        failed = start(root, len(jobs), _START_S + size / _BYTES_A_SECOND)
+        run = outcome(failed, [Path(job.report) for job in jobs], [root / f"log-{job.rank}" for job in jobs])
+    return _of_untested(run, version("sglang"))
 
 
-def outcome(ended: str | None, report: Path, log: Path) -> SglangRun:
-    """What became of a witness that was to write `report`; `ended`: how it ended, None when well."""
-    if ended is None and report.exists():
-        return SglangRun(SglangReport.load(report))
-    ending = Ending.load(ending_path(report))
+def _of_untested(run: SglangRun, found: str) -> SglangRun:
+    """What an SGLang that is not known refuses without a GPU may be how ckptkit builds models there."""
+    import torch
+
+    if run.crash is None or found in TESTED or torch.cuda.is_available():
+        return run
+    known = " and ".join(TESTED)
+    return SglangRun(None, unable=f"SGLang {found} was not tested without a GPU ({known} were), and fails: {run.crash}")
+
+
+def engine_sizes(subject: Subject) -> EngineSizes | None:
+    """The sizes asked for, as SGLang has them; None where it has no such sizes."""
+    sizes = EngineSizes(subject.tp, subject.ep, subject.dp_attention)
+    etp = subject.etp or subject.tp // subject.ep
+    possible = subject.pp == 1 and subject.tp % subject.ep == 0 and etp == subject.tp // subject.ep
+    return sizes if possible else None
+
+
+def outcome(failed: Mapping[int, str], reports: Sequence[Path], logs: Sequence[Path]) -> SglangRun:
+    """What became of a witness whose ranks were to write `reports`; `failed`: how those ended that did not."""
+    if not failed and all(report.exists() for report in reports):
+        return SglangRun(merged([SglangReport.load(report) for report in reports]))
+    endings = {rank: Ending.load(ending_path(reports[rank])) for rank in failed or range(len(reports))}
+    told = causes({rank: ending.said for rank, ending in endings.items()}) or endings
+    rank = min(told, key=lambda one: (not endings[one].verdict, one))
+    ending, how = endings[rank], failed.get(rank, "no report")
+    on = f"rank {rank}: " if len(reports) > 1 else ""
     if ending.verdict:
-        return SglangRun(None, crash=f"{ended}; {ending.said}")
-    how = f"{ended or 'no report'}; {ending.said or last_words(log)}"
+        return SglangRun(None, crash=f"{on}{how}; {ending.said}")
+    how = f"{on}{how}; {ending.said or last_words(logs[rank])}"
     return SglangRun(
         None, unable=f"the witness failed while {ending.phase}, which says nothing about the checkpoint: {how}"
     )
@@ -95,26 +128,33 @@ def _source(subject: Subject) -> str | None:
     return None if is_quantized(read_json(path / "config.json")) else str(path.absolute())
 
 
-def start(job: Path, log: Path, limit_s: float) -> str | None:
-    """Runs the witness, which prints into `log`. None when it ended well, else how it ended."""
+def start(root: Path, ranks: int, limit_s: float) -> dict[int, str]:
+    """Runs `root`/job-RANK.json, a process each, which print into log-RANK. How those ended that failed first."""
+    import torch
+
     environment = {key: value for key, value in os.environ.items() if key != "SGLANG_USE_CPU_ENGINE"}
     paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    with log.open("wb") as output:
-        command = [sys.executable, "-m", "verify.witnesses.sglang.process", str(job)]
-        try:
-            code = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                timeout=limit_s,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return f"it did not end within {limit_s:.0f} s"
-    return how_it_ended(code)
+    if ranks > 1:
+        environment |= {"OMP_NUM_THREADS": "1"}
+        if torch.cuda.device_count() < ranks:
+            environment |= {"CUDA_VISIBLE_DEVICES": ""}
+    processes = {rank: _start(root, rank, environment) for rank in range(ranks)}
+    try:
+        first, _ = wait(range(ranks), processes, root, time.monotonic() + limit_s)
+    finally:
+        for process in processes.values():
+            end(process)
+    late = f"it did not end within {limit_s:.0f} s"
+    return {rank: late if code is None else str(how_it_ended(code)) for rank, code in first.items()}
+
+
+def _start(root: Path, rank: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", _WITNESS, str(root / f"job-{rank}.json")]
+    with (root / f"log-{rank}").open("wb") as output:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
 
 
 def last_words(log: Path) -> str:

@@ -200,8 +200,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if argument.alias_info and argument.alias_info.is_write and argument.name in arguments
         ]
         if written:
+            result = func(*args, **kwargs)
             self._note_write(name, arguments, [one for one in written if isinstance(one, Tensor)])
-            return func(*args, **kwargs)
+            return result
         sources = {key: tree_map(self._seen, value) for key, value in arguments.items()}
         result = func(*args, **kwargs)
         if name == "_local_scalar_dense" and isinstance(sources["self"], Source):
@@ -216,7 +217,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (self._memory.at(value) or value) if isinstance(value, Tensor) else value
 
     def _note_write(self, name: str, arguments: Mapping[str, Any], written: Iterable[Tensor]) -> None:
-        """An operation that writes into memory is about to run."""
+        """An operation has written into memory."""
         others = [source for value in arguments.values() for source in map(self._seen, tree_leaves(value))]
         origins = frozenset[str]().union(*(one.block.origins for one in others if isinstance(one, Source)))
         for tensor in written:
@@ -241,6 +242,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = _name_of(func)
         leaves = [leaf for value in sources.values() for leaf in tree_leaves(value)]
         origins = frozenset[str]().union(*(leaf.block.origins for leaf in leaves if isinstance(leaf, Source)))
+        origins = frozenset() if name in _MAKES_NOTHING else origins
         several = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
         for tensor in several:
             block = Block(tensor.dtype, span(tensor), origins=origins) if origins or name in _MAKES_NOTHING else None

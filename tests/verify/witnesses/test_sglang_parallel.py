@@ -1,0 +1,194 @@
+"""Real SGLang on two ranks: experts shared out in every test model; experts cut, and attention whole, in some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from sglang_families import CLEAN, EXPERT, REFUSED_IN_PARALLEL
+from sglang_runs import LOST, Case, run_cases
+from torch import Tensor
+
+from verify.run import verify
+from verify.witnesses.sglang.job import EngineSizes, SglangReport
+from verify.witnesses.sglang.run import SglangRun
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+SHARED_OUT, CUT, WHOLE = EngineSizes(2, 2), EngineSizes(2), EngineSizes(2, dp_attention=True)
+SOME = ("qwen2-tied", "qwen3_moe", "deepseek_v3", "gpt_oss")
+WANTED = {SHARED_OUT: CLEAN, CUT: SOME, WHOLE: SOME}
+PARAMS = [(sizes, name) for sizes, names in WANTED.items() for name in names]
+EVERY = [(sizes, name) for sizes, name in PARAMS if name not in REFUSED_IN_PARALLEL.get(sizes, {})]
+
+Runs = Mapping[EngineSizes, Mapping[str, SglangRun]]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for name in CLEAN:
+        models.save(name, root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[EngineSizes, Path]:
+    return {sizes: tmp_path_factory.mktemp("runs") for sizes in WANTED}
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path, folders: Mapping[EngineSizes, Path]) -> Runs:
+    found = {}
+    for sizes, names in WANTED.items():
+        cases = {name: Case(root / name) for name in names} | {
+            f"{name} broken": Case(root / name, alter="lost_and_exchanged") for name in names
+        }
+        if sizes != WHOLE:
+            cases |= {f"{name} on one rank": Case(root / name, alter="lost_on_one_rank") for name in SOME[:2]}
+        found[sizes] = run_cases(cases, folders[sizes], sizes=sizes)
+    return found
+
+
+@pytest.mark.parametrize(("sizes", "name"), EVERY, ids=str)
+def test_every_tensor_is_on_some_rank(sizes: EngineSizes, name: str, root: Path, runs: Runs) -> None:
+    report = runs[sizes][name].report
+    assert report is not None, runs[sizes][name]
+    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
+    tensors = models.tensors(root / name)
+    left = {one for one in tensors if one in report.draft or "rotary_emb.inv_freq" in one}
+    assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if one not in left}
+    assert report.sizes == sizes
+
+
+@pytest.mark.parametrize(("sizes", "name"), EVERY, ids=str)
+def test_lost_and_exchanged_tensors_are_named_once(sizes: EngineSizes, name: str, root: Path, runs: Runs) -> None:
+    report = runs[sizes][f"{name} broken"].report
+    assert report is not None, runs[sizes][f"{name} broken"]
+    tensors = models.tensors(root / name)
+    missing = sorted(one for one in tensors if LOST.fullmatch(one))
+    assert sorted(one.tensor for one in report.unwritten) == missing
+    assert sorted(one.tensor for one in report.dropped) == missing
+    assert sorted(one.tensor for one in report.differing) == sorted(one for one in tensors if EXPERT.search(one))
+    of_expert = {one.rank for one in report.unwritten if ".experts." in one.tensor}
+    assert of_expert <= ({"0", "1"} if sizes.ep == 2 else {None})
+
+
+@pytest.mark.parametrize("name", SOME[:2])
+@pytest.mark.parametrize("sizes", [SHARED_OUT, CUT], ids=str)
+def test_what_one_rank_lacks_is_named_with_the_rank(sizes: EngineSizes, name: str, root: Path, runs: Runs) -> None:
+    report = runs[sizes][f"{name} on one rank"].report
+    assert report is not None
+    norm, query = (f"model.layers.5.{one}.weight" for one in ("input_layernorm", "self_attn.q_proj"))
+    assert {(one.tensor, one.rank) for one in report.unwritten} == {(norm, "1"), (query, "1")}
+    size = models.tensors(root / name)[query].numel()
+    assert [(one.tensor, one.what) for one in report.dropped] == [
+        (query, f"only {size // 2} of its {size} elements were written")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"), [(sizes, name) for sizes, name in PARAMS if name in REFUSED_IN_PARALLEL.get(sizes, {})], ids=str
+)
+def test_what_sglang_cannot_share_out_is_quoted(sizes: EngineSizes, name: str, runs: Runs) -> None:
+    run = runs[sizes][name]
+    assert run.report is None
+    assert REFUSED_IN_PARALLEL[sizes][name] in str(run.crash)
+
+
+def rows(tensor: Tensor, rank: int) -> Tensor:
+    """Half of the outputs."""
+    return tensor.chunk(2)[rank]
+
+
+def columns(tensor: Tensor, rank: int) -> Tensor:
+    """Half of the inputs."""
+    return tensor.chunk(2, dim=1)[rank]
+
+
+def words(tensor: Tensor, rank: int) -> Tensor:
+    """Half of a vocabulary that is filled up to a multiple of 64: 192 rows of 384, of which there are 352."""
+    return tensor[192 * rank : 192 * (rank + 1)]
+
+
+def all_of_it(tensor: Tensor, rank: int) -> Tensor:
+    return tensor
+
+
+def on(place: int, tensor: Tensor, rank: int) -> Tensor:
+    """All of it, on one rank alone."""
+    return tensor if rank == place else tensor[:0]
+
+
+L, EXPERTS = "model.layers.7", "model.layers.7.mlp.experts"
+HELD: Mapping[EngineSizes, Mapping[str, Callable[[Tensor, int], Tensor]]] = {
+    CUT: {
+        f"{L}.self_attn.q_proj.weight": rows,
+        f"{L}.self_attn.k_proj.weight": rows,
+        f"{L}.self_attn.o_proj.weight": columns,
+        f"{L}.mlp.gate.weight": all_of_it,
+        f"{EXPERTS}.5.up_proj.weight": rows,
+        f"{EXPERTS}.6.down_proj.weight": columns,
+        "model.embed_tokens.weight": words,
+        "lm_head.weight": words,
+    },
+    SHARED_OUT: {
+        f"{L}.self_attn.v_proj.weight": rows,
+        f"{EXPERTS}.5.up_proj.weight": partial(on, 0),
+        f"{EXPERTS}.6.down_proj.weight": partial(on, 1),
+    },
+    WHOLE: {
+        f"{L}.self_attn.q_proj.weight": all_of_it,
+        f"{L}.self_attn.o_proj.weight": all_of_it,
+        f"{EXPERTS}.5.gate_proj.weight": rows,
+        f"{EXPERTS}.6.down_proj.weight": columns,
+    },
+}
+
+
+@pytest.mark.parametrize("sizes", list(HELD), ids=str)
+def test_which_part_a_rank_holds(
+    sizes: EngineSizes, root: Path, folders: Mapping[EngineSizes, Path], runs: Runs
+) -> None:
+    number = list(runs[sizes]).index("qwen3_moe")
+    tensors = models.tensors(root / "qwen3_moe")
+    for rank in range(2):
+        report = SglangReport.load(folders[sizes] / f"{number}-{rank}.json")
+        for name, part in HELD[sizes].items():
+            numbers = torch.arange(tensors[name].numel()).view(tensors[name].shape)
+            assert torch.equal(seen(report, name, numbers), part(numbers, rank).flatten()), (rank, name)
+
+
+def seen(report: SglangReport, name: str, numbers: Tensor) -> Tensor:
+    """The numbers of the elements that a rank holds."""
+    if name in report.held:
+        parts = [numbers.as_strided(tuple(sizes), tuple(steps), at) for at, sizes, steps in report.held[name].parts]
+        return torch.cat([part.flatten() for part in parts])
+    return numbers[:0].flatten() if any(one.tensor == name for one in report.dropped) else numbers.flatten()
+
+
+def test_verify_starts_a_process_a_rank(root: Path) -> None:
+    report = verify(root / "qwen3_moe", tp=2, ep=2, against=frozenset({"sglang"}))
+    status = {check.code: check.status for check in report.checks}
+    assert {status[f"CK50{number}"] for number in (1, 2, 3, 4, 5, 7)} == {"passed"}
+    assert report.findings == []
+    assert "tp 2, ep 2, on cpu" in report.facts["SGLang"][0]
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"ep": 2}, {"tp": 2, "etp": 1}, {"tp": 4, "ep": 3}])
+def test_sizes_that_no_engine_has_are_not_taken_for_loaded(
+    sizes: Mapping[str, int], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = SglangReport(
+        *("0", "m", "cpu", "bfloat16", EngineSizes(), False, 1, 1, {"a": 1}, {}, 1),
+        *((), (), (), (), (), (), (), (), None, 0),
+    )
+    monkeypatch.setattr("verify.checks.witnesses.sglang.run_sglang", lambda subject: SglangRun(loaded))
+    report = verify(root / "qwen3_moe", against=frozenset({"sglang"}), **sizes)  # type: ignore[arg-type]
+    (check,) = (one for one in report.checks if one.code == "CK507")
+    assert check.status == "skipped"
+    assert "an engine cannot have" in str(check.reason)

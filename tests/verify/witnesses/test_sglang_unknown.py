@@ -1,0 +1,74 @@
+"""A release of SGLang that ckptkit was not tested with: it runs, says so, and is never the checkpoint's fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptkit.app.api import quantize
+from quant.formats.scheme import QuantScheme
+from verify.report import Report
+from verify.run import verify
+from verify.witnesses.sglang import run as sglang_run
+from verify.witnesses.sglang.run import SglangRun
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+
+PathOf = Callable[..., Path]
+INT4 = "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors"
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
+    """What `verify --against-sglang` says with SGLang 9.9.9, which lacks something."""
+
+    def with_unknown(path: Path, lacks: str = "") -> Report:
+        monkeypatch.setattr(sglang_run, "_WITNESS", "sglang_unknown")
+        monkeypatch.setattr(sglang_run, "version", lambda package: "9.9.9")
+        monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+        monkeypatch.setenv("LACKS", lacks)
+        return verify(path, against=frozenset({"sglang"}))
+
+    return with_unknown
+
+
+def test_an_untested_release_runs_and_says_so(releases: PathOf, verified: Callable[..., Report]) -> None:
+    report = verified(releases("qwen2-tied"))
+    assert report.findings == []
+    assert report.status == "passed"
+    assert report.facts["SGLang"][0].startswith("SGLang 9.9.9 (tested are 0.5.16 and 0.5.23), Qwen2ForCausalLM")
+
+
+@pytest.mark.parametrize(
+    "lacks",
+    [
+        "sglang.srt.layers.moe:initialize_moe_config",
+        "sglang.srt.model_loader.loader:DefaultModelLoader",
+    ],
+)
+def test_a_missing_function_is_inconclusive(releases: PathOf, verified: Callable[..., Report], lacks: str) -> None:
+    report = verified(releases("qwen2-tied"), lacks)
+    assert report.findings == []
+    assert report.status == "inconclusive"
+    assert lacks.partition(":")[2] in report.reasons[0]
+
+
+def test_what_it_refuses_without_a_gpu_is_inconclusive(
+    releases: PathOf, tmp_path: Path, verified: Callable[..., Report]
+) -> None:
+    """A method of its own that it calls is missing: whose fault that is cannot be told."""
+    quantize(releases("qwen2-untied"), tmp_path / "int4", scheme=QuantScheme(32, "minmax", ("lm_head",)))
+    report = verified(tmp_path / "int4", f"{INT4}:CompressedTensorsConfig._get_scheme_from_parts")
+    assert report.findings == []
+    assert report.status == "inconclusive"
+    assert "SGLang 9.9.9 was not tested without a GPU (0.5.16 and 0.5.23 were), and fails" in report.reasons[0]
+
+
+def test_what_it_refuses_on_a_gpu_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = SglangRun(None, crash="ValueError: no")
+    assert sglang_run._of_untested(refused, "0.5.16") is refused
+    assert sglang_run._of_untested(refused, "9.9.9").unable is not None
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert sglang_run._of_untested(refused, "9.9.9") is refused
