@@ -31,6 +31,10 @@ Weights = Iterator[tuple[str, Tensor]]
 LOST = re.compile(r".*layers\.(5\.input_layernorm\.weight|6\.\w+\.experts\.7\.(up_proj|w3)\.weight)")
 
 
+# The same in INT4, where up of an expert loses its packed weight and keeps its scales.
+LOST_PARTS = re.compile(LOST.pattern.removesuffix(r"\.weight)") + r"\.weight_packed)")
+
+
 def unaltered(weights: Weights) -> Weights:
     return weights
 
@@ -93,7 +97,9 @@ def skipped_layer(weights: Weights) -> Weights:
 
 def lost_and_exchanged(weights: Weights) -> Weights:
     """The first norm of layer 5 is missing, and up of expert 7 of layer 6; experts 4 and 5 of layer 3 are exchanged."""
-    return swapped_experts((name, tensor) for name, tensor in weights if not LOST.fullmatch(name))
+    return swapped_experts(
+        (name, tensor) for name, tensor in weights if not (LOST.fullmatch(name) or LOST_PARTS.fullmatch(name))
+    )
 
 
 def lost_on_one_rank(weights: Weights) -> Weights:

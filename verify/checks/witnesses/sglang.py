@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from converters.planner import dims_of, expected_hf
-from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE
+from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV
 from verify.check import Skip, Tally, Unable, check
 from verify.evidence.expected import config_of, is_quantized, usable_config, weights_of
 from verify.evidence.folding import LAYER, alike, by_pattern
@@ -206,6 +206,10 @@ def _why_unknown(seen: Observation, model: str, config: Mapping[str, Any]) -> st
         return (
             f"SGLang's {model} builds {seen.param} smaller than the tensor and leaves out the rest: compare the sizes "
             "in config.json with the release; a class may not read all of them (head_dim, for one)"
+        )
+    if seen.tensor.endswith(f".{WEIGHT_SCALE_INV}"):
+        return (
+            f"SGLang's {model} loads no scales of FP8 blocks: it cannot serve the model in this format (dequantize it)"
         )
     unknown = f"SGLang's {model} has no parameter {seen.param}"
     layer = LAYER.match(seen.tensor)

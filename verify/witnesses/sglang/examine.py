@@ -23,7 +23,7 @@ from verify.witnesses.sglang.marlin import (
     other_layout,
     repacked_parameters,
 )
-from verify.witnesses.sglang.names import of_draft, routers
+from verify.witnesses.sglang.names import has_default, of_draft, routers
 from verify.witnesses.sglang.placement import Placement
 from verify.witnesses.sglang.trace import Trace
 
@@ -68,7 +68,7 @@ class Examination:
     def __call__(self, model: torch.nn.Module, weights: Weights, device: torch.device) -> None:
         before = self._tensors(model)
         self.parameters = len({tensor.data_ptr() for tensor in before.values() if tensor.numel()})
-        poison(before.values())
+        poison(tensor for name, tensor in before.items() if not has_default(name))
         handler = _NotFound()
         logging.getLogger("sglang").addHandler(handler)
         self.phases.enter(LOAD)

@@ -15,6 +15,9 @@ _DRAFT = re.compile(r".*?\bmtp\.|.*?layers\.\d+\.")
 # Allocated for every packed layer of experts, but read only with activation ordering.
 _G_IDX = re.compile(r".+\.experts\.w(?:13|2)_(?:weight_g_idx|g_idx_sort_indices)")
 
+# Scales of a key-value cache in FP8, which only few checkpoints have; else what they are made with is meant.
+_CACHE_SCALE = re.compile(r".+\.[kv]_scale")
+
 
 def fuses_shared(names: Iterable[str]) -> bool:
     """Whether SGLang must keep the shared expert of GLM-4.5 as one more routed expert: where it is packed like those.
@@ -42,6 +45,11 @@ def routers(config: Mapping[str, Any]) -> list[str]:
         if rule.megatron.endswith("mlp.router.weight") and not rule.megatron.startswith("mtp.")
         for name in rule.hf
     ]
+
+
+def has_default(param: str) -> bool:
+    """Whether SGLang makes this parameter with a value that stands unless a checkpoint gives another."""
+    return _CACHE_SCALE.fullmatch(param) is not None
 
 
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:

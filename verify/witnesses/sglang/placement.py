@@ -67,6 +67,11 @@ class Piece:
         ends = torch.cat([numbers[:-1][numbers.diff() != 1], numbers[-1:]]).tolist()
         return [Region(start, (end + 1 - start,), (1,)) for start, end in zip(starts, ends, strict=True)]
 
+    @property
+    def fills_its_place(self) -> bool:
+        """Whether every element of `into` is of this tensor."""
+        return self.kept is None and (self.numbers is None or bool((self.numbers >= 0).all()))
+
     @cached_property
     def _mask(self) -> Tensor | None:
         if self.numbers is None:
@@ -119,7 +124,8 @@ class Placement:
     @cached_property
     def _alike(self) -> Mapping[str, list[Piece]]:
         found: dict[str, list[Piece]] = defaultdict(list)
-        for name, pieces in self.written.items():
+        for name, copied in self.written.items():
+            pieces = copied or [piece for piece in self.pieces[name] if piece.fills_its_place]
             if len(pieces) == 1:
                 found[_NUMBER.sub("#", name)].append(pieces[0])
         return found
