@@ -1,0 +1,41 @@
+"""INT4 of every model type into real SGLang on a GPU, through the repacking for its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from sglang_formats import IN_INT4, write_all
+from sglang_runs import Case, run_cases
+
+from verify.witnesses.sglang.run import SglangRun
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.sglang,
+    pytest.mark.timeout(1500),
+]
+
+# Their keys and values have 480 rows together, which Marlin's tiles of 64 do not divide.
+REFUSED = ("groups llama", "groups gemma3_text", "groups gemma3_text-v4")
+SOUND = [label for label in IN_INT4 if label not in REFUSED]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
+    cases = {label: Case(path) for label, path in write_all(tmp_path_factory.mktemp("formats"), IN_INT4)}
+    return run_cases(cases, tmp_path_factory.mktemp("runs"), gpu=True)
+
+
+@pytest.mark.parametrize("label", SOUND)
+def test_every_part_is_in_the_kernels_layout(label: str, runs: Mapping[str, SglangRun]) -> None:
+    report = runs[label].report
+    assert report is not None, runs[label]
+    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
+    assert (report.repacked, report.unchecked) == ((), ())
+
+
+@pytest.mark.parametrize("label", REFUSED)
+def test_what_the_kernel_refuses_is_quoted(label: str, runs: Mapping[str, SglangRun]) -> None:
+    assert "size_n = 480 is not divisible by tile_n_size = 64" in str(runs[label].crash)
