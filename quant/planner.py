@@ -15,6 +15,7 @@ from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, identity, require
 from ckptkit.core.specs import TensorSpec
+from converters.registry import family_of
 from converters.stored import as_stored
 from quant.formats.packing import CODES_PER_WORD
 from quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT
@@ -62,12 +63,23 @@ def quantized(
     special = check_zero_point_layout(
         whole, any(verdict.quantize and is_expert(name) for name, verdict in verdicts.items()), readers
     )
+    if special and family_of(config).sglang.joins_shared_expert:
+        _check_joined([name for name, verdict in verdicts.items() if verdict.quantize and ".shared_experts." in name])
     steps = [
         quantize_step(spec, whole, keeps, special, device) if verdicts[name].quantize else identity(spec)
         for name, spec in source.specs.items()
     ]
     written = dict(source.config) | {"quantization_config": quantization_config(whole, sglang_experts=special)}
     return View(source, Plan(tuple(steps), source.specs, where=where, config=written))
+
+
+def _check_joined(packed: Sequence[str]) -> None:
+    """Raises CkptkitError for a packed shared expert that SGLang keeps among the routed ones."""
+    if packed:
+        raise CkptkitError(
+            f"{packed[0]}: SGLang keeps a packed shared expert among the routed ones, and cannot take its zero points",
+            r"leave it out: --ignore 're:.*\.mlp\.shared_experts\..*'; or quantize symmetrically",
+        )
 
 
 def _check_used(ignore: Sequence[str], names: Collection[str], where: str) -> None:

@@ -20,7 +20,9 @@ INT4 = {
     if not name.startswith("gpt_oss")  # no reader knows its experts one by one
 }
 CHANNEL = ("qwen2-untied", "qwen3_moe", "deepseek_v3", "glm4_moe")
-ZERO_POINTS = ("qwen2-tied", "qwen3_moe", "deepseek_v3", "minimax_m2")
+# GLM's shared expert is kept among the routed ones if it is packed, and SGLang takes no zero points of it there.
+SHARED = r"re:.*\.mlp\.shared_experts\..*"
+ZERO_POINTS = {"qwen2-tied": (), "qwen3_moe": (), "deepseek_v3": (), "minimax_m2": (), "glm4_moe": (SHARED,)}
 FP8 = ("qwen2-tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "minimax_m2", "glm4", "gemma3_text")
 NOT_IN_FP8 = ("llama", "mistral")
 LINEAR = re.compile(r".*layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])\.weight")
@@ -44,9 +46,9 @@ def options_of(label: str) -> dict[str, Any]:
     kind, _, name = label.rpartition(" ")
     if kind == "groups":
         return INT4[name]
-    return {"grid": "minmax"} | (
-        {"group_size": "channel"} if kind == "rows" else {"group_size": 32, "symmetric": False}
-    )
+    if kind == "rows":
+        return {"grid": "minmax", "group_size": "channel"}
+    return {"grid": "minmax", "group_size": 32, "symmetric": False, "ignore": ZERO_POINTS[name]}
 
 
 def write_all(root: Path, labels: Iterable[str]) -> Iterator[tuple[str, Path]]:

@@ -49,6 +49,16 @@ def test_who_may_have_it() -> None:
         assert error.value.hint == "quantize symmetrically; or, for SGLang alone, use --reader sglang"
 
 
+def test_a_shared_expert_that_sglang_keeps_among_the_routed_ones(releases: Callable[..., Path], tmp_path: Path) -> None:
+    """Its loader gives up on zero points of a Linear there: see test_sglang_formats.py, which leaves it out."""
+    with pytest.raises(
+        CkptkitError, match=r"shared_experts\.\w+\.weight: SGLang keeps a packed shared expert"
+    ) as error:
+        quantize(releases("glm4_moe"), tmp_path / "out", ASYMMETRIC, readers=("sglang",))
+    assert "--ignore 're:.*\\.mlp\\.shared_experts\\..*'" in error.value.hint
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_mixture_of_experts(releases: Callable[..., Path], tmp_path: Path) -> None:
     """Refused for all readers. For SGLang alone it is written, with experts in its layout, and config.json says so."""
     source = releases("qwen3_moe")
