@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @click.option(
     "--etp", type=click.IntRange(1), help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]"
 )
-@click.option("--dp-attention", is_flag=True, help="SGLang keeps attention whole on every rank.")
+@click.option("--dp-attention", is_flag=True, help="With --tp: SGLang keeps attention whole on every rank.")
 @click.option("--vpp", default=1, show_default=True, type=click.IntRange(1), help="Virtual pipeline stages a rank.")
 @click.option(
     "--reader",

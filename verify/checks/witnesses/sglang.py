@@ -38,8 +38,7 @@ def _report(subject: Subject) -> SglangReport:
 
 
 def _one_rank(subject: Subject) -> str | None:
-    several = subject.dp_attention or max(subject.tp, subject.pp, subject.ep, subject.etp or 1) > 1
-    return None if several else "no parallel sizes were asked for"
+    return None if max(subject.tp, subject.pp, subject.ep, subject.etp or 1) > 1 else "no parallel sizes were asked for"
 
 
 def _nothing_to_repack(subject: Subject) -> str | None:
@@ -176,6 +175,8 @@ def none_dropped(subject: Subject, tally: Tally) -> Iterator[Issue]:
     packed = subject.kind == "hf" and bool(weights_of(config))
 
     def why(seen: Observation) -> str:
+        if seen.tensor.endswith(f".{WEIGHT_SCALE_INV}"):
+            return _why_no_scale(seen.tensor, report)
         return (_why_unpacked(seen.tensor) if packed else None) or _why_unknown(seen, report.model, config)
 
     yield from _findings("CK503", report.dropped, "written into its own parameter", why)
@@ -199,6 +200,16 @@ def _why_unpacked(name: str) -> str | None:
     return None
 
 
+def _why_no_scale(name: str, report: SglangReport) -> str:
+    """The hint for scales of FP8 blocks: SGLang's class loads none at all, or not those of this module."""
+    if not any(one.endswith(f".{WEIGHT_SCALE_INV}") for one in report.equal):
+        return (
+            f"SGLang's {report.model} loads no scales of FP8 blocks, so it cannot serve the model in FP8: dequantize it"
+        )
+    module = name.rpartition(".")[0]
+    return f"SGLang builds {module} without FP8: store it in BF16 and name it in modules_to_not_convert of config.json"
+
+
 def _why_unknown(seen: Observation, model: str, config: Mapping[str, Any]) -> str:
     if seen.tensor.endswith((".experts.gate_up_proj", ".experts.down_proj")):
         return "SGLang reads one tensor an expert: save with save_original_format=True, or convert to Megatron and back"
@@ -206,10 +217,6 @@ def _why_unknown(seen: Observation, model: str, config: Mapping[str, Any]) -> st
         return (
             f"SGLang's {model} builds {seen.param} smaller than the tensor and leaves out the rest: compare the sizes "
             "in config.json with the release; a class may not read all of them (head_dim, for one)"
-        )
-    if seen.tensor.endswith(f".{WEIGHT_SCALE_INV}"):
-        return (
-            f"SGLang's {model} loads no scales of FP8 blocks: it cannot serve the model in this format (dequantize it)"
         )
     unknown = f"SGLang's {model} has no parameter {seen.param}"
     layer = LAYER.match(seen.tensor)
