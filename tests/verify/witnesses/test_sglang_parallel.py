@@ -13,6 +13,7 @@ from sglang_families import CLEAN, EXPERT, REFUSED_IN_PARALLEL
 from sglang_runs import LOST, Case, run_cases
 from torch import Tensor
 
+from ckptkit.app.api import convert
 from verify.run import verify
 from verify.witnesses.sglang.job import EngineSizes, SglangReport
 from verify.witnesses.sglang.run import SglangRun
@@ -171,8 +172,9 @@ def seen(report: SglangReport, name: str, numbers: Tensor) -> Tensor:
     return numbers[:0].flatten() if any(one.tensor == name for one in report.dropped) else numbers.flatten()
 
 
-def test_verify_starts_a_process_a_rank(root: Path) -> None:
-    report = verify(root / "qwen3_moe", tp=2, ep=2, against=frozenset({"sglang"}))
+def test_verify_streams_a_megatron_checkpoint_to_a_process_a_rank(root: Path, tmp_path: Path) -> None:
+    convert(root / "qwen3_moe", tmp_path / "megatron")
+    report = verify(tmp_path / "megatron", root / "qwen3_moe", tp=2, ep=2, against=frozenset({"sglang"}))
     status = {check.code: check.status for check in report.checks}
     assert {status[f"CK50{number}"] for number in (1, 2, 3, 4, 5, 7)} == {"passed"}
     assert report.findings == []

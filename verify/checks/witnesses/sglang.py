@@ -330,6 +330,5 @@ def parallel_sizes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             f"SGLang was loaded on one rank, since an engine cannot have {said}: --ep divides --tp, and tp / ep ranks "
             "cut an expert; give these sizes with --against-megatron alone"
         )
-    report = _report(subject)
-    tally.compared(report.sizes.tp)
+    _count(tally, _report(subject).sizes.tp)
     yield from ()
