@@ -22,7 +22,6 @@ from verify.skip import Unable
 from verify.witnesses.ending import Ending, ending_path, how_it_ended
 from verify.witnesses.ranks import causes, end, wait
 from verify.witnesses.sglang.job import ONE_RANK, EngineSizes, SglangJob, SglangReport
-from verify.witnesses.sglang.merge import merged
 
 TESTED = ("0.5.16", "0.5.23")  # versions of SGLang: docs/sglang-versions.md
 _WITNESS = "verify.witnesses.sglang.process"  # the module that ranks run
@@ -91,6 +90,8 @@ def engine_sizes(subject: Subject) -> EngineSizes | None:
 
 def outcome(failed: Mapping[int, str], reports: Sequence[Path], logs: Sequence[Path]) -> SglangRun:
     """What became of a witness whose ranks were to write `reports`; `failed`: how those ended that did not."""
+    from verify.witnesses.sglang.merge import merged  # needs torch, which header verbs do not import
+
     if not failed and all(report.exists() for report in reports):
         return SglangRun(merged([SglangReport.load(report) for report in reports]))
     endings = {rank: Ending.load(ending_path(reports[rank])) for rank in failed or range(len(reports))}
