@@ -45,8 +45,10 @@ def _nothing_to_repack(subject: Subject) -> str | None:
     """Without a GPU, unquantized weights stay as they are; with one, whatever SGLang makes of them is looked at."""
     import torch
 
-    if torch.cuda.is_available():
-        return None
+    return None if torch.cuda.is_available() else _all_plain(subject)
+
+
+def _all_plain(subject: Subject) -> str | None:
     config = usable_config(subject)
     plain = subject.kind == "megatron" or (config is not None and not is_quantized(config))
     return "no weight is quantized, so SGLang repacks none without a GPU" if plain else None
@@ -292,6 +294,8 @@ def repacked(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Marlin's layout computed here against what the quantization methods made, and all other parameters as before."""
     report = _report(subject)
     if report.repacked is None:
+        if why := _all_plain(subject):  # more ranks than GPUs, so they ran on the CPU
+            raise Skip(why)
         raise Unable("needs CUDA: SGLang's repacking kernels run on a GPU only")
     if report.unchecked and not report.repacked:
         raise Unable(
