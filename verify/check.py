@@ -30,10 +30,19 @@ NOTES = "notes"
 _LOG = logging.getLogger(__name__)
 
 # What a check looks at. `configuration` is JSON files and training arguments; only preflight knows a `launch`.
-Stage = Literal["headers", "values", "quantization", "megatron", "sglang", "configuration", "launch"]
+Stage = Literal[
+    "headers", "values", "quantization", "megatron", "sglang", "engine", "behaviour", "configuration", "launch"
+]
 # `sound headers`: it reads every byte, which is not worth it while headers are wrong. A witness must be asked for.
-Need = Literal["sound headers", "source", "megatron", "sglang"]
-WITNESSES: tuple[Need, ...] = ("megatron", "sglang")
+Need = Literal["sound headers", "source", "megatron", "sglang", "engine", "update", "release-resume", "logits"]
+WITNESSES: dict[Need, str] = {  # and the option that asks for it
+    "megatron": "--against-megatron",
+    "sglang": "--against-sglang",
+    "engine": "--engine",
+    "update": "--update",
+    "release-resume": "--release-resume",
+    "logits": "--logits",
+}
 
 
 @dataclass
@@ -85,9 +94,9 @@ class Check:
 
     def left_out(self, subject: Subject) -> str | None:
         """Why it does not apply to this subject; None when it does."""
-        for witness in WITNESSES:
+        for witness, option in WITNESSES.items():
             if witness in self.needs and witness not in subject.against:
-                return f"--against-{witness} was not given"
+                return f"{option} was not given"
         if (reason := self.unless(subject)) is not None:
             return reason
         return "no --source was given" if "source" in self.needs and subject.source_path is None else None

@@ -41,7 +41,8 @@ def verify(
     """Verifies the checkpoint at `path`, HF or Megatron, and returns the report; nothing is written.
 
     `source` is what it was made from; then every value is compared. `hf` gives the config of a Megatron checkpoint that
-    has none beside it. `manifest` is a file with a digest of every tensor. `against` holds "megatron" and "sglang".
+    has none beside it. `manifest` is a file with a digest of every tensor. `against` holds "megatron" and "sglang",
+    and what a live engine is asked: "engine" and with it "update", "release-resume" and "logits".
     `readers` (as `--reader` has them; None: SGLang, slime and miles) are those that are to load or send INT4 weights:
     an `ignore` list that contradicts the packed weights for one of them is an error, for others a warning. Where none
     is named and the list is a published one, what only trainers read differently is a warning too. `ray` is the address

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Load it into the real SGLang model class, one process a rank, and compare every parameter.",
 )
+@click.option("--engine", is_flag=True, help="Serve it with a live SGLang engine. Needs GPUs, as do the next three.")
+@click.option("--update", is_flag=True, help="... and load it again, by tensor and from disk: nothing may change.")
+@click.option("--release-resume", is_flag=True, help="... and release its memory and resume: nothing may be lost.")
+@click.option("--logits", is_flag=True, help="... and compare its log-probabilities with those of transformers.")
 @click.option(
     "--manifest",
     type=common.PATH,
@@ -56,6 +60,10 @@ def verify(
     checkpoint: Path,
     against_megatron: bool,
     against_sglang: bool,
+    engine: bool,
+    update: bool,
+    release_resume: bool,
+    logits: bool,
     readers: tuple[str, ...],
     reports: tuple[Path, ...],
     strict: bool,
@@ -63,7 +71,15 @@ def verify(
     **options: Any,
 ) -> None:
     """Prove CHECKPOINT: files, values, quantization, and what real Megatron and real SGLang make of it."""
-    against = frozenset(name for name, wanted in (("megatron", against_megatron), ("sglang", against_sglang)) if wanted)
+    asked = {
+        "megatron": against_megatron,
+        "sglang": against_sglang,
+        "engine": engine or update or release_resume or logits,
+        "update": update,
+        "release-resume": release_resume,
+        "logits": logits,
+    }
+    against = frozenset(name for name, wanted in asked.items() if wanted)
     from verify.run import verify as run
 
     report = run(checkpoint, against=against, command=sys.argv, readers=readers or None, **options)

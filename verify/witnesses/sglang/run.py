@@ -49,7 +49,7 @@ def run_sglang(subject: Subject) -> SglangRun:
     if find_spec("sglang") is None:
         raise Unable("SGLang is not installed here: pip install sglang")
     config = config_of(subject)
-    _check_class(config)
+    check_class(config)
     with TemporaryDirectory(prefix="ckptkit-sglang-") as scratch:
         root = Path(scratch)
         (root / "scratch").mkdir()
@@ -107,7 +107,7 @@ def outcome(failed: Mapping[int, str], reports: Sequence[Path], logs: Sequence[P
     )
 
 
-def _check_class(config: Mapping[str, Any]) -> None:
+def check_class(config: Mapping[str, Any]) -> None:
     """Raises Unable unless SGLang has to choose the class that is known here.
 
     For a name that is no class of its own SGLang would take transformers' class, and to find it run the Python files
@@ -129,8 +129,11 @@ def _source(subject: Subject) -> str | None:
     return None if is_quantized(read_json(path / "config.json")) else str(path.absolute())
 
 
-def start(root: Path, ranks: int, limit_s: float) -> dict[int, str]:
-    """Runs `root`/job-RANK.json, a process each, which print into log-RANK. How those ended that failed first."""
+def start(root: Path, ranks: int, limit_s: float, module: str | None = None) -> dict[int, str]:
+    """Runs `module`, or the witness, with `root`/job-RANK.json, a process each, which print into log-RANK.
+
+    Returns how those ended that failed first.
+    """
     import torch
 
     environment = {key: value for key, value in os.environ.items() if key != "SGLANG_USE_CPU_ENGINE"}
@@ -140,7 +143,7 @@ def start(root: Path, ranks: int, limit_s: float) -> dict[int, str]:
         environment |= {"OMP_NUM_THREADS": "1"}
         if torch.cuda.device_count() < ranks:
             environment |= {"CUDA_VISIBLE_DEVICES": ""}
-    processes = {rank: _start(root, rank, environment) for rank in range(ranks)}
+    processes = {rank: _start(root, rank, environment, module or _WITNESS) for rank in range(ranks)}
     try:
         first, _ = wait(range(ranks), processes, root, time.monotonic() + limit_s)
     finally:
@@ -150,8 +153,8 @@ def start(root: Path, ranks: int, limit_s: float) -> dict[int, str]:
     return {rank: late if code is None else str(how_it_ended(code)) for rank, code in first.items()}
 
 
-def _start(root: Path, rank: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", _WITNESS, str(root / f"job-{rank}.json")]
+def _start(root: Path, rank: int, environment: Mapping[str, str], module: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", module, str(root / f"job-{rank}.json")]
     with (root / f"log-{rank}").open("wb") as output:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True

@@ -1,0 +1,348 @@
+"""The engine witness without a GPU: read-back, reference, distances, and what the checks make of reports."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from ckptkit.app.api import quantize
+from ckptkit.app.cli import cli
+from quant.formats.scheme import QuantScheme
+from verify.check import Outcome, all_checks, run_checks
+from verify.checks.witnesses import engine as engine_checks
+from verify.evidence.subject import Subject
+from verify.witnesses.ending import PhaseLog
+from verify.witnesses.engine import process, readback
+from verify.witnesses.engine.distance import best_tokens, distance, not_finite
+from verify.witnesses.engine.job import AGAIN, FIRST, RESUMED, EngineJob, EngineReport, Judged, Reload
+from verify.witnesses.engine.reference import ReferenceJob, load_report
+from verify.witnesses.engine.reference import run as run_reference
+from verify.witnesses.engine.run import EngineRun, last_error, prompts_of
+
+ASKED = frozenset({"engine", "update", "release-resume", "logits"})
+CODES = ("CK511", "CK512", "CK513", "CK601")
+HALF = math.log(0.5)
+
+
+def judged(*tokens: float, best: int = 7, top: float = HALF) -> Judged:
+    return Judged(tokens, [[best, 1]] * len(tokens), [[top, math.log(0.25)]] * len(tokens))
+
+
+def test_distance_of_answers_is_as_worked_out_by_hand() -> None:
+    found = distance([judged(-1.0, -2.0), judged(-3.0)], [judged(-1.5, -2.0), judged(-2.0, best=8, top=math.log(0.25))])
+    assert (found.mean, found.largest) == (0.5, 1.0)
+    # Of three positions one differs: 0.5 ln 2 + 0.25 ln (0.25 / 0.5).
+    assert found.divergence == pytest.approx((0.5 * math.log(2) - 0.25 * math.log(2)) / 3)
+    assert found.overlap == pytest.approx((1 + 1 + 0.5) / 3)
+    assert found.parted == (1, 1)
+    assert str(found).endswith("best tokens differ from token 1 of prompt 1 on")
+
+
+def test_equal_answers_are_at_no_distance() -> None:
+    answers = [judged(-1.0, -2.0)]
+    found = distance(answers, answers)
+    assert (found.mean, found.divergence, found.overlap, found.parted) == (0.0, 0.0, 1.0, None)
+    assert not_finite([judged(-1.0, math.nan, -math.inf)]) == (2, 3)
+    assert best_tokens([judged(-1.0), judged(-1.0, best=3)]) == 2
+
+
+def test_prompts_are_fixed_and_leave_special_tokens_out() -> None:
+    config = {"text_config": {"vocab_size": 12, "eos_token_id": [3, 4], "max_position_embeddings": 64}}
+    prompts = prompts_of(config | {"image_token_id": 5}, with_long=True)
+    assert prompts == prompts_of(config | {"image_token_id": 5}, with_long=True)
+    assert [len(prompt) for prompt in prompts] == [48] * 8 + [56]
+    assert {token for prompt in prompts for token in prompt} == {0, 1, 2, *range(6, 12)}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.linear.register_buffer("cache", torch.arange(4.0), persistent=False)
+        self.linear.derived = torch.ones(2, dtype=torch.bfloat16)
+
+
+def read_back(model: nn.Module, path: Path) -> Mapping[str, Sequence[Any]]:
+    readback.record(model, [(str(path), torch.zeros(1))])
+    (file,) = path.parent.glob(f"{path.name}.0.Model.json")
+    held: Mapping[str, Sequence[Any]] = json.loads(file.read_text())["held"]
+    return held
+
+
+def test_read_back_sees_every_bit_of_parameters_buffers_and_attributes(tmp_path: Path) -> None:
+    model = Model()
+    before = read_back(model, tmp_path / "before")
+    assert {name: size for name, (_, size) in before.items()} == {
+        "linear.weight": 24,
+        "linear.bias": 8,
+        "linear.cache": 16,
+        "linear.derived": 4,
+    }
+    with torch.no_grad():
+        model.linear.bias[0] = -model.linear.bias[0]
+        model.linear.cache[1] = -0.0
+        model.linear.derived[1] = 2
+    after = read_back(model, tmp_path / "after")
+    assert {name for name in before if before[name] != after[name]} == {"linear.bias", "linear.cache", "linear.derived"}
+
+
+def test_resumed_memory_is_poisoned_but_for_buffers_and_defaults() -> None:
+    model = Model()
+    model.linear.k_scale = nn.Parameter(torch.ones(()))
+    readback.fill(model, [])
+    assert model.linear.weight.isnan().all()
+    assert model.linear.k_scale == 1
+    assert model.linear.cache.tolist() == [0, 1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reference") / "moe"
+    models.save("qwen3_moe", path)
+    return path
+
+
+def test_reference_is_what_transformers_computes(release: Path, tmp_path: Path) -> None:
+    prompts, ids = [[5, 9, 2, 40]], [[[1, 2], [3, 4], [5, 6]]]
+    found = reference(release, tmp_path, prompts, ids)
+    assert list(found) == ["float32", "bfloat16"]
+    model = AutoModelForCausalLM.from_pretrained(release, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor(prompts)).logits[0]
+    probabilities = logits.softmax(-1)
+    (answer,) = found["float32"]
+    for position, token in enumerate(prompts[0][1:]):
+        assert answer.tokens[position] == pytest.approx(float(probabilities[position, token].log()), abs=1e-5)
+        expected = [float(probabilities[position, one].log()) for one in ids[0][position]]
+        assert answer.top[position] == pytest.approx(expected, abs=1e-5)
+        assert answer.top_ids[position][0] == int(logits[position].argmax())
+
+
+def test_reference_of_an_int4_checkpoint_uses_its_dequantized_weights(release: Path, tmp_path: Path) -> None:
+    scheme = QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*", r"re:.*\.mlp\.gate$"))
+    quantize(release, tmp_path / "int4", scheme)
+    prompts, ids = [[5, 9, 2, 40, 11, 30]], [[[1, 2]] * 5]
+    plain, packed = (reference(path, tmp_path, prompts, ids)["float32"] for path in (release, tmp_path / "int4"))
+    assert 0 < distance(packed, plain).mean < 0.1
+
+
+def reference(path: Path, root: Path, prompts: Any, ids: Any) -> Mapping[str, Sequence[Judged]]:
+    job = ReferenceJob(str(path), str(root / "reference.json"), prompts, ids)
+    with PhaseLog(root / "ending") as phases:
+        run_reference(job, phases)
+    return load_report(root / "reference.json")
+
+
+class FakeServer:
+    """Stands for an engine: what each step does to what it holds."""
+
+    def __init__(self, lost: str = "", refuses: str = "") -> None:
+        self._held = {"0 a": ("x", 8), "0 b": ("y", 8), "0 layers.0.attn.k_scale": ("s", 4)}
+        self._loaded = dict(self._held)
+        self._lost, self._refuses = lost, refuses
+        self.calls: list[str] = []
+
+    def held(self) -> dict[str, tuple[str, int]]:
+        return dict(self._held)
+
+    def answers(self) -> list[Judged]:
+        return [judged(-1.0)]
+
+    def check(self, action: str) -> Sequence[str]:
+        return [name[2:] for name in self._held if self._held[name] != self._loaded[name]]
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+        self._held = {name: ("random", size) for name, (_, size) in self._held.items()}
+
+    def release_and_resume(self) -> None:
+        self.calls.append("resume")
+        self._held |= {"0 a": ("poison", 8), "0 b": ("poison", 8)}
+
+    def update_by_tensor(self) -> None:
+        self._load("tensor")
+
+    def update_from_disk(self) -> None:
+        if self._refuses:
+            raise process.Refused(self._refuses)
+        self._load("disk")
+
+    def _load(self, how: str) -> None:
+        self.calls.append(how)
+        self._held |= {name: self._loaded[name] for name in ("0 a", "0 b") if name != self._lost}
+
+
+@pytest.fixture
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+
+
+def reports(server: Any, root: Path, **asked: bool) -> EngineReport:
+    job = EngineJob("", str(root), "", [[1, 2]], **asked)
+    with PhaseLog(root / "ending") as phases:
+        *_, last = process._reports(job, server, phases)
+    return last
+
+
+@pytest.mark.usefixtures("without_cuda")
+def test_steps_of_a_sound_engine_leave_everything_as_it_was(tmp_path: Path) -> None:
+    server = FakeServer()
+    report = reports(server, tmp_path, update=True, release_resume=True)
+    assert server.calls == ["resume", "tensor", "reset", "tensor", "tensor", "reset", "disk", "disk"]
+    assert report.complete
+    assert [(one.refused, one.changed, one.unequal) for one in report.reloads] == [("", [], [])] * 5
+    assert (report.held, report.held_bytes) == (3, 20)
+
+
+@pytest.mark.usefixtures("without_cuda")
+def test_what_an_update_leaves_out_is_named_by_both(tmp_path: Path) -> None:
+    report = reports(FakeServer(lost="0 b"), tmp_path, update=True)
+    assert [one.changed for one in report.reloads] == [["0 b"]] * 4
+    assert report.reloads[0].unequal == ["b"]
+
+
+@pytest.mark.usefixtures("without_cuda")
+def test_a_refused_update_ends_the_steps(tmp_path: Path) -> None:
+    report = reports(FakeServer(refuses="no loader"), tmp_path, update=True)
+    assert [one.refused for one in report.reloads] == ["", "", "no loader"]
+    assert report.complete
+
+
+def test_job_and_report_are_read_as_written(tmp_path: Path) -> None:
+    job = EngineJob("model", "scratch", "report", [[1, 2]], update=True)
+    job.save(tmp_path / "job")
+    assert EngineJob.load(tmp_path / "job") == job
+    report = replace(sound(), reloads=[Reload("a step", "", ["0 a"], [])])
+    report.save(tmp_path / "report")
+    loaded = EngineReport.load(tmp_path / "report")
+    assert (loaded.reloads, loaded.passes.keys()) == (report.reloads, report.passes.keys())
+    assert list(loaded.passes[FIRST][0].tokens) == [-1.0, -2.0]
+
+
+def test_the_last_error_of_an_engine_is_quoted_without_what_follows(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(
+        "[12:00:00] Scheduler hit an exception: Traceback (most recent call last):\n"
+        '  File "/site/layer.py", line 613, in _load_w2\n    copy()\n'
+        "RuntimeError: the sizes do not match\n\n[12:00:01] SIGQUIT received.\nLoading 2/22\n"
+    )
+    expected = 'RuntimeError: the sizes do not match | at File "/site/layer.py", line 613, in _load_w2'
+    assert last_error(tmp_path / "log") == expected
+
+
+def sound() -> EngineReport:
+    answers = [judged(-1.0, -2.0)]
+    names = ("updating by tensor again", RESUMED)
+    passes = {FIRST: answers, AGAIN: answers, **dict.fromkeys(names, answers)}
+    return EngineReport("0.5.16", "a GPU", passes, 3, 20, (), [Reload(name) for name in names], complete=True)
+
+
+EXACT = {"float32": [judged(-1.01, -2.01)], "bfloat16": [judged(-1.03, -2.03)]}
+
+
+def verdict(
+    monkeypatch: pytest.MonkeyPatch, root: Path, run: EngineRun, reference: Mapping[str, Any] = EXACT
+) -> Outcome:
+    monkeypatch.setattr(engine_checks, "run_engine", lambda subject: run)
+    monkeypatch.setattr(engine_checks, "run_reference", lambda subject: reference)
+    checks = [one for one in all_checks() if one.code in CODES]
+    return run_checks(Subject(root, against=ASKED), checks)
+
+
+def failed(outcome: Outcome) -> set[str]:
+    return {result.code for result in outcome.checks if result.status == "failed"}
+
+
+def test_a_sound_engine_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outcome = verdict(monkeypatch, tmp_path, EngineRun(sound(), [[1, 2, 3]]))
+    assert [(result.code, result.status) for result in outcome.checks] == [(code, "passed") for code in CODES]
+    assert outcome.facts["log-probabilities"][-1] == "SGLang is 0.50 times the noise away"
+
+
+def test_answers_that_are_no_numbers_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = replace(sound(), passes={FIRST: [judged(math.nan, -1.0)], AGAIN: [judged(-1.0, -1.0)]})
+    outcome = verdict(monkeypatch, tmp_path, EngineRun(broken, [[1, 2, 3]]))
+    assert failed(outcome) == {"CK511"}
+    assert outcome.findings[0].actual == "1 of 2 are not, after the start"
+    assert outcome.checks[-1].reason == "not run because the engine's answers are no numbers (CK511)"
+
+
+def test_changed_tensors_are_named_with_their_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = [f"1 model.layers.{layer}.w2" for layer in (3, 4)]
+    updated = Reload("updating by tensor again", changed=names, unequal=["model.layers.3.w2", "head"])
+    report = replace(sound(), reloads=[updated, Reload(RESUMED, changed=["0 model.cache"])])
+    outcome = verdict(monkeypatch, tmp_path, EngineRun(report, [[1, 2, 3]]))
+    assert [(one.code, one.tensor, one.rank) for one in outcome.findings] == [
+        ("CK512", "model.layers.{3..4}.w2", "1"),
+        ("CK512", "head", None),
+        ("CK513", "model.cache", "0"),
+    ]
+
+
+def test_an_engine_that_died_keeps_what_was_found_and_is_inconclusive(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    report = replace(sound(), reloads=[Reload("updating by tensor again", changed=["0 head"])], complete=False)
+    outcome = verdict(monkeypatch, tmp_path, EngineRun(report, [[1, 2, 3]], "while updating from disk: an error"))
+    assert failed(outcome) == {"CK512"}
+    reason = "the engine ended, which says nothing about the checkpoint: while updating from disk: an error"
+    assert {result.code: result.reason for result in outcome.checks if result.reason} == {
+        "CK512": reason,
+        "CK513": reason,
+    }
+
+
+def test_an_engine_without_a_report_is_inconclusive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outcome = verdict(monkeypatch, tmp_path, EngineRun(None, failed="the engine failed"))
+    assert outcome.findings == []
+    assert outcome.reasons == ["CK511, CK512, CK513, CK601: the engine failed"]
+
+
+def test_a_refused_update_is_a_finding_and_one_not_tried_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for refused, severity in (("no loader", "error"), ("not tried, since SGLang cannot", "warning")):
+        reloads = [Reload(RESUMED), Reload("updating from disk again", refused=refused)]
+        outcome = verdict(monkeypatch, tmp_path, EngineRun(replace(sound(), reloads=reloads), [[1, 2, 3]]))
+        assert [(one.code, one.severity) for one in outcome.findings] == [("CK512", severity)]
+
+
+def test_logits_beyond_the_noise_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    far = replace(sound(), passes={name: [judged(-1.2, -2.2)] for name in (FIRST, AGAIN)})
+    outcome = verdict(monkeypatch, tmp_path, EngineRun(far, [[1, 2, 3]]))
+    assert failed(outcome) == {"CK601"}
+    assert outcome.findings[0].actual.startswith("9.5 times: mean 0.1900")
+    # An engine that differs as much from itself is no further from transformers than from itself.
+    passes = {FIRST: [judged(-1.2, -2.2)], AGAIN: [judged(-1.0, -2.0)]}
+    outcome = verdict(monkeypatch, tmp_path, EngineRun(replace(sound(), passes=passes), [[1, 2, 3]]))
+    assert failed(outcome) == set()
+
+
+def test_one_best_token_everywhere_fails_where_transformers_has_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    several = Judged([-1.0, -2.0], [[7, 1], [8, 1]], judged(-1.0, -2.0).top)
+    reference = {"float32": [several], "bfloat16": [several]}
+    outcome = verdict(monkeypatch, tmp_path, EngineRun(sound(), [[1, 2, 3]]), reference)
+    assert [one.actual for one in outcome.findings] == ["the same most probable token at every position"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.sglang
+def test_without_a_gpu_the_command_line_is_inconclusive(release: Path) -> None:
+    run = CliRunner().invoke(cli, ["verify", str(release), "--logits", "--json"])
+    assert run.exit_code == 2
+    report = json.loads(run.stdout)
+    assert report["status"] == "inconclusive"
+    reasons = {check["code"]: check["reason"] for check in report["checks"] if check["status"] == "skipped"}
+    assert reasons == dict.fromkeys(("CK511", "CK601"), "needs CUDA: one GPU a rank for 1, and there are 0 here")

@@ -1,0 +1,167 @@
+"""What a live SGLang engine shows of the checkpoint. One run of it serves all these checks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from verify.check import Skip, Tally, Unable, check
+from verify.evidence.folding import by_pattern
+from verify.evidence.subject import Subject
+from verify.issue import Issue
+from verify.witnesses.engine.job import AGAIN, FIRST, RESUMED, EngineReport, Reload
+from verify.witnesses.engine.run import run_engine, run_reference
+
+FURTHEST = 3.0  # times the noise of the format; docs/gpu-results.md has what sound and broken models measure
+
+
+@check(
+    "CK511",
+    "a live SGLang engine answers with numbers",
+    stage="engine",
+    needs=("engine",),
+    rationale="An engine whose log-probabilities are NaN still answers 200, and its process ends with 0.",
+    fix="Verify the same directory with --against-sglang: it names what SGLang never wrote or dropped.",
+)
+def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """A real engine serves the directory: log-probabilities of fixed prompts are numbers, before and after updates."""
+    from verify.witnesses.engine.distance import not_finite
+
+    report = _report(subject)
+    tally.facts["SGLang engine"] = [f"SGLang {report.version}, on {report.device}", *_held(report)]
+    for name, given in report.passes.items():
+        broken, count = not_finite(given)
+        tally.compared(0, count)
+        if broken:
+            yield Issue(
+                "a finite log-probability for every token",
+                f"{broken} of {count} are not, {name}",
+                "run `verify --against-sglang`: a router that is zero or unwritten does this",
+                file=subject.path,
+            )
+
+
+def _held(report: EngineReport) -> list[str]:
+    if not report.held:
+        return []
+    held = f"{report.held} parameters, buffers and other tensors of {report.held_bytes / 1e9:.2f} GB are read back"
+    changing = [f"change from request to request, not compared: {text}" for text, _ in by_pattern(report.volatile)]
+    return [held, *changing]
+
+
+@check(
+    "CK512",
+    "loading a second time changes nothing in a live engine",
+    stage="engine",
+    needs=("update",),
+    rationale="A trainer loads the engine anew at every step. What the second load changes is served with 200.",
+    fix="Where only the update by tensor fails, mend the trainer's sender; where both do, SGLang cannot reload this "
+    "model: keep to versions and formats whose update this check passes.",
+)
+def second_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """The whole checkpoint, twice by tensor and twice from disk, the first time over random numbers."""
+    yield from _reloads(subject, tally, "updating ")
+
+
+@check(
+    "CK513",
+    "an engine that was released and resumed holds what it held before",
+    stage="engine",
+    needs=("release-resume",),
+    rationale="Released memory comes back with other contents: what no update sends, such as buffers, is lost.",
+    fix="Report it to SGLang with the tensors named, and release only kv_cache until then.",
+)
+def resumed(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Memory is released and resumed and weights are updated; then every tensor is compared, buffers included."""
+    yield from _reloads(subject, tally, RESUMED)
+
+
+def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
+    report = _report(subject)
+    steps = [step for step in report.reloads if step.name.startswith(kind)]
+    for step in steps:
+        if step.refused:
+            yield _refused(step, subject)
+            continue
+        tally.compared(report.held_bytes, report.held)
+        yield from _differences(step)
+    if not report.complete:
+        raise Unable(f"the engine ended, which says nothing about the checkpoint: {subject.once(run_engine).failed}")
+    if not steps:
+        raise Unable("not run, since SGLang refused an update before it (CK512, CK513)")
+
+
+def _refused(step: Reload, subject: Subject) -> Issue:
+    hint = "SGLang cannot load this checkpoint a second time this way; later steps were not run"
+    tried = not step.refused.startswith("not tried")
+    return Issue(
+        "the same checkpoint loaded again",
+        f"refused while {step.name}: {step.refused}",
+        hint if tried else "update it by tensor, which was tried and is checked above",
+        file=subject.path,
+        severity="error" if tried else "warning",
+    )
+
+
+def _differences(step: Reload) -> Iterator[Issue]:
+    expected = "the bits of the first load"
+    hint = "SGLang serves something else after this update than after a start: do not train with updates of this kind"
+    by_rank: dict[str, list[str]] = defaultdict(list)
+    for held in step.changed:
+        rank, _, name = held.partition(" ")
+        by_rank[rank].append(name)
+    for rank, names in by_rank.items():
+        yield Issue(expected, f"other bits after {step.name}", hint, names=names, rank=rank)
+    unseen = sorted({*step.unequal} - {name for names in by_rank.values() for name in names})
+    yield Issue(expected, f"SGLang's weight checker found other bits after {step.name}", hint, names=unseen)
+
+
+def _report(subject: Subject) -> EngineReport:
+    run = subject.once(run_engine)
+    if run.report is None:
+        raise Unable(run.failed or "the engine gave no report")
+    return run.report
+
+
+@check(
+    "CK601",
+    "a live SGLang engine computes what transformers computes",
+    stage="behaviour",
+    needs=("logits",),
+    rationale="Weights in their places can still be used wrongly: another rotary base, another norm, a kernel's fault.",
+    fix="Compare config.json with the release; then try other kernels (--attention-backend) and report the figures.",
+)
+def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Log-probabilities of fixed prompts, one of 4096 tokens, against transformers, in units of the format's noise."""
+    from verify.witnesses.engine.distance import best_tokens, distance, not_finite
+
+    passes = _report(subject).passes
+    if not_finite(passes[FIRST])[0]:
+        raise Skip("not run because the engine's answers are no numbers (CK511)")
+    reference = subject.once(run_reference)
+    exact = reference["float32"]
+    ((dtype, rounded),) = ((name, given) for name, given in reference.items() if name != "float32")
+    found, noise = distance(passes[FIRST], exact), distance(rounded, exact)
+    between = distance(passes[FIRST], passes[AGAIN])
+    tally.compared(0, sum(len(answer.tokens) for answer in exact))
+    unit = max(noise.mean, between.mean, 1e-4)
+    tally.facts["log-probabilities"] = [
+        f"SGLang from transformers in float32: {found}",
+        f"transformers in {dtype} from float32: {noise}",
+        f"SGLang from pass to pass: mean {between.mean:.4f}, largest {between.largest:.3f}",
+        f"SGLang is {found.mean / unit:.2f} times the noise away",
+    ]
+    if not found.mean <= FURTHEST * unit:  # NaN too
+        yield Issue(
+            f"log-probabilities within {FURTHEST:g} times the noise of {dtype} (mean {unit:.4f})",
+            f"{found.mean / unit:.1f} times: {found}",
+            "SGLang and transformers compute other things from the same weights: compare config.json with the release",
+            file=subject.path,
+        )
+    if best_tokens(passes[FIRST]) == 1 < best_tokens(exact):
+        yield Issue(
+            f"{best_tokens(exact)} different most probable tokens, as in transformers",
+            "the same most probable token at every position",
+            "run `verify --against-sglang`: a part of the model is dead",
+            file=subject.path,
+        )

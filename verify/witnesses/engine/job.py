@@ -1,0 +1,100 @@
+"""The engine witness's task and its report, both JSON files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from verify.witnesses.sglang.job import ONE_RANK, EngineSizes
+
+TOP = 20  # tokens a position whose log-probabilities are compared, besides the prompt's own
+FIRST, AGAIN = "after the start", "after the start, asked again"  # names of passes; others are steps
+RESUMED = "releasing, resuming and updating by tensor"  # the step's name
+
+
+@dataclass(frozen=True)
+class EngineJob:
+    """An engine serves the HF directory `checkpoint`. `scratch` is an empty directory for read-backs.
+
+    `update`: the whole checkpoint is loaded again, twice by tensor and twice from disk. `release_resume`: memory is
+    released and resumed, then weights are updated. `prompts` are token ids.
+    """
+
+    checkpoint: str
+    scratch: str
+    report: str
+    prompts: Sequence[Sequence[int]]
+    sizes: EngineSizes = ONE_RANK
+    update: bool = False
+    release_resume: bool = False
+
+    def save(self, path: Path) -> None:
+        """Writes the job as JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def load(path: Path) -> EngineJob:
+        """The job written by `save`."""
+        values: dict[str, Any] = json.loads(path.read_text())
+        return EngineJob(**values | {"sizes": EngineSizes(**values["sizes"])})
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a model makes of a prompt of n tokens.
+
+    `tokens`: log-probabilities of tokens 1 to n-1. `top_ids`: the most probable tokens at each of these positions;
+    `top`: log-probabilities, natural logarithm, as many a position.
+    """
+
+    tokens: Sequence[float]
+    top_ids: Sequence[Sequence[int]]
+    top: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Reload:
+    """What a second load left. `refused`: SGLang's own message, where it did not load.
+
+    `changed`: the tensors that our read-back found unlike those of the first load; `unequal`: those that SGLang's
+    checker named. Both by SGLang's names.
+    """
+
+    name: str
+    refused: str = ""
+    changed: Sequence[str] = ()
+    unequal: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """`passes`: the answers to all prompts, by when they were given. `held`: what is read back of all ranks.
+
+    `volatile`: what changes from one request to the next, such as a kernel's workspace; it is left out of `Reload`.
+    Not `complete`: the engine died in a later step.
+    """
+
+    version: str
+    device: str
+    passes: Mapping[str, Sequence[Judged]]
+    held: int = 0
+    held_bytes: int = 0
+    volatile: Sequence[str] = ()
+    reloads: Sequence[Reload] = ()
+    complete: bool = False
+
+    def save(self, path: Path) -> None:
+        """Writes the report as JSON, whole or not at all."""
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(json.dumps(asdict(self)))
+        part.rename(path)
+
+    @staticmethod
+    def load(path: Path) -> EngineReport:
+        """The report written by `save`."""
+        values: dict[str, Any] = json.loads(path.read_text())
+        passes = {name: [Judged(**one) for one in answers] for name, answers in values["passes"].items()}
+        return EngineReport(**values | {"passes": passes, "reloads": [Reload(**one) for one in values["reloads"]]})
