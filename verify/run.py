@@ -12,7 +12,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import TRACKER, is_legacy, locate, refuse_url, tracked
 from quant.selection.readers import readers_of
-from verify.check import Check, Skip, all_checks, run_checks
+from verify.check import WITNESSES, Check, Skip, all_checks, run_checks
 from verify.evidence.expected import usable_config
 from verify.evidence.reading import read_values
 from verify.evidence.rounding import rounding_of
@@ -42,7 +42,7 @@ def verify(
 
     `source` is what it was made from; then every value is compared. `hf` gives the config of a Megatron checkpoint that
     has none beside it. `manifest` is a file with a digest of every tensor. `against` holds "megatron" and "sglang",
-    and what a live engine is asked: "engine" and with it "update", "release-resume" and "logits".
+    and what a live engine is asked: "engine", which each of "update", "release-resume" and "logits" implies.
     `readers` (as `--reader` has them; None: SGLang, slime and miles) are those that are to load or send INT4 weights:
     an `ignore` list that contradicts the packed weights for one of them is an error, for others a warning. Where none
     is named and the list is a published one, what only trainers read differently is a warning too. `ray` is the address
@@ -53,6 +53,9 @@ def verify(
     something is missing that this needs, that there is no such reader, or that the model cannot be cut into these
     sizes.
     """
+    if unknown := against - WITNESSES.keys():
+        raise CkptkitError(f"against holds {sorted(unknown)}", f"it may hold {', '.join(map(repr, WITNESSES))}")
+    against |= {"engine"} if against & {"update", "release-resume", "logits"} else frozenset()
     if hf is not None:
         _check_hf(hf)
     if readers is not None:

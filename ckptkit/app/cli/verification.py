@@ -74,7 +74,7 @@ def verify(
     asked = {
         "megatron": against_megatron,
         "sglang": against_sglang,
-        "engine": engine or update or release_resume or logits,
+        "engine": engine,
         "update": update,
         "release-resume": release_resume,
         "logits": logits,

@@ -497,7 +497,7 @@ def test_lint_of_a_config_with_a_kernel_fetches_nothing(tmp_path: Path, attempts
 
 
 def test_one_module_alone_hands_configs_to_transformers() -> None:
-    """Only the demo, which uses its own sizes, also builds models; other code asks `quant.selection.meta_model`."""
+    """Two others build models: the demo, from its own sizes, and the reference of `--logits`, in an offline process."""
     root = Path(__file__).parents[3]
     found = set()
     for file in (
@@ -513,5 +513,5 @@ def test_one_module_alone_hands_configs_to_transformers() -> None:
             )
             if any(name.partition(".")[0] == "transformers" for name in names):
                 found.add(str(file.relative_to(root)))
-    assert found == {"ckptkit/app/demo.py", "quant/selection/meta_model.py"}
+    assert found == {"ckptkit/app/demo.py", "quant/selection/meta_model.py", "verify/witnesses/engine/reference.py"}
     assert importlib.import_module("quant.selection.meta_model")

@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
 from verify.check import Outcome, all_checks, run_checks
 from verify.checks.witnesses import engine as engine_checks
 from verify.evidence.subject import Subject
+from verify.run import verify
 from verify.witnesses.ending import PhaseLog
 from verify.witnesses.engine import process, readback
 from verify.witnesses.engine.distance import best_tokens, distance, not_finite
@@ -162,9 +164,9 @@ class FakeServer:
     def check(self, action: str) -> Sequence[str]:
         return [name[2:] for name in self._held if self._held[name] != self._loaded[name]]
 
-    def reset(self) -> None:
-        self.calls.append("reset")
-        self._held = {name: ("random", size) for name, (_, size) in self._held.items()}
+    def snapshot_and_poison(self) -> None:
+        self.calls.append("poison")
+        self._held |= {"0 a": ("poison", 8), "0 b": ("poison", 8)}
 
     def release_and_resume(self) -> None:
         self.calls.append("resume")
@@ -199,7 +201,7 @@ def reports(server: Any, root: Path, **asked: bool) -> EngineReport:
 def test_steps_of_a_sound_engine_leave_everything_as_it_was(tmp_path: Path) -> None:
     server = FakeServer()
     report = reports(server, tmp_path, update=True, release_resume=True)
-    assert server.calls == ["resume", "tensor", "reset", "tensor", "tensor", "reset", "disk", "disk"]
+    assert server.calls == ["resume", "tensor", "poison", "tensor", "tensor", "poison", "disk", "disk"]
     assert report.complete
     assert [(one.refused, one.changed, one.unequal) for one in report.reloads] == [("", [], [])] * 5
     assert (report.held, report.held_bytes) == (3, 20)
@@ -247,15 +249,21 @@ def sound() -> EngineReport:
     return EngineReport("0.5.16", "a GPU", passes, 3, 20, (), [Reload(name) for name in names], complete=True)
 
 
+PLAIN = {"model_type": "qwen3_moe"}
 EXACT = {"float32": [judged(-1.01, -2.01)], "bfloat16": [judged(-1.03, -2.03)]}
 
 
 def verdict(
-    monkeypatch: pytest.MonkeyPatch, root: Path, run: EngineRun, reference: Mapping[str, Any] = EXACT
+    monkeypatch: pytest.MonkeyPatch,
+    root: Path,
+    run: EngineRun,
+    reference: Mapping[str, Any] = EXACT,
+    config: Mapping[str, Any] = PLAIN,
 ) -> Outcome:
     monkeypatch.setattr(engine_checks, "run_engine", lambda subject: run)
     monkeypatch.setattr(engine_checks, "run_reference", lambda subject: reference)
     checks = [one for one in all_checks() if one.code in CODES]
+    (root / "config.json").write_text(json.dumps(config))
     return run_checks(Subject(root, against=ASKED), checks)
 
 
@@ -311,8 +319,8 @@ def test_an_engine_without_a_report_is_inconclusive(monkeypatch: pytest.MonkeyPa
 def test_a_refused_update_is_a_finding_and_one_not_tried_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for refused, severity in (("no loader", "error"), ("not tried, since SGLang cannot", "warning")):
-        reloads = [Reload(RESUMED), Reload("updating from disk again", refused=refused)]
+    for tried, severity in ((True, "error"), (False, "warning")):
+        reloads = [Reload(RESUMED), Reload("updating from disk again", refused="no loader", tried=tried)]
         outcome = verdict(monkeypatch, tmp_path, EngineRun(replace(sound(), reloads=reloads), [[1, 2, 3]]))
         assert [(one.code, one.severity) for one in outcome.findings] == [("CK512", severity)]
 
@@ -346,3 +354,26 @@ def test_without_a_gpu_the_command_line_is_inconclusive(release: Path) -> None:
     assert report["status"] == "inconclusive"
     reasons = {check["code"]: check["reason"] for check in report["checks"] if check["status"] == "skipped"}
     assert reasons == dict.fromkeys(("CK511", "CK601"), "needs CUDA: one GPU a rank for 1, and there are 0 here")
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "fp8"},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"input_activations": {"num_bits": 8}}}},
+    ],
+)
+def test_formats_that_round_activations_are_not_judged_by_weight_noise(
+    quantization: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    far = replace(sound(), passes={name: [judged(-1.2, -2.2)] for name in (FIRST, AGAIN)})
+    config = PLAIN | {"quantization_config": quantization}
+    outcome = verdict(monkeypatch, tmp_path, EngineRun(far, [[1, 2, 3]]), EXACT, config)
+    assert failed(outcome) == set()
+    assert outcome.checks[-1].status == "skipped"
+    assert "rounds activations" in outcome.reasons[-1]
+
+
+def test_a_word_that_asks_for_no_witness_is_refused(release: Path) -> None:
+    with pytest.raises(CkptkitError, match="release_resume"):
+        verify(release, against=frozenset({"release_resume"}))

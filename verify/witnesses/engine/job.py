@@ -57,7 +57,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Reload:
-    """What a second load left. `refused`: SGLang's own message, where it did not load.
+    """What a second load left. `refused`: why it did not load; not `tried`: since that would end the engine.
 
     `changed`: the tensors that our read-back found unlike those of the first load; `unequal`: those that SGLang's
     checker named. Both by SGLang's names.
@@ -67,6 +67,7 @@ class Reload:
     refused: str = ""
     changed: Sequence[str] = ()
     unequal: Sequence[str] = ()
+    tried: bool = True
 
 
 @dataclass(frozen=True)

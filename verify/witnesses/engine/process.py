@@ -2,7 +2,7 @@
 
 The engine answers the prompts; then, as asked, the whole checkpoint is pushed into it again through the requests that
 trainers use, and everything that it holds is read back and compared with what it held after its first load. SGLang's
-own checker fills its tensors with random numbers before the first update of a kind, so what an update leaves out shows.
+own checker compares too. Parameters are poisoned before the first update of a kind, so what an update leaves out shows.
 
 Written for SGLang 0.5.16, which is imported inside the functions alone. Nothing that an engine does is a verdict by
 itself: one that dies makes the report inconclusive.
@@ -29,7 +29,7 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from verify.witnesses.ending import Phase, PhaseLog, ending_path
 from verify.witnesses.engine.job import AGAIN, FIRST, RESUMED, TOP, EngineJob, EngineReport, Judged, Reload
 from verify.witnesses.engine.readback import PACKED, POISON, RECORD
-from verify.witnesses.sglang.names import fuses_shared, has_default
+from verify.witnesses.sglang.names import fuses_shared
 
 BEGIN, END = "quant.online.sglang_reload.begin", "quant.online.sglang_reload.end"
 RELOADABLE = "CompressedTensorsWNA16MoE"  # the only packed layers that `sglang_reload` opens again
@@ -43,6 +43,10 @@ def _reloads(job: EngineJob) -> bool:
 
 class Refused(Exception):  # noqa: N818
     """SGLang answered that it did not do what was asked; the message is its own."""
+
+
+class NotTried(Refused):
+    """A request that is known to end this SGLang was not sent; the message says why."""
 
 
 class Server:
@@ -93,10 +97,12 @@ class Server:
             record = json.loads(file.read_text())
             self.packed = {**self.packed, **record[PACKED]}
             found |= {f"{rank} {name}": (digest, size) for name, (digest, size) in record["held"].items()}
+        if len({name.partition(" ")[0] for name in found}) != self._job.sizes.tp:
+            raise CkptkitError("not every rank of the engine wrote what it holds", "please report this")
         return found
 
     def check(self, action: str) -> Sequence[str]:
-        """SGLang's own checker: `snapshot`, `reset_tensors`, or `compare`, which gives the names of unequal tensors."""
+        """SGLang's own checker: `snapshot`, or `compare`, which gives the names of unequal tensors."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         asked = self._engine.tokenizer_manager.check_weights(CheckWeightsReqInput(action=action), None)
@@ -110,8 +116,6 @@ class Server:
 
     def update_by_tensor(self) -> None:
         """The whole checkpoint in buckets, as a trainer sends it. Raises Refused."""
-        if other := [name for name, scheme in self.packed.items() if scheme != RELOADABLE]:
-            raise Refused(f"SGLang's layers {summarize(other)} cannot be loaded again once they are repacked")
         if self.packed:
             self._send([], BEGIN)
         for bucket in buckets(self._checkpoint):
@@ -123,7 +127,7 @@ class Server:
     def update_from_disk(self) -> None:
         """The directory again. Raises Refused, for repacked layers before they are touched: that ends an engine."""
         if self.packed:
-            raise Refused(
+            raise NotTried(
                 "not tried, since SGLang 0.5.16 loads tensors from disk into repacked INT4 layers and ends with an "
                 "error of shapes"
             )
@@ -133,12 +137,23 @@ class Server:
         """Gives weights, cache and graphs back, and takes memory for them again, which then holds poison."""
         self._engine.release_memory_occupation()
         self._engine.resume_memory_occupation()
-        self._send([("", torch.zeros(1, device="cuda"))], POISON)
+        self.poison()
 
-    def reset(self) -> None:
-        """SGLang's checker remembers every tensor and fills them with random numbers."""
+    def snapshot_and_poison(self) -> None:
+        """SGLang's checker remembers every tensor; then every parameter is poisoned, so that none can stay as it was.
+
+        The checker's own `reset_tensors` is not called: it also overwrites buffers that no checkpoint holds.
+        """
         self.check("snapshot")
-        self.check("reset_tensors")
+        self.poison()
+
+    def poison(self) -> None:
+        """Poisons every parameter in every rank. Raises CkptkitError for layers that could not be loaded again."""
+        if other := [name for name, scheme in self.packed.items() if scheme != RELOADABLE]:
+            raise CkptkitError(
+                f"ckptkit knows no way to load {summarize(other)} into SGLang again", "leave only experts in INT4"
+            )
+        self._send([("", torch.zeros(1, device="cuda"))], POISON)
 
     def _send(self, weights: Sequence[tuple[str, Tensor]], loader: str | None = None) -> None:
         _granted(self._engine.update_weights_from_tensor(weights, load_format=loader, flush_cache=False))
@@ -244,15 +259,14 @@ def _reports(job: EngineJob, server: Server, phases: PhaseLog) -> Iterator[Engin
 def _steps(job: EngineJob) -> Iterator[tuple[str, Sequence[str]]]:
     """Names of steps, and the methods of Server that each is made of.
 
-    Resuming comes before the checker's random numbers, which stay in what no checkpoint has; from disk comes last,
-    since that may be refused.
+    From disk comes last, since that may be refused.
     """
     if job.release_resume:
         yield RESUMED, ("release_and_resume", "update_by_tensor")
     if job.update:
-        yield "updating by tensor over random numbers", ("reset", "update_by_tensor")
+        yield "updating by tensor over poison", ("snapshot_and_poison", "update_by_tensor")
         yield "updating by tensor again", ("update_by_tensor",)
-        yield "updating from disk over random numbers", ("reset", "update_from_disk")
+        yield "updating from disk over poison", ("snapshot_and_poison", "update_from_disk")
         yield "updating from disk again", ("update_from_disk",)
 
 
@@ -260,19 +274,14 @@ def _reload(
     name: str, step: Sequence[str], server: Server, first: Mapping[str, tuple[str, int]], volatile: Sequence[str]
 ) -> Reload:
     """Does a step and compares. A reload that is refused leaves nothing to compare."""
-    checked = step[0] == "reset"
+    checked = step[0] == "snapshot_and_poison"
     try:
         for method in step:
             getattr(server, method)()
     except Refused as refusal:
-        return Reload(name, refused=str(refusal))
-    unequal = [one for one in (server.check("compare") if checked else ()) if not has_default(one)]
-    changed = [
-        one
-        for one in _changed(first, server.held())
-        if one not in volatile and (name == RESUMED or not has_default(one.partition(" ")[2]))
-    ]
-    return Reload(name, "", changed, unequal)
+        return Reload(name, refused=str(refusal), tried=not isinstance(refusal, NotTried))
+    unequal = server.check("compare") if checked else []
+    return Reload(name, "", [one for one in _changed(first, server.held()) if one not in volatile], unequal)
 
 
 def _changed(before: Mapping[str, tuple[str, int]], after: Mapping[str, tuple[str, int]]) -> list[str]:

@@ -71,7 +71,7 @@ def model_of(path: Path, dtype: torch.dtype) -> nn.Module:
     import transformers
 
     checkpoint = plain(path)
-    config = transformers.AutoConfig.from_pretrained(path)
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     name = (config.architectures or [""])[0]
     architecture = getattr(transformers, name, None)
     if architecture is None:
