@@ -27,8 +27,19 @@ from verify.run import verify
 from verify.witnesses.ending import PhaseLog
 from verify.witnesses.engine import process, readback
 from verify.witnesses.engine.distance import best_tokens, distance, not_finite
-from verify.witnesses.engine.job import AGAIN, FIRST, RESUMED, EngineJob, EngineReport, Judged, Reload
-from verify.witnesses.engine.reference import ReferenceJob, load_report
+from verify.witnesses.engine.job import (
+    AGAIN,
+    FIRST,
+    RESUMED,
+    Answers,
+    Continuation,
+    EngineJob,
+    EngineReport,
+    Judged,
+    ReferenceJob,
+    Reload,
+    load_report,
+)
 from verify.witnesses.engine.reference import run as run_reference
 from verify.witnesses.engine.run import EngineRun, last_error, prompts_of
 
@@ -123,7 +134,7 @@ def test_reference_is_what_transformers_computes(release: Path, tmp_path: Path) 
     with torch.no_grad():
         logits = model(input_ids=torch.tensor(prompts)).logits[0]
     probabilities = logits.softmax(-1)
-    (answer,) = found["float32"]
+    (answer,) = found["float32"].judged
     for position, token in enumerate(prompts[0][1:]):
         assert answer.tokens[position] == pytest.approx(float(probabilities[position, token].log()), abs=1e-5)
         expected = [float(probabilities[position, one].log()) for one in ids[0][position]]
@@ -135,12 +146,12 @@ def test_reference_of_an_int4_checkpoint_uses_its_dequantized_weights(release: P
     scheme = QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*", r"re:.*\.mlp\.gate$"))
     quantize(release, tmp_path / "int4", scheme)
     prompts, ids = [[5, 9, 2, 40, 11, 30]], [[[1, 2]] * 5]
-    plain, packed = (reference(path, tmp_path, prompts, ids)["float32"] for path in (release, tmp_path / "int4"))
+    plain, packed = (reference(path, tmp_path, prompts, ids)["float32"].judged for path in (release, tmp_path / "int4"))
     assert 0 < distance(packed, plain).mean < 0.1
 
 
-def reference(path: Path, root: Path, prompts: Any, ids: Any) -> Mapping[str, Sequence[Judged]]:
-    job = ReferenceJob(str(path), str(root / "reference.json"), prompts, ids)
+def reference(path: Path, root: Path, prompts: Any, ids: Any, **asked: Any) -> Mapping[str, Answers]:
+    job = ReferenceJob(str(path), str(root / "reference.json"), prompts, ids, **asked)
     with PhaseLog(root / "ending") as phases:
         run_reference(job, phases)
     return load_report(root / "reference.json")
@@ -160,6 +171,12 @@ class FakeServer:
 
     def answers(self) -> list[Judged]:
         return [judged(-1.0)]
+
+    def written(self) -> list[Continuation]:
+        return [Continuation([7, 8], [HALF, HALF])]
+
+    def routed(self) -> list[Any]:
+        return [[[[], [4, 5]], [[], [5, 6]]]]
 
     def check(self, action: str) -> Sequence[str]:
         return [name[2:] for name in self._held if self._held[name] != self._loaded[name]]
@@ -222,13 +239,15 @@ def test_a_refused_update_ends_the_steps(tmp_path: Path) -> None:
 
 
 def test_job_and_report_are_read_as_written(tmp_path: Path) -> None:
-    job = EngineJob("model", "scratch", "report", [[1, 2]], update=True)
+    job = EngineJob("model", "scratch", "report", [[1, 2]], update=True, openings=[[3]])
     job.save(tmp_path / "job")
     assert EngineJob.load(tmp_path / "job") == job
-    report = replace(sound(), reloads=[Reload("a step", "", ["0 a"], [])])
+    written = [Continuation([7, 8], [-0.5, -1.0])]
+    report = replace(sound(), reloads=[Reload("a step", "", ["0 a"], [])], written=written, routed=[[[[], [4, 5]]]])
     report.save(tmp_path / "report")
     loaded = EngineReport.load(tmp_path / "report")
     assert (loaded.reloads, loaded.passes.keys()) == (report.reloads, report.passes.keys())
+    assert (loaded.written, loaded.routed) == (written, report.routed)
     assert list(loaded.passes[FIRST][0].tokens) == [-1.0, -2.0]
 
 
@@ -246,11 +265,12 @@ def sound() -> EngineReport:
     answers = [judged(-1.0, -2.0)]
     names = ("updating by tensor again", RESUMED)
     passes = {FIRST: answers, AGAIN: answers, **dict.fromkeys(names, answers)}
-    return EngineReport("0.5.16", "a GPU", passes, 3, 20, (), [Reload(name) for name in names], complete=True)
+    reloads = [Reload(name) for name in names]
+    return EngineReport("0.5.16", "a GPU", passes, 3, 20, (), reloads, complete=True)
 
 
 PLAIN = {"model_type": "qwen3_moe"}
-EXACT = {"float32": [judged(-1.01, -2.01)], "bfloat16": [judged(-1.03, -2.03)]}
+EXACT = {"float32": Answers([judged(-1.01, -2.01)]), "bfloat16": Answers([judged(-1.03, -2.03)])}
 
 
 def verdict(
@@ -340,7 +360,7 @@ def test_one_best_token_everywhere_fails_where_transformers_has_more(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     several = Judged([-1.0, -2.0], [[7, 1], [8, 1]], judged(-1.0, -2.0).top)
-    reference = {"float32": [several], "bfloat16": [several]}
+    reference = {"float32": Answers([several]), "bfloat16": Answers([several])}
     outcome = verdict(monkeypatch, tmp_path, EngineRun(sound(), [[1, 2, 3]]), reference)
     assert [one.actual for one in outcome.findings] == ["the same most probable token at every position"]
 
@@ -353,7 +373,9 @@ def test_without_a_gpu_the_command_line_is_inconclusive(release: Path) -> None:
     report = json.loads(run.stdout)
     assert report["status"] == "inconclusive"
     reasons = {check["code"]: check["reason"] for check in report["checks"] if check["status"] == "skipped"}
-    assert reasons == dict.fromkeys(("CK511", "CK601"), "needs CUDA: one GPU a rank for 1, and there are 0 here")
+    assert reasons == dict.fromkeys(
+        ("CK511", "CK601", "CK604", "CK605"), "needs CUDA: one GPU a rank for 1, and there are 0 here"
+    )
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,8 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not_finite(passes[FIRST])[0]:
         raise Skip("not run because the engine's answers are no numbers (CK511)")
     reference = subject.once(run_reference)
-    exact = reference["float32"]
-    ((dtype, rounded),) = ((name, given) for name, given in reference.items() if name != "float32")
+    exact = reference["float32"].judged
+    ((dtype, rounded),) = ((name, given.judged) for name, given in reference.items() if name != "float32")
     found, noise = distance(passes[FIRST], exact), distance(rounded, exact)
     between = distance(passes[FIRST], passes[AGAIN])
     tally.compared(0, sum(len(answer.tokens) for answer in exact))

@@ -1,4 +1,4 @@
-"""The engine witness's task and its report, both JSON files."""
+"""The tasks and reports of the engine witness and of its reference, all JSON files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any
 
 from verify.witnesses.sglang.job import ONE_RANK, EngineSizes
 
+Ids = Sequence[Sequence[int]]  # of tokens, a sequence a prompt
+LENGTH = 96  # tokens that a model writes after an opening
+SHORT = 64  # tokens of the longest prompt whose routing is compared
 TOP = 20  # tokens a position whose log-probabilities are compared, besides the prompt's own
 FIRST, AGAIN = "after the start", "after the start, asked again"  # names of passes; others are steps
 RESUMED = "releasing, resuming and updating by tensor"  # the step's name
@@ -19,8 +22,10 @@ RESUMED = "releasing, resuming and updating by tensor"  # the step's name
 class EngineJob:
     """An engine serves the HF directory `checkpoint`. `scratch` is an empty directory for read-backs.
 
-    `update`: the whole checkpoint is loaded again, twice by tensor and twice from disk. `release_resume`: memory is
-    released and resumed, then weights are updated. `prompts` are token ids.
+    `prompts` and `openings` are token ids: the first are answered, the second continued by at most `length` tokens.
+    `routed_layers`: of how many layers the experts chosen for short prompts are recorded; 0: of none. `update`: the
+    whole checkpoint is loaded again, twice by tensor and twice from disk. `release_resume`: memory is released and
+    resumed, then weights are updated.
     """
 
     checkpoint: str
@@ -30,6 +35,9 @@ class EngineJob:
     sizes: EngineSizes = ONE_RANK
     update: bool = False
     release_resume: bool = False
+    openings: Sequence[Sequence[int]] = ()
+    length: int = LENGTH
+    routed_layers: int = 0
 
     def save(self, path: Path) -> None:
         """Writes the job as JSON."""
@@ -56,6 +64,18 @@ class Judged:
 
 
 @dataclass(frozen=True)
+class Continuation:
+    """What a model wrote after an opening, the most probable token each time, with the log-probability of each."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+# The experts of a prompt's tokens, by token and layer; of a layer without routed experts none, or anything.
+Routed = Sequence[Sequence[Sequence[int]]]
+
+
+@dataclass(frozen=True)
 class Reload:
     """What a second load left. `refused`: why it did not load; not `tried`: since that would end the engine.
 
@@ -75,7 +95,8 @@ class EngineReport:
     """`passes`: the answers to all prompts, by when they were given. `held`: what is read back of all ranks.
 
     `volatile`: what changes from one request to the next, such as a kernel's workspace; it is left out of `Reload`.
-    Not `complete`: the engine died in a later step.
+    `written`: the continuations of the openings. `routed`: the experts of each short prompt. Not `complete`: the engine
+    died in a later step.
     """
 
     version: str
@@ -85,6 +106,8 @@ class EngineReport:
     held_bytes: int = 0
     volatile: Sequence[str] = ()
     reloads: Sequence[Reload] = ()
+    written: Sequence[Continuation] = ()
+    routed: Sequence[Routed] = ()
     complete: bool = False
 
     def save(self, path: Path) -> None:
@@ -98,4 +121,52 @@ class EngineReport:
         """The report written by `save`."""
         values: dict[str, Any] = json.loads(path.read_text())
         passes = {name: [Judged(**one) for one in answers] for name, answers in values["passes"].items()}
-        return EngineReport(**values | {"passes": passes, "reloads": [Reload(**one) for one in values["reloads"]]})
+        reloads = [Reload(**one) for one in values["reloads"]]
+        written = [Continuation(**one) for one in values["written"]]
+        return EngineReport(**values | {"passes": passes, "reloads": reloads, "written": written})
+
+
+@dataclass(frozen=True)
+class ReferenceJob:
+    """`top_ids`: for each prompt and each position but the first, the tokens whose log-probabilities are wanted.
+
+    `openings` are continued by at most `length` tokens; `written` is what an engine wrote after each. `routing`: the
+    experts of short prompts are wanted too.
+    """
+
+    checkpoint: str
+    report: str
+    prompts: Ids = ()
+    top_ids: Sequence[Ids] = ()
+    openings: Ids = ()
+    written: Ids = ()
+    length: int = LENGTH
+    routing: bool = False
+
+    def save(self, path: Path) -> None:
+        """Writes the job as JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What transformers makes of a job in one dtype.
+
+    `judged`: of each prompt; `top_ids` are transformers' own most probable tokens. `routed`: the experts of each short
+    prompt. `scored`: the log-probabilities of what the engine wrote after each opening. `written`: what transformers
+    writes.
+    """
+
+    judged: Sequence[Judged]
+    routed: Sequence[Routed] = ()
+    scored: Sequence[Sequence[float]] = ()
+    written: Sequence[Continuation] = ()
+
+
+def load_report(path: Path) -> Mapping[str, Answers]:
+    """The answers by dtype, "float32" and another."""
+    return {name: _answers(**values) for name, values in json.loads(path.read_text()).items()}
+
+
+def _answers(judged: Sequence[Any], written: Sequence[Any], **others: Any) -> Answers:
+    return Answers([Judged(**one) for one in judged], written=[Continuation(**one) for one in written], **others)

@@ -10,6 +10,7 @@ itself: one that dies makes the report inconclusive.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import sys
@@ -20,6 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +29,19 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.reader import HfCheckpoint
 from verify.witnesses.ending import Phase, PhaseLog, ending_path
-from verify.witnesses.engine.job import AGAIN, FIRST, RESUMED, TOP, EngineJob, EngineReport, Judged, Reload
+from verify.witnesses.engine.job import (
+    AGAIN,
+    FIRST,
+    RESUMED,
+    SHORT,
+    TOP,
+    Continuation,
+    EngineJob,
+    EngineReport,
+    Judged,
+    Reload,
+    Routed,
+)
 from verify.witnesses.engine.readback import PACKED, POISON, RECORD
 from verify.witnesses.sglang.names import fuses_shared
 
@@ -85,6 +99,27 @@ class Server:
             )
             for prompt in self._job.prompts
         ]
+
+    def written(self) -> list[Continuation]:
+        """What the model writes after each opening, until it ends the text or has written enough."""
+        asked = {"temperature": 0.0, "max_new_tokens": self._job.length}
+        return [
+            _continued(self._engine.generate(input_ids=list(opening), sampling_params=asked, return_logprob=True))
+            for opening in self._job.openings
+        ]
+
+    def routed(self) -> list[Routed]:
+        """The experts that the tokens of each short prompt are sent to; nothing where the job does not ask."""
+        if not self._job.routed_layers:
+            return []
+        short = [prompt for prompt in self._job.prompts if len(prompt) <= SHORT]
+        return [self._routed(prompt) for prompt in short]
+
+    def _routed(self, prompt: Sequence[int]) -> Routed:
+        asked = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
+        answer = self._engine.generate(input_ids=list(prompt), sampling_params=asked, return_routed_experts=True)
+        ids = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), np.int32)
+        return ids.reshape(len(prompt), self._job.routed_layers, -1).tolist()
 
     def held(self) -> dict[str, tuple[str, int]]:
         """Digest and bytes of everything that all ranks hold, by rank, class and name."""
@@ -185,6 +220,7 @@ def _start(job: EngineJob, checkpoint: HfCheckpoint) -> Any:
         disable_radix_cache=True,  # every prompt is computed anew
         disable_shared_experts_fusion=not fuses_shared(checkpoint.specs),
         enable_memory_saver=job.release_resume,
+        enable_return_routed_experts=job.routed_layers > 0,
         custom_weight_loader=[BEGIN, END, RECORD, POISON],
         max_total_tokens=max(map(len, job.prompts)) + 4096,
         max_running_requests=8,
@@ -201,6 +237,11 @@ def _judged(answer: Mapping[str, Any]) -> Judged:
         [[int(token) for _, token in position] for position in top],
         [[float(value) for value, _ in position] for position in top],
     )
+
+
+def _continued(answer: Mapping[str, Any]) -> Continuation:
+    written = answer["meta_info"]["output_token_logprobs"]
+    return Continuation([int(found[1]) for found in written], [float(found[0]) for found in written])
 
 
 def buckets(checkpoint: HfCheckpoint) -> Iterator[list[tuple[str, Tensor]]]:
@@ -242,6 +283,8 @@ def _reports(job: EngineJob, server: Server, phases: PhaseLog) -> Iterator[Engin
         len(first),
         sum(size for _, size in first.values()),
         volatile,
+        written=server.written(),
+        routed=server.routed(),
     )
     yield report
     for name, step in _steps(job):

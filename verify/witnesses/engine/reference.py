@@ -7,9 +7,11 @@ differs from the first is the noise of the format, against which the engine's an
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +24,32 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.side_files import quantization_of, without_quantization
 from verify.evidence.plain import plain
 from verify.witnesses.ending import Phase, PhaseLog, ending_path
-from verify.witnesses.engine.job import Judged
+from verify.witnesses.engine.job import SHORT, Answers, Continuation, Ids, Judged, ReferenceJob, Routed
 
-Ids = Sequence[Sequence[int]]
+_EXPERTS = re.compile(r"layers\.(\d+)\.\w+\.experts$")
 _ROOM_BYTES = 8 << 30  # attention and logits of the longest prompt
-
-
-@dataclass(frozen=True)
-class ReferenceJob:
-    """`top_ids`: for each prompt and each position but the first, the tokens whose log-probabilities are wanted."""
-
-    checkpoint: str
-    report: str
-    prompts: Ids
-    top_ids: Sequence[Ids]
-
-    def save(self, path: Path) -> None:
-        """Writes the job as JSON."""
-        path.write_text(json.dumps(asdict(self)))
-
-
-def load_report(path: Path) -> Mapping[str, Sequence[Judged]]:
-    """The answers by dtype, "float32" and another; `top_ids` of float32 are its own most probable tokens."""
-    return {name: [Judged(**one) for one in answers] for name, answers in json.loads(path.read_text()).items()}
 
 
 def run(job: ReferenceJob, phases: PhaseLog) -> None:
     """Computes and writes the answers. Raises CkptkitError where transformers would not hold the whole checkpoint."""
-    found: dict[str, list[Any]] = {}
+    found: dict[str, Any] = {}
     for dtype in (torch.float32, dtype_of(Path(job.checkpoint))):
         phases.enter(Phase("loading the checkpoint into transformers"))
         model = model_of(Path(job.checkpoint), dtype)
         phases.enter(Phase("computing log-probabilities in transformers"))
-        judged = (judge(model, prompt, ids) for prompt, ids in zip(job.prompts, job.top_ids, strict=True))
-        found[str(dtype).removeprefix("torch.")] = [asdict(one) for one in judged]
+        found[str(dtype).removeprefix("torch.")] = asdict(_asked(model, job))
         del model
     Path(job.report).write_text(json.dumps(found))
+
+
+def _asked(model: nn.Module, job: ReferenceJob) -> Answers:
+    short = [prompt for prompt in job.prompts if len(prompt) <= SHORT] if job.routing else []
+    return Answers(
+        [judge(model, prompt, ids) for prompt, ids in zip(job.prompts, job.top_ids, strict=True)],
+        [routed(model, prompt) for prompt in short],
+        [score(model, opening, ids) for opening, ids in zip(job.openings, job.written, strict=True)],
+        [write(model, opening, job.length) for opening in job.openings],
+    )
 
 
 def dtype_of(path: Path) -> torch.dtype:
@@ -103,6 +95,59 @@ def judge(model: nn.Module, prompt: Sequence[int], top_ids: Ids) -> Judged:
     wanted = torch.tensor(top_ids, device=normal.device)
     own = normal.topk(min(wanted.shape[1], normal.shape[1])).indices
     return Judged(normal.gather(1, tokens[0, 1:, None])[:, 0].tolist(), own.tolist(), normal.gather(1, wanted).tolist())
+
+
+def score(model: nn.Module, opening: Sequence[int], ids: Sequence[int]) -> list[float]:
+    """The log-probability of each of `ids` after the opening and those before it."""
+    tokens = torch.tensor([[*opening, *ids]], device=next(model.parameters()).device)
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits[0, len(opening) - 1 : -1].float()
+    found = logits.log_softmax(-1).gather(1, tokens[0, len(opening) :, None])
+    return [float(one) for one in found[:, 0]]
+
+
+def write(model: nn.Module, opening: Sequence[int], length: int) -> Continuation:
+    """The most probable token each time, at most `length` of them, until one ends the text."""
+    import transformers
+
+    ends = model.generation_config.eos_token_id  # type: ignore[union-attr]
+    greedy = transformers.GenerationConfig(max_new_tokens=length, do_sample=False, eos_token_id=ends, pad_token_id=0)
+    tokens = torch.tensor([opening], device=next(model.parameters()).device)
+    with torch.no_grad():
+        written = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=greedy)  # type: ignore[operator]
+    ids = [int(token) for token in written[0, len(opening) :]]
+    return Continuation(ids, score(model, opening, ids))
+
+
+def routed(model: nn.Module, prompt: Sequence[int]) -> Routed:
+    """The experts of each token, by token and layer; transformers' modules called `experts` are given them as integers.
+
+    Raises CkptkitError where no module is.
+    """
+    seen: dict[int, list[list[int]]] = {}
+    hooks = [
+        module.register_forward_pre_hook(partial(_see, seen, int(match[1])), with_kwargs=True)
+        for name, module in model.named_modules()
+        if (match := _EXPERTS.search(name))
+    ]
+    try:
+        judge(model, prompt, [[0]] * (len(prompt) - 1))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not seen:
+        raise CkptkitError("transformers shows no choice of experts in this model", "leave out --logits")
+    return [
+        [seen[layer][token] if layer in seen else [] for layer in range(max(seen) + 1)] for token in range(len(prompt))
+    ]
+
+
+def _see(
+    seen: dict[int, list[list[int]]], layer: int, module: nn.Module, args: Sequence[Any], named: Mapping[str, Any]
+) -> None:
+    for given in (*args, *named.values()):
+        if isinstance(given, Tensor) and given.dim() == 2 and given.dtype in (torch.int64, torch.int32):
+            seen[layer] = given.tolist()
 
 
 def main() -> None:

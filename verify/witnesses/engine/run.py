@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
@@ -12,11 +13,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from converters.planner import dims_of
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.skip import Unable
 from verify.witnesses.ending import Ending, ending_path
-from verify.witnesses.engine.job import FIRST, EngineJob, EngineReport, Judged
+from verify.witnesses.engine.job import FIRST, Answers, EngineJob, EngineReport, ReferenceJob, load_report
+from verify.witnesses.engine.text import openings_of, tokenizer_of
 from verify.witnesses.sglang.job import EngineSizes
 from verify.witnesses.sglang.run import check_class, engine_sizes, start
 
@@ -28,11 +31,16 @@ _SHORT_PROMPTS = 8
 
 @dataclass(frozen=True)
 class EngineRun:
-    """The report of the engine, as far as it came, to these prompts; `failed`: why it is missing or not complete."""
+    """The report of the engine, as far as it came; `failed`: why it is missing or not complete.
+
+    `prompts`, `openings` and `routed_layers` are what it was asked.
+    """
 
     report: EngineReport | None
     prompts: Sequence[Sequence[int]] = ()
     failed: str | None = None
+    openings: Sequence[Sequence[int]] = ()
+    routed_layers: int = 0
 
 
 def run_engine(subject: Subject) -> EngineRun:
@@ -40,7 +48,10 @@ def run_engine(subject: Subject) -> EngineRun:
     sizes = _sizes(subject)
     config = config_of(subject)
     check_class(config)
-    prompts = prompts_of(config, "logits" in subject.against)
+    logits = "logits" in subject.against
+    prompts = prompts_of(config, logits)
+    openings = openings_of(tokenizer_of(subject.path), config, prompts) if logits else []
+    layers = _routed_layers(config) if logits else 0
     with TemporaryDirectory(prefix="ckptkit-engine-") as scratch:
         root = Path(scratch)
         (root / "scratch").mkdir()
@@ -53,25 +64,47 @@ def run_engine(subject: Subject) -> EngineRun:
             sizes,
             update="update" in subject.against,
             release_resume="release-resume" in subject.against,
+            openings=openings,
+            routed_layers=layers,
         ).save(root / "job-0.json")
         failed = _run(root, subject, "verify.witnesses.engine.process", report)
         if not report.exists():
             return EngineRun(None, failed=f"the engine failed, which says nothing about the checkpoint: {failed}")
-        return EngineRun(EngineReport.load(report), prompts, failed)
+        return EngineRun(EngineReport.load(report), prompts, failed, openings, layers)
 
 
-def run_reference(subject: Subject) -> Mapping[str, Sequence[Judged]]:
-    """What transformers makes of the same prompts, by dtype. Raises Unable where it cannot say."""
-    from verify.witnesses.engine.reference import ReferenceJob, load_report
+def _routed_layers(config: Mapping[str, Any]) -> int:
+    """The layers of a model with experts, whose choices SGLang gives where the config has num_experts_per_tok."""
+    dims = dims_of(config)
+    known = "num_experts_per_tok" in (config.get("text_config") or config)
+    return dims.layers if dims.experts and known else 0
 
+
+def run_reference(subject: Subject) -> Mapping[str, Answers]:
+    """What transformers makes of the checkpoint for what the engine was asked, by dtype. Raises Unable."""
     run = subject.once(run_engine)
     if run.report is None:
         raise Unable(run.failed or "the engine gave no report")
+    top_ids = [answer.top_ids for answer in run.report.passes[FIRST]]
+    written = [one.ids for one in run.report.written]
+    job = partial(ReferenceJob, str(subject.path), prompts=run.prompts, top_ids=top_ids, openings=run.openings)
+    return _reference(subject, partial(job, written=written, routing=run.routed_layers > 0))
+
+
+def run_source(subject: Subject) -> Mapping[str, Answers]:
+    """What transformers makes of the source for the openings alone, by dtype. Raises Unable."""
+    run = subject.once(run_engine)
+    if run.report is None:
+        raise Unable(run.failed or "the engine gave no report")
+    written = [one.ids for one in run.report.written]
+    return _reference(subject, partial(ReferenceJob, str(subject.source_path), openings=run.openings, written=written))
+
+
+def _reference(subject: Subject, job: Callable[..., ReferenceJob]) -> Mapping[str, Answers]:
     with TemporaryDirectory(prefix="ckptkit-reference-") as scratch:
         root = Path(scratch)
         report = root / "report-0.json"
-        top_ids = [answer.top_ids for answer in run.report.passes[FIRST]]
-        ReferenceJob(str(subject.path), str(report), run.prompts, top_ids).save(root / "job-0.json")
+        job(report=str(report)).save(root / "job-0.json")
         failed = _run(root, subject, "verify.witnesses.engine.reference", report)
         if failed or not report.exists():
             raise Unable(f"transformers gave no reference, which says nothing about the checkpoint: {failed}")

@@ -1,0 +1,124 @@
+"""What a live engine does with the weights beyond log-probabilities: the text it writes, the experts it chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from verify.check import Skip, Tally, Unable, check
+from verify.checks.witnesses.engine import FURTHEST
+from verify.checks.witnesses.sglang import no_routers
+from verify.evidence.expected import config_of
+from verify.evidence.folding import LAYER
+from verify.evidence.subject import Subject
+from verify.issue import Issue
+from verify.witnesses.engine.job import FIRST, Answers, EngineReport
+from verify.witnesses.engine.run import run_engine, run_reference, run_source
+from verify.witnesses.sglang.names import routers
+
+APART_NATS = 0.5  # a token; engines and transformers are within 0.01 on sound models (docs/gpu-results.md)
+MORE = 0.3  # of repeated runs, or of tokens that are no text, than the reference has
+FEW = 0.02  # of the choices of experts: near ties flip by rounding alone
+
+
+def _engine(subject: Subject) -> EngineReport:
+    """What the engine said. Raises Unable where it said nothing, Skip where that is no numbers."""
+    from verify.witnesses.engine.distance import not_finite
+
+    run = subject.once(run_engine)
+    if run.report is None:
+        raise Unable(run.failed or "the engine gave no report")
+    if not_finite(run.report.passes[FIRST])[0]:
+        raise Skip("not run because the engine's answers are no numbers (CK511)")
+    return run.report
+
+
+def _by_precision(reference: Mapping[str, Answers]) -> tuple[Answers, str, Answers]:
+    """In float32, and the other dtype with what it gave."""
+    ((dtype, rounded),) = ((name, given) for name, given in reference.items() if name != "float32")
+    return reference["float32"], dtype, rounded
+
+
+@check(
+    "CK604",
+    "a live SGLang engine writes text that transformers would write",
+    stage="behaviour",
+    needs=("logits",),
+    rationale="Log-probabilities of random prompts say little of what users read: a model that is slightly wrong "
+    "everywhere drifts into repetition or noise as it writes.",
+    fix="Compare the figures with those of the source; then `verify --against-sglang`, and --source for the values.",
+)
+def text(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Greedy continuations of fixed openings: what transformers makes of them, with the source's weights if given."""
+    from verify.witnesses.engine.text import figures, loss, perplexity, tokenizer_of
+
+    report = _engine(subject)
+    given = subject.source_path is not None and subject.source_kind == "hf"
+    whose = "the source in transformers" if given else "transformers"
+    exact, dtype, rounded = _by_precision(subject.once(run_source if given else run_reference))
+    tokenizer = tokenizer_of(subject.path)
+    ours, theirs = figures(report.written, tokenizer), figures(exact.written, tokenizer)
+    judged, noise = loss(exact.scored), loss(rounded.scored)
+    tally.compared(0, sum(len(one.ids) for one in report.written))
+    tally.facts["text"] = [
+        f"SGLang {report.version} writes: {ours}; {whose} gives that text perplexity {perplexity(judged)} ({dtype}: "
+        f"{perplexity(noise)})",
+        f"{whose} writes: {theirs}",
+        *([] if tokenizer else ["no tokenizer.json, so random tokens are continued"]),
+    ]
+    if not abs(judged - ours.loss) <= APART_NATS:  # NaN too
+        yield Issue(
+            f"text with a log-probability within {APART_NATS} nats a token of what {whose} gives it",
+            f"{-ours.loss:.2f} a token by SGLang, {-judged:.2f} by {whose}",
+            "SGLang computes something else than the weights say: see CK601, and run `verify --against-sglang`",
+            file=subject.path,
+        )
+    odd = (ours.odd or 0) - (theirs.odd or 0)
+    for what, more in (("repeated runs of tokens", ours.repeated - theirs.repeated), ("tokens that are no text", odd)):
+        if more > MORE:
+            yield Issue(
+                f"as few {what} as {whose} writes: {theirs}",
+                str(ours),
+                "read what the engine writes; quantization may have cost too much, or the weights are damaged",
+                file=subject.path,
+                severity="warning",
+            )
+
+
+@check(
+    "CK605",
+    "SGLang's routers choose the experts that transformers chooses",
+    stage="behaviour",
+    needs=("logits",),
+    rationale="A router bias rounded to bfloat16, or a score function that an engine takes otherwise, sends tokens to "
+    "other experts; every weight is in its place, and the answers are fluent.",
+    fix="Compare the router's weight, its bias (in float32) and the routing keys of config.json with the release.",
+    unless=no_routers,
+)
+def routing(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """The experts of every token of the short prompts, layer by layer, in units of the format's noise."""
+    from verify.witnesses.engine.distance import rerouted
+
+    report = _engine(subject)
+    if not subject.once(run_engine).routed_layers:
+        raise Unable("SGLang gives the choices of experts only of models with num_experts_per_tok in config.json")
+    exact, dtype, rounded = _by_precision(subject.once(run_reference))
+    ours, noise = rerouted(report.routed, exact.routed), rerouted(rounded.routed, exact.routed)
+    if not ours:
+        raise Unable("the engine or transformers gave no choices of experts")
+    tally.compared(0, len(ours))
+    usual = sum(noise.values()) / len(noise)
+    worst = max(ours, key=lambda layer: ours[layer])
+    tally.facts["choices of experts"] = [
+        f"SGLang {report.version}: {sum(ours.values()) / len(ours):.2%} are not those of transformers in float32; "
+        f"most in layer {worst}, {ours[worst]:.2%}",
+        f"transformers in {dtype}: {usual:.2%}, most {max(noise.values()):.2%}",
+    ]
+    astray = [layer for layer, share in ours.items() if share > FURTHEST * max(noise[layer], usual, FEW)]
+    if astray:
+        names = {int(match[1]): router for router in routers(config_of(subject)) if (match := LAYER.match(router))}
+        yield Issue(
+            f"the choices of transformers but for {FURTHEST:g} times the noise of {dtype} ({max(usual, FEW):.1%})",
+            f"up to {ours[worst]:.1%} of the choices are other experts",
+            "compare the router's weight, bias and its dtype, and the routing keys of config.json with the release",
+            names=[names[layer] for layer in astray],
+        )
