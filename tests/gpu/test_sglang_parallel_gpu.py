@@ -1,0 +1,85 @@
+"""Real SGLang on two GPUs over NCCL: experts shared out, experts cut, attention whole; and a live engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from engine_models import ALL, ATTENTION, ROUTER, saved, verified
+from sglang_families import EXPERT
+from sglang_runs import LOST, Case, run_cases
+
+from ckptkit.app.api import quantize
+from quant.formats.scheme import QuantScheme
+from verify.witnesses.sglang.job import EngineSizes
+from verify.witnesses.sglang.run import SglangRun
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.sglang,
+    pytest.mark.timeout(1500),
+]
+
+SIZES = (EngineSizes(2), EngineSizes(2, 2), EngineSizes(2, dp_attention=True))
+NAMES = ("qwen2-tied", "qwen3_moe", "deepseek_v3")
+INT4 = "experts in INT4"  # shared out: cut ones are below the kernel's tiles
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for name in NAMES:
+        models.save(name, root / name)
+    quantize(saved("moe", root), root / INT4, QuantScheme(32, "qmax7", (ATTENTION, ROUTER)))
+    return root
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[EngineSizes, Mapping[str, SglangRun]]:
+    found = {}
+    for sizes in SIZES:
+        cases = {name: Case(root / name) for name in (*NAMES, *[INT4] * (sizes.ep == 2))}
+        cases |= {f"{name} broken": Case(root / name, alter="lost_and_exchanged") for name in NAMES}
+        found[sizes] = run_cases(cases, tmp_path_factory.mktemp("runs"), gpu=True, sizes=sizes)
+    return found
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", [*NAMES, INT4])
+def test_every_tensor_is_on_some_gpu(
+    name: str, sizes: EngineSizes, root: Path, runs: Mapping[EngineSizes, Mapping[str, SglangRun]]
+) -> None:
+    if name == INT4 and sizes.ep == 1:
+        pytest.skip("the kernel's tiles are larger than half an expert")
+    report = runs[sizes][name].report
+    assert report is not None, runs[sizes][name]
+    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
+    assert (report.repacked, report.unchecked) == ((), ())
+    left = set(report.draft)
+    assert report.equal == {
+        one: tensor.nbytes for one, tensor in models.tensors(root / name).items() if one not in left
+    }
+    assert report.device == torch.cuda.get_device_name()
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_lost_and_exchanged_tensors_are_named(
+    name: str, sizes: EngineSizes, root: Path, runs: Mapping[EngineSizes, Mapping[str, SglangRun]]
+) -> None:
+    report = runs[sizes][f"{name} broken"].report
+    assert report is not None, runs[sizes][f"{name} broken"]
+    tensors = models.tensors(root / name)
+    missing = sorted(one for one in tensors if LOST.fullmatch(one))
+    assert sorted(one.tensor for one in report.unwritten) == missing
+    assert sorted(one.tensor for one in report.differing) == sorted(one for one in tensors if EXPERT.search(one))
+
+
+def test_a_live_engine_of_two_ranks_is_updated_and_resumed(root: Path) -> None:
+    report = verified(root / "moe", ALL, tp=2)
+    statuses = {check.code: check.status for check in report.checks if check.code[:3] in ("CK5", "CK6")}
+    assert set(statuses.values()) == {"passed"}, (report.findings, report.reasons)
+    assert {"CK511", "CK512", "CK513", "CK601", "CK604", "CK605"} <= statuses.keys()
