@@ -129,10 +129,11 @@ def _refuse_reordered(content: Mapping[str, Any]) -> None:
 
 def _packed(weights: QuantizationArgs, unused: tuple[str, ...]) -> PackedInt4:
     _require(weights, {"type": ("int",), "num_bits": (BITS,), "strategy": ("group", "channel")})
-    if EXPERTS_ZERO_POINTS in weights.observer_kwargs:
-        raise _unsupported("zero points of experts in SGLang's own layout")
     group = weights.group_size if weights.strategy == "group" else None
-    return PackedInt4(group, bool(weights.symmetric), unused)
+    layout = weights.observer_kwargs.get(EXPERTS_ZERO_POINTS, "none")
+    if layout not in ("none", "sglang"):
+        raise _unsupported(f"{EXPERTS_ZERO_POINTS} {layout!r}")
+    return PackedInt4(group, bool(weights.symmetric), unused, layout == "sglang")
 
 
 def _float(weights: QuantizationArgs, unused: tuple[str, ...]) -> Fp8:

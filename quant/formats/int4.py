@@ -20,6 +20,7 @@ from quant.formats.packing import CODES_PER_WORD, unpack, unpack_zero_point
 from quant.formats.part_names import INT4_ENDINGS, PACKED, SCALE, SHAPE, ZERO_POINT
 from quant.formats.release import Release
 from quant.formats.scheme import SCALE_DTYPES
+from quant.formats.zero_points import is_expert, of_sglang_experts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,11 +31,15 @@ _INTEGERS = ("int64", "int32")
 
 @dataclass(frozen=True)
 class PackedInt4:
-    """One variant of packed INT4. `group`: neighbours in a row that share a scale; None: one scale a row."""
+    """One variant of packed INT4. `group`: neighbours in a row that share a scale; None: one scale a row.
+
+    `sglang_experts`: zero points of routed experts are in SGLang's layout (`quant.formats.zero_points`).
+    """
 
     group: int | None
     symmetric: bool
     unused: tuple[str, ...] = ()
+    sglang_experts: bool = False
 
     @cached_property
     def words(self) -> str:
@@ -75,12 +80,18 @@ class PackedInt4:
         release.check(packed.name, (rows, -(-shape[1] // CODES_PER_WORD)), ("int32",), self.words, scale)
         release.check(stored_shape.name, (2,), _INTEGERS, self.words, packed)
         if not self.symmetric:
-            release.check(module + ZERO_POINT, (-(-rows // CODES_PER_WORD), groups), ("int32",), self.words, packed)
+            words = -(-rows // CODES_PER_WORD)
+            zeros = (groups, words) if self._of_sglang(packed.name) else (words, groups)
+            release.check(module + ZERO_POINT, zeros, ("int32",), self.words, packed)
 
         # A large model has 70,000 of these steps, so each is kept small.
-        run = partial(_dequantized, release, packed, scale, stored_shape.name, shape)
+        of_sglang = self._of_sglang(packed.name)
+        run = partial(_dequantized, release, packed, scale, stored_shape.name, shape, of_sglang)
         names = (packed.name, *[part.name for part in parts])
         return Step(names, (TensorSpec(f"{module}.weight", shape, scale.dtype),), run, "dequantize INT4")
+
+    def _of_sglang(self, name: str) -> bool:
+        return self.sglang_experts and is_expert(name)
 
 
 def _dequantized(
@@ -89,6 +100,7 @@ def _dequantized(
     scale: TensorSpec,
     stored_shape: str,
     shape: tuple[int, int],
+    of_sglang: bool,
     tensors: Sequence[Tensor],
 ) -> list[Tensor]:
     words, scales, stored, *zero = tensors
@@ -98,7 +110,9 @@ def _dequantized(
             stored_shape, f"says {stored.tolist()}, but {packed.name} and {scale.name} make {list(shape)}", hint
         )
     release.check_finite(scale.name, scales * _WIDEST)
-    zero_point = unpack_zero_point(zero[0], scale.shape) if zero else None
+    if not zero:
+        return [unpacked(words, scales, shape)]
+    zero_point = of_sglang_experts(zero[0]) if of_sglang else unpack_zero_point(zero[0], scale.shape)
     return [unpacked(words, scales, shape, zero_point)]
 
 

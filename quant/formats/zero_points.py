@@ -1,4 +1,4 @@
-"""Converts zero points of routed experts from compressed-tensors' layout to SGLang's."""
+"""Converts zero points of routed experts from compressed-tensors' layout to SGLang's, and back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckptkit.core.errors import CkptkitError
-from quant.formats.packing import CODES_PER_WORD, pack, unpack_zero_point
+from quant.formats.packing import CODES_PER_WORD, pack, unpack, unpack_zero_point
 from quant.formats.scheme import QuantScheme
 
 if TYPE_CHECKING:
@@ -54,3 +54,11 @@ def for_sglang_experts(zero_point: Tensor, rows: int, name: str) -> Tensor:
     groups = zero_point.shape[1]
     codes = unpack_zero_point(zero_point, (rows, groups)).T.reshape(groups, rows // CODES_PER_WORD, CODES_PER_WORD)
     return pack(codes[:, :, list(_ORDER)].reshape(groups, rows))
+
+
+def of_sglang_experts(zero_point: Tensor) -> Tensor:
+    """The zero points int8 [rows, groups] of int32 [groups, rows / 8] in SGLang's layout."""
+    groups, words = zero_point.shape
+    codes = unpack(zero_point, (groups, words * CODES_PER_WORD)).view(groups, words, CODES_PER_WORD)
+    order = [_ORDER.index(row) for row in range(CODES_PER_WORD)]
+    return codes[:, :, order].reshape(groups, -1).T.contiguous()

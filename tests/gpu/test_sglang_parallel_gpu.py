@@ -58,10 +58,10 @@ def test_every_tensor_is_on_some_gpu(
     assert report is not None, runs[sizes][name]
     assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
     assert (report.repacked, report.unchecked) == ((), ())
-    left = set(report.draft)
-    assert report.equal == {
-        one: tensor.nbytes for one, tensor in models.tensors(root / name).items() if one not in left
-    }
+    tensors = models.tensors(root / name)
+    # SGLang keeps shapes of packed weights in bfloat16 and never reads them.
+    left = {*report.draft, *(one for one in tensors if one.endswith("weight_shape"))}
+    assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if one not in left}
     assert report.device == torch.cuda.get_device_name()
 
 

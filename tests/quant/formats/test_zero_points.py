@@ -11,10 +11,12 @@ import torch
 
 from ckptkit.app.api import inspect, quantize
 from ckptkit.core.errors import CkptkitError
+from quant.formats.grids import dequantize
 from quant.formats.grids import quantize as by_formula
 from quant.formats.packing import pack_zero_point
 from quant.formats.scheme import QuantScheme
 from quant.formats.zero_points import check_zero_point_layout, for_sglang_experts, is_expert
+from verify.evidence.plain import plain
 
 ASYMMETRIC = QuantScheme(32, "minmax", (), symmetric=False)
 
@@ -76,12 +78,30 @@ def test_a_mixture_of_experts(releases: Callable[..., Path], tmp_path: Path) -> 
         assert after[f"{module}.weight_zero_point"].shape == (
             (weight.shape[1] // 32, weight.shape[0] // 8) if special else packed.shape
         )
-    assert inspect(tmp_path / "out")["quantization"] == (
-        "not to be dequantized here: config.json: "
-        "a compressed-tensors release with zero points of experts in SGLang's own layout is not supported"
+    assert inspect(tmp_path / "out")["quantization"].startswith(
+        "INT4 (compressed-tensors pack-quantized, asymmetric, one scale for each 32 weights): "
     )
-    with pytest.raises(CkptkitError, match="zero points of experts in SGLang's own layout is not supported"):
-        quantize(tmp_path / "out", tmp_path / "again", ASYMMETRIC)
+
+
+def test_experts_in_sglangs_layout_are_dequantized_as_the_formula_says(
+    releases: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = releases("qwen3_moe")
+    quantize(source, tmp_path / "out", ASYMMETRIC, readers=("sglang",))
+    view = plain(tmp_path / "out")
+    for name in ("model.layers.1.mlp.experts.2.up_proj.weight", "model.layers.1.self_attn.o_proj.weight"):
+        parts = by_formula(models.tensors(source)[name], ASYMMETRIC)
+        assert torch.equal(view.read([name])[name], dequantize(parts.codes, parts.scale, parts.zero_point))
+
+
+def test_an_unknown_layout_of_zero_points_is_refused(releases: Callable[..., Path], tmp_path: Path) -> None:
+    quantize(releases("qwen3_moe"), tmp_path / "out", ASYMMETRIC, readers=("sglang",))
+    text = (tmp_path / "out" / "config.json").read_text()
+    (tmp_path / "out" / "config.json").write_text(
+        text.replace('"experts_zero_points": "sglang"', '"experts_zero_points": "awq"')
+    )
+    with pytest.raises(CkptkitError, match="experts_zero_points 'awq' is not supported"):
+        plain(tmp_path / "out")
 
 
 def test_a_dense_model_needs_nothing_special(releases: Callable[..., Path], tmp_path: Path) -> None:
