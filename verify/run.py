@@ -42,7 +42,8 @@ def verify(
 
     `source` is what it was made from; then every value is compared. `hf` gives the config of a Megatron checkpoint that
     has none beside it. `manifest` is a file with a digest of every tensor. `against` holds "megatron" and "sglang",
-    and what a live engine is asked: "engine", which each of "update", "release-resume" and "logits" implies.
+    and what a live engine is asked: "engine", which each of "update", "release-resume" and "logits" implies. With
+    "megatron" and a Megatron checkpoint "logits" asks for Megatron's instead.
     `readers` (as `--reader` has them; None: SGLang, slime and miles) are those that are to load or send INT4 weights:
     an `ignore` list that contradicts the packed weights for one of them is an error, for others a warning. Where none
     is named and the list is a published one, what only trainers read differently is a warning too. `ray` is the address
@@ -55,7 +56,6 @@ def verify(
     """
     if unknown := against - WITNESSES.keys():
         raise CkptkitError(f"against holds {sorted(unknown)}", f"it may hold {', '.join(map(repr, WITNESSES))}")
-    against |= {"engine"} if against & {"update", "release-resume", "logits"} else frozenset()
     if hf is not None:
         _check_hf(hf)
     if readers is not None:
@@ -75,6 +75,7 @@ def verify(
         ray=ray,
         dp_attention=dp_attention,
     )
+    subject = replace(subject, against=_implied(subject))
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
     _check_early(subject, hf, path)
     chosen, left_out = choose(subject, [one for one in all_checks() if one.stage != "launch"])
@@ -90,6 +91,13 @@ def verify(
         heat=_heat(subject, outcome.findings),
         reasons=outcome.reasons,
     )
+
+
+def _implied(subject: Subject) -> frozenset[str]:
+    """What is asked for, with what that implies: an engine, unless the logits are Megatron's."""
+    asked = subject.against & {"update", "release-resume", "logits"}
+    of_megatron = asked == {"logits"} and "megatron" in subject.against and subject.kind == "megatron"
+    return subject.against | ({"engine"} if asked and not of_megatron else frozenset())
 
 
 def _check_hf(hf: str | Path) -> None:

@@ -33,7 +33,12 @@ if TYPE_CHECKING:
 @click.option("--engine", is_flag=True, help="Serve it with a live SGLang engine. Needs GPUs, as do the next three.")
 @click.option("--update", is_flag=True, help="... and load it again, by tensor and from disk: nothing may change.")
 @click.option("--release-resume", is_flag=True, help="... and release its memory and resume: nothing may be lost.")
-@click.option("--logits", is_flag=True, help="... and compare its log-probabilities with those of transformers.")
+@click.option(
+    "--logits",
+    is_flag=True,
+    help="... and compare what it computes with transformers. Of a Megatron checkpoint with --against-megatron: what "
+    "Megatron computes, which needs no GPU.",
+)
 @click.option(
     "--manifest",
     type=common.PATH,

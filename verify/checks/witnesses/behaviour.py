@@ -6,17 +6,20 @@ from collections.abc import Iterator, Mapping
 
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.witnesses.engine import FURTHEST
+from verify.checks.witnesses.megatron import finished
 from verify.checks.witnesses.sglang import no_routers
 from verify.evidence.expected import config_of
 from verify.evidence.folding import LAYER
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.witnesses.engine.job import FIRST, Answers, EngineReport
-from verify.witnesses.engine.run import run_engine, run_reference, run_source
+from verify.witnesses.engine.run import judged_by_transformers, prompts_of, run_engine, run_reference, run_source
+from verify.witnesses.megatron.run import run_megatron_logits
 from verify.witnesses.sglang.names import routers
 
 APART_NATS = 0.5  # a token; engines and transformers are within 0.01 on sound models (docs/gpu-results.md)
 MORE = 0.3  # of repeated runs, or of tokens that are no text, than the reference has
+EXACT = 0.1  # times the noise of the dtype: Megatron computes in float32 here, as transformers does
 FEW = 0.02  # of the choices of experts: near ties flip by rounding alone
 
 
@@ -42,7 +45,7 @@ def _by_precision(reference: Mapping[str, Answers]) -> tuple[Answers, str, Answe
     "CK604",
     "a live SGLang engine writes text that transformers would write",
     stage="behaviour",
-    needs=("logits",),
+    needs=("engine", "logits"),
     rationale="Log-probabilities of random prompts say little of what users read: a model that is slightly wrong "
     "everywhere drifts into repetition or noise as it writes.",
     fix="Compare the figures with those of the source; then `verify --against-sglang`, and --source for the values.",
@@ -88,7 +91,7 @@ def text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "CK605",
     "SGLang's routers choose the experts that transformers chooses",
     stage="behaviour",
-    needs=("logits",),
+    needs=("engine", "logits"),
     rationale="A router bias rounded to bfloat16, or a score function that an engine takes otherwise, sends tokens to "
     "other experts; every weight is in its place, and the answers are fluent.",
     fix="Compare the router's weight, its bias (in float32) and the routing keys of config.json with the release.",
@@ -121,4 +124,43 @@ def routing(subject: Subject, tally: Tally) -> Iterator[Issue]:
             f"up to {ours[worst]:.1%} of the choices are other experts",
             "compare the router's weight, bias and its dtype, and the routing keys of config.json with the release",
             names=[names[layer] for layer in astray],
+        )
+
+
+@check(
+    "CK606",
+    "Megatron computes what transformers computes",
+    stage="behaviour",
+    needs=("megatron", "logits"),
+    rationale="Every slice can be in its place while Megatron computes something else with it: another rotary base or "
+    "norm, a score function, a layer that another argument turns off.",
+    fix="Compare the arguments that CK701 and CK702 look at with config.json; see docs/mappings.md for the model.",
+)
+def same_logits_in_megatron(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Log-probabilities of fixed prompts in float32, Megatron's on one rank, against transformers."""
+    from verify.witnesses.engine.distance import distance, not_finite
+
+    finished(subject)
+    prompts = prompts_of(config_of(subject), with_long=False)
+    report = run_megatron_logits(subject, prompts)
+    broken, count = not_finite(report.judged)
+    tally.compared(0, count)
+    if broken:
+        hint = "CK401 and CK402 name what Megatron did not load; else the weights themselves are not finite (CK204)"
+        yield Issue("a finite log-probability for every token", f"{broken} of {count} are not", hint, file=subject.path)
+        return
+    reference = judged_by_transformers(subject, prompts, [answer.top_ids for answer in report.judged])
+    exact, dtype, rounded = _by_precision(reference)
+    found, noise = distance(report.judged, exact.judged), distance(rounded.judged, exact.judged)
+    unit = max(noise.mean, 1e-4)
+    tally.facts["log-probabilities in Megatron"] = [
+        f"megatron-core {report.version} from transformers, both in float32: {found}",
+        f"transformers in {dtype} from float32: {noise}",
+    ]
+    if not found.mean <= EXACT * unit:
+        yield Issue(
+            f"log-probabilities within {EXACT:g} times the noise of {dtype} (mean {unit:.4f})",
+            f"{found.mean / unit:.2f} times: {found}",
+            "Megatron and transformers compute other things from the same weights: compare the training arguments",
+            file=subject.path,
         )

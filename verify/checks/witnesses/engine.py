@@ -129,7 +129,7 @@ def _report(subject: Subject) -> EngineReport:
     "CK601",
     "a live SGLang engine computes what transformers computes",
     stage="behaviour",
-    needs=("logits",),
+    needs=("engine", "logits"),
     rationale="Weights in their places can still be used wrongly: another rotary base, another norm, a kernel's fault.",
     fix="Compare config.json with the release; then try other kernels (--attention-backend) and report the figures.",
 )

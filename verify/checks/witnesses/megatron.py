@@ -24,7 +24,8 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(distinct) > 1)} {ranges(distinct).strip('{}')}"
 
 
-def _finished(subject: Subject) -> MegatronRun:
+def finished(subject: Subject) -> MegatronRun:
+    """The run of Megatron. Raises Unable where Megatron could not be asked, Skip where it did not load."""
     run = subject.once(run_megatron)
     if run.unable:
         raise Unable(run.unable)
@@ -105,7 +106,7 @@ def _is_alias(key: str, missing: set[str], names: Container[str]) -> bool:
 )
 def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every parameter and persistent buffer, bit for bit, against its slice of the source (or of the bytes on disk)."""
-    run = _finished(subject)
+    run = finished(subject)
     seen = [(report.rank, tensor) for report in run.reports for tensor in report.tensors]
     for _, tensor in seen:
         tally.compared(tensor.nbytes)
@@ -181,7 +182,7 @@ def _moved(tensors: Sequence[TensorSeen]) -> str | None:
 )
 def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Global layer numbers, as Megatron counts them, of every pipeline stage."""
-    run = _finished(subject)
+    run = finished(subject)
     stages: dict[int, tuple[tuple[int, ...], ...]] = {}
     for report in run.reports:
         tally.tensors += sum(map(len, report.layers))

@@ -25,6 +25,7 @@ from ckptkit.formats.hf.side_files import quantization_of, without_quantization
 from verify.evidence.plain import plain
 from verify.witnesses.ending import Phase, PhaseLog, ending_path
 from verify.witnesses.engine.job import SHORT, Answers, Continuation, Ids, Judged, ReferenceJob, Routed
+from verify.witnesses.engine.judge import judged
 
 _EXPERTS = re.compile(r"layers\.(\d+)\.\w+\.experts$")
 _ROOM_BYTES = 8 << 30  # attention and logits of the longest prompt
@@ -90,11 +91,7 @@ def judge(model: nn.Module, prompt: Sequence[int], top_ids: Ids) -> Judged:
     """The prompt's log-probabilities, and at each position those of `top_ids` and the model's own best tokens."""
     tokens = torch.tensor([prompt], device=next(model.parameters()).device)
     with torch.no_grad():
-        logits: Tensor = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
-    normal = logits.log_softmax(-1)
-    wanted = torch.tensor(top_ids, device=normal.device)
-    own = normal.topk(min(wanted.shape[1], normal.shape[1])).indices
-    return Judged(normal.gather(1, tokens[0, 1:, None])[:, 0].tolist(), own.tolist(), normal.gather(1, wanted).tolist())
+        return judged(model(input_ids=tokens, use_cache=False).logits[0], prompt, top_ids)
 
 
 def score(model: nn.Module, opening: Sequence[int], ids: Sequence[int]) -> list[float]:

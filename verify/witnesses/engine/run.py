@@ -18,7 +18,7 @@ from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.skip import Unable
 from verify.witnesses.ending import Ending, ending_path
-from verify.witnesses.engine.job import FIRST, Answers, EngineJob, EngineReport, ReferenceJob, load_report
+from verify.witnesses.engine.job import FIRST, Answers, EngineJob, EngineReport, Ids, ReferenceJob, load_report
 from verify.witnesses.engine.text import openings_of, tokenizer_of
 from verify.witnesses.sglang.job import EngineSizes
 from verify.witnesses.sglang.run import check_class, engine_sizes, start
@@ -98,6 +98,12 @@ def run_source(subject: Subject) -> Mapping[str, Answers]:
         raise Unable(run.failed or "the engine gave no report")
     written = [one.ids for one in run.report.written]
     return _reference(subject, partial(ReferenceJob, str(subject.source_path), openings=run.openings, written=written))
+
+
+def judged_by_transformers(subject: Subject, prompts: Ids, top_ids: Sequence[Ids]) -> Mapping[str, Answers]:
+    """What transformers makes of prompts with the source's weights, or without an HF source with the subject's own."""
+    path = subject.source_path if subject.source_kind == "hf" and subject.source_path else subject.path
+    return _reference(subject, partial(ReferenceJob, str(path), prompts=prompts, top_ids=top_ids))
 
 
 def _reference(subject: Subject, job: Callable[..., ReferenceJob]) -> Mapping[str, Answers]:

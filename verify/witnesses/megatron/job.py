@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from converters.megatron.parallel import ParallelSizes
+from verify.witnesses.engine.job import Judged
 
 Verdict = Literal["equal", "differs", "unwritten", "unknown"]
 
@@ -18,7 +19,8 @@ class RankJob:
     """One rank's task. The ranks meet through the file `store`; the outcome goes to `report`.
 
     `hf` gives the config of a checkpoint that carries none. The parameters (of `dtype`) are compared with `source`, or
-    without one with the checkpoint's own bytes, read without Megatron.
+    without one with the checkpoint's own bytes, read without Megatron. With `prompts` (token ids) one rank holds the
+    whole model and judges them, and nothing is compared.
     """
 
     checkpoint: str
@@ -30,6 +32,7 @@ class RankJob:
     report: str
     dtype: str
     transformer_engine: bool = False
+    prompts: Sequence[Sequence[int]] = ()
 
     def save(self, path: Path) -> None:
         """Writes the job as JSON."""
@@ -65,7 +68,8 @@ class RankReport:
     """What one rank saw. `layers`: global layers of each model chunk, as Megatron numbers them, from 0.
 
     `missing`: keys on disk that no rank asked for. `unexpected`: keys that this rank asked for and the disk lacks.
-    `refused`: names on which `load_state_dict` was not strict. `requested`: how many keys it asked for.
+    `refused`: names on which `load_state_dict` was not strict. `requested`: how many keys it asked for. `judged`: what
+    Megatron makes of each prompt.
     """
 
     rank: int
@@ -79,6 +83,7 @@ class RankReport:
     unexpected: tuple[str, ...]
     refused: tuple[str, ...]
     tensors: tuple[TensorSeen, ...]
+    judged: tuple[Judged, ...] = ()
 
     def save(self, path: Path) -> None:
         """Writes the report as JSON."""
@@ -90,6 +95,6 @@ class RankReport:
         values: Mapping[str, Any] = json.loads(path.read_text())
         tuples = {key: tuple(values[key]) for key in ("missing", "unexpected", "refused")}
         layers = tuple(tuple(chunk) for chunk in values["layers"])
-        return RankReport(
-            **{**values, **tuples, "layers": layers, "tensors": tuple(TensorSeen(**seen) for seen in values["tensors"])}
-        )
+        seen = tuple(TensorSeen(**one) for one in values["tensors"])
+        judged = tuple(Judged(**one) for one in values["judged"])
+        return RankReport(**{**values, **tuples, "layers": layers, "tensors": seen, "judged": judged})

@@ -31,6 +31,7 @@ from converters.stored import as_stored
 from verify.evidence.plain import plain
 from verify.witnesses.bits import poison
 from verify.witnesses.ending import Phase, PhaseLog, ending_path
+from verify.witnesses.engine.judge import judged
 from verify.witnesses.megatron.imports import importing_megatron
 from verify.witnesses.megatron.job import RankJob, RankReport, TensorSeen
 from verify.witnesses.megatron.slices import Position, compare_all
@@ -41,7 +42,7 @@ with importing_megatron():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.package_info import __version__
 
-    from verify.witnesses.megatron.model import Build, build_chunks, connect
+    from verify.witnesses.megatron.model import Build, build_chunks, connect, logits
 
 
 def reference_of(source: str, hf: str | None) -> Checkpoint:
@@ -71,6 +72,7 @@ BUILD = Phase("building the model")
 ASK = Phase("asking the model which keys it wants")
 LOAD = Phase("loading the weights", ("megatron", "torch"))
 COMPARE = Phase("comparing what was loaded")
+COMPUTE = Phase("computing log-probabilities")
 
 
 def _ignore(phase: Phase) -> None:
@@ -138,6 +140,8 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     for chunk in chunks:
         poison(held_by(chunk).values())
     requested, missing, unexpected, refused = load(chunks, job.checkpoint, enter)
+    enter(COMPUTE)
+    answers = tuple(judged(_logits(chunks, prompt, dims.vocab), prompt) for prompt in job.prompts)
     enter(COMPARE)
     at = position(dims.experts, job.sizes.ep, not job.transformer_engine)
     return RankReport(
@@ -151,8 +155,16 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
         missing=tuple(sorted(missing)),
         unexpected=tuple(sorted(unexpected)),
         refused=tuple(refused),
-        tensors=tuple(_seen(chunks, config, reference, at)),
+        tensors=() if answers else tuple(_seen(chunks, config, reference, at)),
+        judged=answers,
     )
+
+
+def _logits(chunks: list[GPTModel], prompt: Sequence[int], vocabulary: int) -> Tensor:
+    """Logits [tokens, vocabulary] of a prompt by the whole model, which this rank holds."""
+    (model,) = chunks
+    tokens = torch.tensor([prompt], device=next(model.parameters()).device)
+    return logits(model, tokens)[0, :, :vocabulary]
 
 
 def _run(job: RankJob) -> None:

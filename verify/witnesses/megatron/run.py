@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,20 +88,7 @@ def run_megatron(subject: Subject) -> MegatronRun:
     the source does not fit its own config.
     """
     sizes = sizes_of(subject)
-    if (dialect := dialect_of(config_of(subject), subject.checkpoint.specs)) != MCORE:
-        raise Unable(f"these tensors are named for {dialect}'s own modules, which are no part of megatron-core")
-    dims, found = dims_of(config_of(subject)), version("megatron-core")
-    release = tuple(map(int, found.split(".")[:2]))
-    if dims.indexer and release < _INDEXER_SINCE:
-        raise Unable(
-            f"the indexer of megatron-core {found} wants other rows than that of 0.19, which this checkpoint is "
-            "for; install 0.19"
-        )
-    if dims.mla and dims.mla.q_rank is None and release >= _QUERY_NORM_SINCE:
-        raise Unable(
-            f"megatron-core {found} puts a norm before linear_q_proj, which no model without q_lora_rank has; "
-            "install one before 0.19"
-        )
+    _check_release(subject)
     if subject.source is not None and subject.source_kind == "hf":
         to_megatron(subject.source, str(subject.source_path))
     import torch
@@ -116,6 +103,44 @@ def run_megatron(subject: Subject) -> MegatronRun:
     device = f"{'NCCL on GPUs' if gpu else 'gloo on the CPU'}, {spec}"
     verdicts = {rank: failure.said for rank, failure in failures.items() if failure.ending.verdict}
     return MegatronRun(sizes, device, reports, verdicts, _unable(failures) if failures and not verdicts else None)
+
+
+def _check_release(subject: Subject) -> None:
+    """Raises Unable for tensors or a model that the installed megatron-core does not take."""
+    if (dialect := dialect_of(config_of(subject), subject.checkpoint.specs)) != MCORE:
+        raise Unable(f"these tensors are named for {dialect}'s own modules, which are no part of megatron-core")
+    dims, found = dims_of(config_of(subject)), version("megatron-core")
+    release = tuple(map(int, found.split(".")[:2]))
+    if dims.indexer and release < _INDEXER_SINCE:
+        raise Unable(
+            f"the indexer of megatron-core {found} wants other rows than that of 0.19, which this checkpoint is "
+            "for; install 0.19"
+        )
+    if dims.mla and dims.mla.q_rank is None and release >= _QUERY_NORM_SINCE:
+        raise Unable(
+            f"megatron-core {found} puts a norm before linear_q_proj, which no model without q_lora_rank has; "
+            "install one before 0.19"
+        )
+
+
+def run_megatron_logits(subject: Subject, prompts: Sequence[Sequence[int]]) -> RankReport:
+    """What Megatron makes of prompts (token ids): the whole model on one rank in float32, whatever the sizes asked for.
+
+    Raises Unable where it cannot say, which is no verdict on the checkpoint, and as `run_megatron`.
+    """
+    import torch
+
+    sizes_of(subject)
+    _check_release(subject)
+    sizes, gpu = ParallelSizes(), torch.cuda.is_available()
+    with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
+        job = _job(subject, sizes, 0, Path(scratch), gpu)
+        job = replace(job, dtype="float32", prompts=prompts, transformer_engine=False)
+        nbytes = sum(spec.nbytes for spec in subject.checkpoint.specs.values())
+        failures = run_ranks([job], Path(scratch), gpu, _START_SECONDS + 4 * nbytes / _BYTES_A_SECOND)
+        if failures:
+            raise Unable(_unable(failures))
+        return RankReport.load(Path(job.report))
 
 
 def _unable(failures: Mapping[int, Failure]) -> str:
