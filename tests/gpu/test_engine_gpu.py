@@ -16,7 +16,14 @@ import torch
 from families import CASES
 from families.case import save
 from sglang_runs import int4_config, online_int4, written
-from transformers import DeepseekV3Config, MistralConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
@@ -65,6 +72,18 @@ MODELS: Mapping[str, tuple[str, Callable[[], PretrainedConfig]]] = {
             v_head_dim=128,
         ),
     ),
+    "glm": (
+        "glm4_moe-mtp",
+        partial(
+            Glm4MoeConfig,
+            **SIZES,
+            **EXPERTS,
+            head_dim=64,
+            n_routed_experts=16,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+        ),
+    ),
     "window": ("mistral", partial(MistralConfig, **SIZES, head_dim=64, sliding_window=5)),
 }
 ONLINE = ["lm_head", "model.embed_tokens"]
@@ -90,11 +109,18 @@ def failed(report: Report) -> set[str]:
     return {finding.code for finding in report.findings if finding.severity == "error"}
 
 
+def holds_draft(report: Report) -> bool:
+    """Whether a second engine was read back, with many tensors of a draft model."""
+    (held, *_) = report.facts.get("SGLang engine, with speculative decoding", ["0 of none"])
+    return int(held.rpartition(", ")[2].split()[0]) > 10
+
+
 @pytest.mark.parametrize("name", ["dense", "moe", "mla"])
 def test_updates_release_and_logits_of_sound_models_pass(name: str, tmp_path: Path) -> None:
     report = verified(saved(name, tmp_path))
     statuses = {check.code: (check.status, check.reason) for check in report.checks if check.code[:3] in ("CK5", "CK6")}
     assert statuses == dict.fromkeys(("CK511", "CK512", "CK513", "CK601"), ("passed", None)), report.findings
+    assert holds_draft(report) == (name == "mla")  # which has a multi-token prediction layer
 
 
 def test_an_int4_model_passes_where_sglang_can_load_it_again(tmp_path: Path) -> None:
@@ -125,6 +151,25 @@ def test_a_tensor_that_updates_leave_out_is_named(tmp_path: Path) -> None:
     found = {(one.code, one.tensor) for one in report.findings if one.code.startswith("CK5")}
     assert found >= {("CK512", lost), ("CK513", lost)}
     assert {tensor for _, tensor in found} <= {lost, None}
+
+
+def test_a_draft_model_is_updated_and_resumed_with_the_model(tmp_path: Path) -> None:
+    report = verified(saved("glm", tmp_path), frozenset({"engine", "update", "release-resume"}))
+    statuses = {check.code: (check.status, check.reason) for check in report.checks if check.code.startswith("CK51")}
+    assert statuses == dict.fromkeys(("CK511", "CK512", "CK513"), ("passed", None)), report.findings
+    assert holds_draft(report)
+
+
+@pytest.mark.parametrize("lost", ["eh_proj.weight", "mlp.experts.5.down_proj.weight"])
+def test_a_draft_tensor_that_updates_leave_out_is_named(lost: str, tmp_path: Path) -> None:
+    source = saved("glm", tmp_path)
+    tensors = {name: tensor for name, tensor in models.tensors(source).items() if name != f"model.layers.6.{lost}"}
+    path = written(tmp_path, "lost", source, tensors)
+    report = verified(path, frozenset({"engine", "update", "release-resume"}))
+    param = "draft.model.decoder.mlp.experts.w2_weight" if "experts" in lost else "draft.model.eh_proj.weight"
+    found = {(one.code, one.tensor) for one in report.findings if one.code.startswith("CK51")}
+    assert found >= {("CK512", param), ("CK513", param)}, report.reasons
+    assert {tensor for _, tensor in found} <= {param, param.removeprefix("draft.")}
 
 
 def test_a_packed_router_is_no_sound_engine(tmp_path: Path) -> None:

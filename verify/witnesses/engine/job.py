@@ -13,6 +13,7 @@ from verify.witnesses.sglang.job import ONE_RANK, EngineSizes
 TOP = 20  # tokens a position whose log-probabilities are compared, besides the prompt's own
 FIRST, AGAIN = "after the start", "after the start, asked again"  # names of passes; others are steps
 RESUMED = "releasing, resuming and updating by tensor"  # the step's name
+DRAFT = "draft."  # stands before names of a draft model's tensors, as in SGLang's own checksums
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class EngineJob:
     """An engine serves the HF directory `checkpoint`. `scratch` is an empty directory for read-backs.
 
     `update`: the whole checkpoint is loaded again, twice by tensor and twice from disk. `release_resume`: memory is
-    released and resumed, then weights are updated. `prompts` are token ids.
+    released and resumed, then weights are updated. `prompts` are token ids. `draft`: the engine decodes speculatively,
+    with the multi-token prediction layers of the directory as its draft model.
     """
 
     checkpoint: str
@@ -30,6 +32,7 @@ class EngineJob:
     sizes: EngineSizes = ONE_RANK
     update: bool = False
     release_resume: bool = False
+    draft: bool = False
 
     def save(self, path: Path) -> None:
         """Writes the job as JSON."""
@@ -74,6 +77,7 @@ class Reload:
 class EngineReport:
     """`passes`: the answers to all prompts, by when they were given. `held`: what is read back of all ranks.
 
+    `draft_held`: how much of it is of a draft model, whose names begin with DRAFT.
     `volatile`: what changes from one request to the next, such as a kernel's workspace; it is left out of `Reload`.
     Not `complete`: the engine died in a later step.
     """
@@ -86,6 +90,7 @@ class EngineReport:
     volatile: Sequence[str] = ()
     reloads: Sequence[Reload] = ()
     complete: bool = False
+    draft_held: int = 0
 
     def save(self, path: Path) -> None:
         """Writes the report as JSON, whole or not at all."""

@@ -82,6 +82,17 @@ def configure(
     return args, model_config
 
 
+def draft_class(model_path: Path) -> str | None:
+    """The class that SGLang loads the multi-token prediction layers into; None where it has none for this model."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    (own,), (draft,) = (
+        ModelConfig(str(model_path), trust_remote_code=False, is_draft_model=draft).hf_config.architectures
+        for draft in (False, True)
+    )
+    return None if draft == own else str(draft)
+
+
 def _called(function: Callable[..., Any], **offered: Any) -> Any:
     """Calls with the arguments that the function's signature has, since that changes with SGLang's releases."""
     taken = inspect.signature(function).parameters

@@ -62,3 +62,9 @@ def of_draft(config: Mapping[str, Any]) -> tuple[str, ...]:
     """How the names begin of multi-token prediction layers, which SGLang loads into a draft model."""
     names = (name for rule in rules_of(config) if rule.megatron.startswith("mtp.") for name in rule.hf)
     return tuple(dict.fromkeys(match[0] for name in names if (match := _DRAFT.match(name))))
+
+
+def draft_names(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Those of `names` that belong to multi-token prediction layers."""
+    draft = of_draft(config)
+    return [name for name in names if name.startswith(draft)]
