@@ -56,6 +56,8 @@ DRAFTS = {
     "qwen3_5": "Qwen3_5ForCausalLMMTP",
     "qwen3_5_moe": "Qwen3_5ForCausalLMMTP",
 }
+if release("sglang") >= (0, 5, 23):
+    DRAFTS |= {"qwen3_5_moe_text": "Qwen3_5ForCausalLMMTP"}
 OF_DRAFT = re.compile(r"model\.layers\.12\..*|mtp\..*")
 EXPERT_OF_DRAFT = re.compile(r"(model\.layers\.12|mtp\.layers\.0)\.mlp\.experts\.[45]\..*")
 CLEAN = [name for name in CASES if name not in SAID and name not in LEFT_OUT]

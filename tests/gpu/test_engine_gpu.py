@@ -15,6 +15,7 @@ import pytest
 import torch
 from families import CASES
 from families.case import save
+from installed import release
 from sglang_runs import int4_config, online_int4, written
 from transformers import (
     DeepseekV3Config,
@@ -115,6 +116,16 @@ def holds_draft(report: Report) -> bool:
     return int(held.rpartition(", ")[2].split()[0]) > 10
 
 
+def sound_in_int4(report: Report) -> bool:
+    """Whether nothing is wrong, but for what SGLang before 0.5.23 cannot do: load packed experts again from disk."""
+    assert not failed(report), report.findings
+    assert not report.reasons
+    warnings = [one.actual for one in report.findings if one.code == "CK512"]
+    if release("sglang") >= (0, 5, 23):
+        return not warnings
+    return len(warnings) == 1 and "repacked INT4 layers" in warnings[0]
+
+
 @pytest.mark.parametrize("name", ["dense", "moe", "mla"])
 def test_updates_release_and_logits_of_sound_models_pass(name: str, tmp_path: Path) -> None:
     report = verified(saved(name, tmp_path))
@@ -127,10 +138,7 @@ def test_an_int4_model_passes_where_sglang_can_load_it_again(tmp_path: Path) -> 
     source = saved("moe", tmp_path)
     quantize(source, tmp_path / "int4", QuantScheme(32, "qmax7", (ATTENTION, ROUTER)))
     report = verified(tmp_path / "int4")
-    assert not failed(report), report.findings
-    (warning,) = (one for one in report.findings if one.code == "CK512")
-    assert "repacked INT4 layers" in warning.actual
-    assert not report.reasons
+    assert sound_in_int4(report)
 
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
@@ -157,6 +165,16 @@ def test_a_draft_model_is_updated_and_resumed_with_the_model(tmp_path: Path) -> 
     report = verified(saved("glm", tmp_path), frozenset({"engine", "update", "release-resume"}))
     statuses = {check.code: (check.status, check.reason) for check in report.checks if check.code.startswith("CK51")}
     assert statuses == dict.fromkeys(("CK511", "CK512", "CK513"), ("passed", None)), report.findings
+    assert holds_draft(report)
+
+
+def test_a_draft_model_beside_experts_in_int4_is_updated_too(tmp_path: Path) -> None:
+    """Its own layer is in BF16, as in releases."""
+    source = saved("glm", tmp_path)
+    kept = (ATTENTION, ROUTER, r"re:.*layers\.0\.mlp\..*", r"re:.*shared_experts.*")
+    quantize(source, tmp_path / "glm-int4", QuantScheme(32, "qmax7", kept))
+    report = verified(tmp_path / "glm-int4", frozenset({"engine", "update", "release-resume"}))
+    assert sound_in_int4(report)
     assert holds_draft(report)
 
 

@@ -73,7 +73,12 @@ class Loaded:
 
     def concerns(self, name: str) -> bool:
         """Whether a tensor belongs here, and not to a draft model or to what is only carried along."""
-        return not name.startswith(of_draft(self.config)) and not family_of(self.config).carries(name)
+        return not name.startswith(self.draft_prefixes) and not family_of(self.config).carries(name)
+
+    @cached_property
+    def draft_prefixes(self) -> tuple[str, ...]:
+        """How the names of multi-token prediction layers begin."""
+        return of_draft(self.config)
 
     def routers(self) -> Sequence[str]:
         """The HF names of the routers that belong here."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,10 +43,15 @@ def without_shared(tensors: Mapping[str, Tensor], target: Mapping[str, Tensor]) 
     return {name: tensor for name, tensor in tensors.items() if tensor.data_ptr() not in shared}
 
 
-def beyond_layers(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a draft model may look at a tensor: any but those of the target's decoder layers."""
-    layer = LAYER.match(name)
-    return name.startswith(of_draft(config)) or layer is None or int(layer[1]) >= dims_of(config).layers
+def beyond_layers(config: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Tells by its name whether a draft model may look at a tensor: any but those of the target's decoder layers."""
+    prefixes, layers = of_draft(config), dims_of(config).layers
+
+    def may_look(name: str) -> bool:
+        layer = LAYER.match(name)
+        return name.startswith(prefixes) or layer is None or int(layer[1]) >= layers
+
+    return may_look
 
 
 @dataclass(frozen=True)
@@ -57,13 +62,11 @@ class DraftLoaded(Loaded):
 
     def promised(self) -> Iterable[str]:
         """Every HF name of multi-token prediction layers, without the copies of what the target shares."""
-        copies = copies_of(self.config)
-        return (name for name in draft_names(self.config, promised_names(self.config)) if name not in copies)
+        return (name for name in draft_names(self.config, promised_names(self.config)) if name not in self._copies)
 
     def concerns(self, name: str) -> bool:
         """Whether a tensor is of a multi-token prediction layer, and SGLang needs or was given it."""
-        wanted = name in self.sizes or name not in copies_of(self.config)
-        return wanted and name.startswith(of_draft(self.config))
+        return name.startswith(self.draft_prefixes) and (name in self.sizes or name not in self._copies)
 
     def routers(self) -> Sequence[str]:
         """The HF names of the routers of multi-token prediction layers."""
@@ -72,12 +75,12 @@ class DraftLoaded(Loaded):
     def is_shared(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor that was not written repeats one that the target shares, bit for bit."""
         assert self.target is not None
-        pieces = self.target.placement.pieces.get(copies_of(self.config).get(name, ""), ())
+        pieces = self.target.placement.pieces.get(self._copies.get(name, ""), ())
         return bool(pieces) and not any(self.target.differs(piece, tensor) for piece in pieces)
 
     def nowhere(self, name: str) -> str:
         """What there is to say of a tensor that was given and written nowhere."""
-        if (original := copies_of(self.config).get(name)) is None:
+        if (original := self._copies.get(name)) is None:
             return super().nowhere(name)
         return f"{TAKEN} {original} instead, which has other bits or was not loaded"
 
@@ -89,6 +92,10 @@ class DraftLoaded(Loaded):
         if len(params) != 1 or math.prod(self._shapes.get(name, ())) != self.tensors[params[0]].numel():
             return None
         return params[0], whole(self.tensors[params[0]])
+
+    @cached_property
+    def _copies(self) -> Mapping[str, str]:
+        return copies_of(self.config)
 
     @cached_property
     def _by_tail(self) -> Mapping[str, Sequence[str]]:
@@ -118,13 +125,16 @@ class DraftLoaded(Loaded):
     def _absent_of(self, param: str) -> dict[str, int]:
         """Tensors that were not given whose module is beside a parameter's, or in it, with their elements."""
         beside = param.split(".")[-3:-2]
-        absent = {
+        own = {name: size for name, size in self._absent.items() if name.split(".")[-3:-2] == beside}
+        return own or dict(self._absent)
+
+    @cached_property
+    def _absent(self) -> Mapping[str, int]:
+        return {
             name: math.prod(self._shapes[name])
             for name in self.promised()
             if name in self._shapes and name not in self.sizes and self.place(name) is None
         }
-        own = {name: size for name, size in absent.items() if name.split(".")[-3:-2] == beside}
-        return own or absent
 
 
 def _tail(name: str) -> str:

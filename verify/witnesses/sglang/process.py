@@ -37,7 +37,7 @@ from verify.witnesses.sglang.draft import beyond_layers
 from verify.witnesses.sglang.examine import Examination
 from verify.witnesses.sglang.job import SglangJob, SglangReport
 from verify.witnesses.sglang.load import Weights, load
-from verify.witnesses.sglang.names import draft_names, fuses_shared
+from verify.witnesses.sglang.names import fuses_shared, of_draft
 
 Wanted = Callable[[str], bool]
 
@@ -85,15 +85,13 @@ def witness(
 
     Raises whatever SGLang raises.
     """
-    draft = target is not None
-    config = material.config
-    reference = partial(material.reference, (lambda name: bool(draft_names(config, [name]))) if draft else _all)
-    feed = material.feed((lambda name: beyond_layers(name, config)) if draft else _all)
+    draft, config, scratch = target is not None, material.config, Path(job.scratch)
+    of_layers = of_draft(config)
+    reference = partial(material.reference, (lambda name: name.startswith(of_layers)) if draft else _all)
+    feed = material.feed(beyond_layers(config) if draft else _all)
     examination = Examination(config, material.fused, reference, alter, phases, job.sizes, target)
-    scratch = Path(job.scratch)
-    model = load(
-        material.path, scratch, material.fused, feed, examination, phases, job.sizes, job.rank, draft=target is not None
-    )
+    fused = material.fused
+    model = load(material.path, scratch, fused, feed, examination, phases, job.sizes, job.rank, draft=draft)
     return model, examination
 
 
@@ -117,7 +115,7 @@ def material_of(job: SglangJob) -> Material:
     return Material(path, checkpoint.config, False, partial(stream, view), partial(stream, source))
 
 
-def safetensors_of(root: Path, wanted: Wanted) -> Weights:
+def safetensors_of(root: Path, wanted: Wanted = _all) -> Weights:
     """Every wanted tensor that the index names, read by the safetensors library."""
     for file in HfCheckpoint(root).shards:
         with safe_open(root / file, "pt") as shard:
