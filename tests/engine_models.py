@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from families import CASES
 from families.case import save
-from transformers import DeepseekV3Config, MistralConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from verify.report import Report
 from verify.run import verify
@@ -52,6 +59,18 @@ MODELS: Mapping[str, tuple[str, Callable[[], PretrainedConfig]]] = {
             qk_nope_head_dim=128,
             qk_rope_head_dim=64,
             v_head_dim=128,
+        ),
+    ),
+    "glm": (
+        "glm4_moe-mtp",
+        partial(
+            Glm4MoeConfig,
+            **SIZES,
+            **EXPERTS,
+            head_dim=64,
+            n_routed_experts=16,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
         ),
     ),
     "window": ("mistral", partial(MistralConfig, **SIZES, head_dim=64, sliding_window=5)),

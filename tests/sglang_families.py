@@ -47,4 +47,17 @@ LEFT_OUT = {
 _NOT_SHARED_OUT = "The size of tensor a (6) must match the size of tensor b (12) at non-singleton dimension 0"
 REFUSED_IN_PARALLEL = {EngineSizes(2, 2): dict.fromkeys(("gpt_oss", "gpt_oss-v4"), _NOT_SHARED_OUT)}
 EXPERT = re.compile(r"layers\.3\.\w+\.experts\.[45]\.")
+# The class that SGLang makes of a model's multi-token prediction layers.
+DRAFTS = {
+    "glm4_moe-mtp": "Glm4MoeForCausalLMNextN",
+    "deepseek_v3": "DeepseekV3ForCausalLMNextN",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLMNextN",
+    "qwen3_next": "Qwen3NextForCausalLMMTP",
+    "qwen3_5": "Qwen3_5ForCausalLMMTP",
+    "qwen3_5_moe": "Qwen3_5ForCausalLMMTP",
+}
+if release("sglang") >= (0, 5, 23):
+    DRAFTS |= {"qwen3_5_moe_text": "Qwen3_5ForCausalLMMTP"}
+OF_DRAFT = re.compile(r"model\.layers\.12\..*|mtp\..*")
+EXPERT_OF_DRAFT = re.compile(r"(model\.layers\.12|mtp\.layers\.0)\.mlp\.experts\.[45]\..*")
 CLEAN = [name for name in CASES if name not in SAID and name not in LEFT_OUT]

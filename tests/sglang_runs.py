@@ -22,8 +22,12 @@ from processes import run_logged
 from safetensors.torch import save_file
 from torch import Tensor
 
+from verify.check import all_checks, run_checks
+from verify.evidence.subject import Subject
+from verify.report import CheckResult, Finding
+from verify.run import choose
 from verify.witnesses.sglang.job import ONE_RANK, EngineSizes, SglangJob
-from verify.witnesses.sglang.run import SglangRun, outcome
+from verify.witnesses.sglang.run import SglangRun, outcome, run_sglang
 
 Weights = Iterator[tuple[str, Tensor]]
 
@@ -35,18 +39,23 @@ LOST = re.compile(r".*layers\.(5\.input_layernorm\.weight|6\.\w+\.experts\.7\.(u
 LOST_PARTS = re.compile(LOST.pattern.removesuffix(r"\.weight)") + r"\.weight_packed)")
 
 
+# Of a multi-token prediction layer: the projection of both inputs, a norm, and up of an expert.
+DRAFT = r"(?:model\.|language_model\.)*(?:layers\.12|mtp(?:\.layers\.0)?)\."
+LOST_OF_DRAFT = re.compile(
+    DRAFT + r"(eh_proj\.weight|fc\.weight|input_layernorm\.weight|mlp\.experts\.7\.up_proj\.weight(_packed)?)"
+)
+_SWAPPED = re.compile(rf"((?:.*layers\.3\.\w+|{DRAFT}mlp)\.experts\.)([45])\.")
+
+
 def unaltered(weights: Weights) -> Weights:
     return weights
 
 
 def swapped_experts(weights: Weights) -> Weights:
-    """Experts 4 and 5 of layer 3 under each other's names."""
+    """Experts 4 and 5 of layer 3, and of a multi-token prediction layer, under each other's names."""
     other = {"4": "5", "5": "4"}
     for name, tensor in weights:
-        yield (
-            re.sub(r"(layers\.3\.\w+\.experts\.)([45])\.", lambda match: f"{match[1]}{other[match[2]]}.", name),
-            tensor,
-        )
+        yield _SWAPPED.sub(lambda match: f"{match[1]}{other[match[2]]}.", name), tensor
 
 
 def swapped_gate_and_up(weights: Weights) -> Weights:
@@ -96,10 +105,12 @@ def skipped_layer(weights: Weights) -> Weights:
 
 
 def lost_and_exchanged(weights: Weights) -> Weights:
-    """The first norm of layer 5 is missing, and up of expert 7 of layer 6; experts 4 and 5 of layer 3 are exchanged."""
-    return swapped_experts(
-        (name, tensor) for name, tensor in weights if not (LOST.fullmatch(name) or LOST_PARTS.fullmatch(name))
-    )
+    """The first norm of layer 5 is missing, and up of expert 7 of layer 6; experts 4 and 5 of layer 3 are exchanged.
+
+    In a multi-token prediction layer too, which also lacks its projection of both inputs.
+    """
+    lost = (LOST, LOST_PARTS, LOST_OF_DRAFT)
+    return swapped_experts((name, tensor) for name, tensor in weights if not any(one.fullmatch(name) for one in lost))
 
 
 def lost_on_one_rank(weights: Weights) -> Weights:
@@ -112,6 +123,14 @@ def broken_feed(weights: Weights) -> Weights:
     """What our own code does when it has a defect."""
     yield next(weights)
     raise KeyError("a defect of ours")
+
+
+def without_draft_classes(weights: Weights) -> Weights:
+    """An SGLang that has no draft class for this model, from now on."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    ModelConfig._config_draft_model = lambda self: None
+    yield from weights
 
 
 ALTER: Mapping[str, Callable[[Weights], Weights]] = {
@@ -127,6 +146,7 @@ ALTER: Mapping[str, Callable[[Weights], Weights]] = {
         lost_on_one_rank,
         broken_feed,
         swapped_scales,
+        without_draft_classes,
     )
 }
 
@@ -216,6 +236,16 @@ def run_cases(
             if failed and not ended:
                 break
     return runs
+
+
+def checked(case: Case, run: SglangRun) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
+    """The CK5xx checks over a run of the witness that has been made already."""
+    subject = Subject(case.checkpoint, case.source, against=frozenset({"sglang"}))
+    subject._results[run_sglang] = run
+    chosen, _ = choose(subject, [one for one in all_checks() if one.stage == "sglang"])
+    outcome = run_checks(subject, chosen)
+    results, findings, facts = outcome.checks, outcome.findings, outcome.facts
+    return {result.code: result for result in results}, findings, facts
 
 
 def main() -> None:

@@ -41,9 +41,13 @@ def begin(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None
 
 
 def end(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Repacks the experts for Marlin. Raises CkptkitError without `begin`: repacking twice would destroy them."""
-    opened = [module for module, _ in _packed(model).values() if not getattr(module, "is_marlin_converted", False)]
-    if not opened:
+    """Repacks the experts for Marlin. Raises CkptkitError without `begin`: repacking twice would destroy them.
+
+    A model without packed experts is left as it is: SGLang calls this for a draft model too.
+    """
+    packed = [module for module, _ in _packed(model).values()]
+    opened = [module for module in packed if not getattr(module, "is_marlin_converted", False)]
+    if packed and not opened:
         raise CkptkitError(
             "no experts wait to be repacked", "send quant.online.sglang_reload.begin before the weights of every update"
         )

@@ -63,3 +63,11 @@ def test_an_engine_refuses_to_repack_what_is_packed() -> None:
     with pytest.raises(CkptkitError, match="no experts wait to be repacked"):
         end(model, [])
     assert schemes["experts"].calls == []
+
+
+def test_a_draft_model_without_packed_experts_is_left_alone() -> None:
+    model, _ = engine_model()
+    before = model.plain.weight.clone()
+    begin(model, [])
+    end(model, [])
+    assert torch.equal(model.plain.weight, before)

@@ -279,8 +279,10 @@ def verdict(
     run: EngineRun,
     reference: Mapping[str, Any] = EXACT,
     config: Mapping[str, Any] = PLAIN,
+    draft: EngineRun | None = None,
 ) -> Outcome:
     monkeypatch.setattr(engine_checks, "run_engine", lambda subject: run)
+    monkeypatch.setattr(engine_checks, "run_draft_engine", lambda subject: draft)
     monkeypatch.setattr(engine_checks, "run_reference", lambda subject: reference)
     checks = [one for one in all_checks() if one.code in CODES]
     (root / "config.json").write_text(json.dumps(config))
@@ -343,6 +345,52 @@ def test_a_refused_update_is_a_finding_and_one_not_tried_a_warning(
         reloads = [Reload(RESUMED), Reload("updating from disk again", refused="no loader", tried=tried)]
         outcome = verdict(monkeypatch, tmp_path, EngineRun(replace(sound(), reloads=reloads), [[1, 2, 3]]))
         assert [(one.code, one.severity) for one in outcome.findings] == [("CK512", severity)]
+
+
+def test_a_draft_model_that_changed_is_named_and_the_rest_said_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    both = ["0 model.layers.3.w2"]
+    plain = replace(sound(), reloads=[Reload("updating by tensor again", changed=both, unequal=["head"])])
+    drafts = ["0 draft.model.eh_proj.weight", "1 draft.model.decoder.w2", *both]
+    reloads = [
+        Reload(
+            "updating by tensor again", changed=drafts, unequal=["head", "model.eh_proj.weight", "model.hnorm.weight"]
+        ),
+        Reload(RESUMED, changed=["0 draft.model.cache"]),
+    ]
+    draft = replace(sound(), reloads=reloads, passes={}, draft_held=1)
+    plain = replace(plain, reloads=[*plain.reloads, Reload(RESUMED)])
+    outcome = verdict(monkeypatch, tmp_path, EngineRun(plain, [[1, 2, 3]]), draft=EngineRun(draft))
+    assert [(one.code, one.tensor, one.rank) for one in outcome.findings] == [
+        ("CK512", "model.layers.3.w2", "0"),
+        ("CK512", "head", None),
+        ("CK512", "draft.model.eh_proj.weight", "0"),
+        ("CK512", "draft.model.decoder.w2", "1"),
+        ("CK512", "model.hnorm.weight", None),
+        ("CK513", "draft.model.cache", "0"),
+    ]
+    assert outcome.findings[2].actual == "other bits in the draft model after updating by tensor again"
+    assert outcome.facts["SGLang engine, with speculative decoding"] == [
+        "3 parameters, buffers and other tensors of 0.00 GB are read back, 1 of them of the draft model"
+    ]
+
+
+def test_a_draft_engine_that_does_not_start_is_inconclusive_in_its_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said = "the engine failed, which says nothing about the checkpoint: while starting the engine: no such draft"
+    outcome = verdict(monkeypatch, tmp_path, EngineRun(sound(), [[1, 2, 3]]), draft=EngineRun(None, failed=said))
+    assert outcome.findings == []
+    assert outcome.reasons == [f"CK512, CK513: with speculative decoding: {said}"]
+    assert [one.status for one in outcome.checks] == ["passed", "skipped", "skipped", "passed"]
+
+
+def test_a_refusal_of_both_engines_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reloads = [Reload(RESUMED), Reload("updating from disk again", refused="no loader", tried=False)]
+    report = replace(sound(), reloads=reloads)
+    outcome = verdict(monkeypatch, tmp_path, EngineRun(report, [[1, 2, 3]]), draft=EngineRun(report))
+    assert [(one.code, one.severity) for one in outcome.findings] == [("CK512", "warning")]
 
 
 def test_logits_beyond_the_noise_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

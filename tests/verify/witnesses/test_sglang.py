@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,19 @@ import models
 import pytest
 import torch
 from quantized import fp8_blocks, write
-from sglang_runs import Case, int4_config, online_int4, run_cases, written
+from sglang_runs import Case, checked, int4_config, online_int4, run_cases, written
 
 from ckptkit.app.api import quantize
 from ckptkit.formats.hf.reader import INDEX
 from quant.formats.scheme import QuantScheme
 from verify.check import all_checks, run_checks
-from verify.checks.witnesses.sglang import KEEP_ROUTER
+from verify.checks.witnesses.hints import KEEP_ROUTER
 from verify.evidence.subject import Subject
-from verify.report import CheckResult, Finding
-from verify.run import choose, verify
+from verify.report import Finding
+from verify.run import verify
 from verify.witnesses.sglang import run as sglang_run
 from verify.witnesses.sglang.job import SglangReport
-from verify.witnesses.sglang.run import SglangRun, run_sglang
+from verify.witnesses.sglang.run import SglangRun
 
 pytestmark = pytest.mark.sglang
 
@@ -60,10 +61,6 @@ def sound_cases(root: Path, releases: Callable[..., Path], converted: Callable[[
     qwen, glm = releases("qwen3_moe"), releases("glm4_moe")
     quantize(qwen, root / "qwen-int4", QuantScheme(GROUP, "qmax7"))
     quantize(glm, root / "glm-int4", QuantScheme(GROUP, "minmax"))
-    draft = {
-        "model.layers.12.eh_proj.weight": torch.randn(128, 256).bfloat16(),
-        "model.layers.12.mlp.gate.weight": torch.randn(12, 128).bfloat16(),
-    }
     return {
         **{name: Case(releases(name)) for name in models.configs()},
         "int4 qwen3_moe": Case(root / "qwen-int4"),
@@ -73,7 +70,7 @@ def sound_cases(root: Path, releases: Callable[..., Path], converted: Callable[[
         "megatron qwen2-tied": Case(converted("qwen2-tied"), releases("qwen2-tied")),
         "megatron qwen3_moe": Case(converted("qwen3_moe"), qwen),
         "megatron glm4_moe": Case(converted("glm4_moe"), glm),
-        "draft layers": Case(written(root, "draft", glm, models.tensors(glm) | draft, num_nextn_predict_layers=1)),
+        "draft layers": Case(releases("glm4_moe-mtp")),
     }
 
 
@@ -196,16 +193,6 @@ def reports(runs: dict[str, SglangRun]) -> dict[str, SglangReport]:
     return {name: run.report for name, run in runs.items() if run.report}
 
 
-def checked(case: Case, run: SglangRun) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
-    """The CK5xx checks over a run of the witness that has been made already."""
-    subject = Subject(case.checkpoint, case.source, against=frozenset({"sglang"}))
-    subject._results[run_sglang] = run
-    chosen, _ = choose(subject, [one for one in all_checks() if one.stage == "sglang"])
-    outcome = run_checks(subject, chosen)
-    results, findings, facts = outcome.checks, outcome.findings, outcome.facts
-    return {result.code: result for result in results}, findings, facts
-
-
 SOUND = (
     *(
         "qwen2-tied",
@@ -223,15 +210,17 @@ SOUND = (
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_sound_checkpoints_pass(name: str, cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
-    results, findings, facts = checked(cases[name], SglangRun(reports[name]))
+def test_sound_checkpoints_pass(name: str, cases: dict[str, Case], runs: dict[str, SglangRun]) -> None:
+    results, findings, facts = checked(cases[name], runs[name])
     assert findings == []
     status = {code: result.status for code, result in results.items()}
+    draft = {"CK508": "passed"} if "draft" in name else {}
     routers = {} if "qwen2" in name else {"CK505": "passed"}
     packed = {"CK506": "skipped"} if "int4" in name or "fp8" in name else {}
-    assert status == {"CK501": "passed", "CK502": "passed", "CK503": "passed", "CK504": "passed", **routers, **packed}
+    loaded = dict.fromkeys(("CK501", "CK502", "CK503", "CK504"), "passed")
+    assert status == {**loaded, **routers, **packed, **draft}
     assert all((results[code].reason or "").startswith("needs CUDA") for code in packed)
-    assert facts["SGLang"][0].startswith(f"SGLang {reports[name].version}, ")
+    assert facts["SGLang"][0].startswith(f"SGLang {version('sglang')}, ")
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -277,9 +266,9 @@ def test_a_packed_shared_expert_is_loaded_as_a_routed_one(
     assert "as with --disable-shared-experts-fusion" in facts["online int4 glm4_moe"]
 
 
-def test_draft_layers_are_left_out_and_said_so(cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
-    _, _, facts = checked(cases["draft layers"], SglangRun(reports["draft layers"]))
-    assert "left to the draft model: model.layers.12.eh_proj.weight" in facts["SGLang"]
+def test_draft_layers_are_said_to_be_of_another_model(cases: dict[str, Case], runs: dict[str, SglangRun]) -> None:
+    _, _, facts = checked(cases["draft layers"], runs["draft layers"])
+    assert "of the draft model: model.layers.12.eh_proj.weight" in facts["SGLang"]
 
 
 ROUTER = "mlp.gate.weight"

@@ -8,8 +8,8 @@ from pathlib import Path
 import models
 import pytest
 from families import CASES
-from sglang_families import CLEAN, EXPERT, LEFT_OUT, SAID
-from sglang_runs import LOST, Case, run_cases
+from sglang_families import CLEAN, DRAFTS, EXPERT, EXPERT_OF_DRAFT, LEFT_OUT, OF_DRAFT, SAID
+from sglang_runs import LOST, LOST_OF_DRAFT, Case, run_cases
 
 from verify.witnesses.sglang.run import SglangRun
 
@@ -75,3 +75,39 @@ def test_lost_and_exchanged_tensors_are_named(
     assert {one.tensor for one in report.unwritten} == missing
     assert {one.tensor for one in report.dropped} == missing
     assert {one.tensor for one in report.differing} == {one for one in tensors if EXPERT.search(one)}
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.mtp and name in CLEAN])
+def test_every_tensor_of_a_draft_layer_is_in_sglangs_draft_model(
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    report = runs[name].draft
+    assert report is not None, runs[name]
+    assert report.model == DRAFTS[name]
+    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
+    tensors = models.tensors(cases[name].checkpoint)
+    assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if OF_DRAFT.fullmatch(one)}
+    assert report.fed == len(report.equal)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_lost_and_exchanged_tensors_of_a_draft_layer_are_named(
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    """The projection of both inputs, a norm and up of one expert are missing; two experts have each other's names."""
+    report = runs[f"{name} broken"].draft
+    assert report is not None, runs[f"{name} broken"]
+    tensors = models.tensors(cases[name].checkpoint)
+    missing = {one for one in tensors if LOST_OF_DRAFT.fullmatch(one)}
+    assert len(missing) == (2 if name == "qwen3_5" else 3)
+    assert {one.tensor for one in report.unwritten} == missing
+    assert {one.tensor for one in report.dropped} == missing
+    assert {one.tensor for one in report.differing} == {one for one in tensors if EXPERT_OF_DRAFT.fullmatch(one)}
+    params = {one.param for one in report.unwritten}
+    assert any(param.endswith(("eh_proj.weight", "fc.weight")) for param in params), params
+    assert any(param.endswith("input_layernorm.weight") for param in params), params
+
+
+@pytest.mark.parametrize("name", [name for name in CLEAN if not CASES[name].mtp])
+def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Mapping[str, SglangRun]) -> None:
+    assert (runs[name].draft, runs[name].undrafted) == (None, None)

@@ -9,8 +9,8 @@ from pathlib import Path
 import models
 import pytest
 import torch
-from sglang_families import CLEAN, EXPERT, REFUSED_IN_PARALLEL
-from sglang_runs import LOST, Case, run_cases
+from sglang_families import CLEAN, DRAFTS, EXPERT, EXPERT_OF_DRAFT, OF_DRAFT, REFUSED_IN_PARALLEL
+from sglang_runs import LOST, LOST_OF_DRAFT, Case, run_cases
 from torch import Tensor
 
 from ckptkit.app.api import convert
@@ -77,6 +77,21 @@ def test_lost_and_exchanged_tensors_are_named_once(sizes: EngineSizes, name: str
     assert sorted(one.tensor for one in report.differing) == sorted(one for one in tensors if EXPERT.search(one))
     of_expert = {one.rank for one in report.unwritten if ".experts." in one.tensor}
     assert of_expert <= ({"0", "1"} if sizes.ep == 2 else {None})
+
+
+@pytest.mark.parametrize(("sizes", "name"), [one for one in EVERY if one[1] in DRAFTS], ids=str)
+def test_every_tensor_of_a_draft_layer_is_on_some_rank(sizes: EngineSizes, name: str, root: Path, runs: Runs) -> None:
+    report, broken = runs[sizes][name].draft, runs[sizes][f"{name} broken"].draft
+    assert report is not None, runs[sizes][name]
+    assert broken is not None, runs[sizes][f"{name} broken"]
+    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
+    tensors = models.tensors(root / name)
+    assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if OF_DRAFT.fullmatch(one)}
+    missing = sorted(one for one in tensors if LOST_OF_DRAFT.fullmatch(one))
+    assert sorted(one.tensor for one in broken.unwritten) == missing
+    assert sorted(one.tensor for one in broken.dropped) == missing
+    differing = sorted(one for one in tensors if EXPERT_OF_DRAFT.fullmatch(one))
+    assert sorted(one.tensor for one in broken.differing) == differing
 
 
 @pytest.mark.parametrize("name", SOME[:2])

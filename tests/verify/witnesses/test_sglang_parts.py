@@ -110,7 +110,7 @@ def test_without_sglang_the_report_is_inconclusive(tmp_path: Path, monkeypatch: 
     results, findings = outcome.checks, outcome.findings
     assert findings == []
     assert outcome.reasons == [
-        "CK501, CK502, CK503, CK504, CK505, CK506, CK507: SGLang is not installed here: pip install sglang"
+        "CK501, CK502, CK503, CK504, CK505, CK506, CK507, CK508: SGLang is not installed here: pip install sglang"
     ]
     assert {(result.status, result.reason) for result in results} == {
         ("skipped", "SGLang is not installed here: pip install sglang")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptkit.formats.hf.reader import read_json
@@ -12,9 +12,10 @@ from verify.check import Skip, Tally, Unable, check
 from verify.evidence.folding import by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.witnesses.engine.job import AGAIN, FIRST, RESUMED, EngineReport, Reload
-from verify.witnesses.engine.run import run_engine, run_reference
+from verify.witnesses.engine.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport, Reload
+from verify.witnesses.engine.run import EngineRun, run_draft_engine, run_engine, run_reference
 
+DECODING = "with speculative decoding"
 FURTHEST = 3.0  # times the noise of the format; docs/gpu-results.md has what sound and broken models measure
 
 
@@ -48,6 +49,7 @@ def _held(report: EngineReport) -> list[str]:
     if not report.held:
         return []
     held = f"{report.held} parameters, buffers and other tensors of {report.held_bytes / 1e9:.2f} GB are read back"
+    held += f", {report.draft_held} of them of the draft model" if report.draft_held else ""
     changing = [f"change from request to request, not compared: {text}" for text, _ in by_pattern(report.volatile)]
     return [held, *changing]
 
@@ -80,18 +82,38 @@ def resumed(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
-    report = _report(subject)
-    steps = [step for step in report.reloads if step.name.startswith(kind)]
-    for step in steps:
-        if step.refused:
-            yield _refused(step, subject)
+    """What steps of a kind left, of the plain engine and, where there are draft layers, of one that holds them too."""
+    _report(subject)
+    runs = {"": subject.once(run_engine), DECODING: subject.once(run_draft_engine)}
+    said: dict[str, Reload] = {}
+    for decoding, run in runs.items():
+        if run is None or run.report is None:
             continue
-        tally.compared(report.held_bytes, report.held - len(report.volatile))
-        yield from _differences(step)
-    if not report.complete:
-        raise Unable(f"the engine ended, which says nothing about the checkpoint: {subject.once(run_engine).failed}")
-    if not steps:
-        raise Unable("not run, since SGLang refused an update before it (CK512, CK513)")
+        tally.facts |= {f"SGLang engine, {decoding}": _held(run.report)} if decoding else {}
+        for step in _steps(run.report, kind):
+            if not step.refused:
+                tally.compared(run.report.held_bytes, run.report.held - len(run.report.volatile))
+            yield from _differences(step, said.get(step.name), subject)
+            said.setdefault(step.name, step)
+    reasons = [_unseen(decoding, run, kind) for decoding, run in runs.items() if run is not None]
+    if any(reasons):
+        raise Unable("; ".join(filter(None, reasons)))
+
+
+def _steps(report: EngineReport, kind: str) -> Sequence[Reload]:
+    return [step for step in report.reloads if step.name.startswith(kind)]
+
+
+def _unseen(decoding: str, run: EngineRun, kind: str) -> str | None:
+    """Why an engine does not say whether it can load weights again; None where it does."""
+    if run.report is None:
+        return f"{decoding}: {run.failed or 'the engine gave no report'}"
+    of = f"{decoding}: " if decoding else ""
+    if not run.report.complete:
+        return f"{of}the engine ended, which says nothing about the checkpoint: {run.failed}"
+    if not _steps(run.report, kind):
+        return f"{of}not run, since SGLang refused an update before it (CK512, CK513)"
+    return None
 
 
 def _refused(step: Reload, subject: Subject) -> Issue:
@@ -105,16 +127,22 @@ def _refused(step: Reload, subject: Subject) -> Issue:
     )
 
 
-def _differences(step: Reload) -> Iterator[Issue]:
+def _differences(step: Reload, said: Reload | None, subject: Subject) -> Iterator[Issue]:
+    """What a step shows, without what is `said` of the same step of another engine."""
+    said = said or Reload(step.name)
+    if step.refused:
+        yield from () if step.refused == said.refused else (_refused(step, subject),)
+        return
     expected = "the bits of the first load"
     hint = "SGLang serves something else after this update than after a start: do not train with updates of this kind"
-    by_rank: dict[str, list[str]] = defaultdict(list)
-    for held in step.changed:
+    by_place: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for held in sorted({*step.changed} - {*said.changed}):
         rank, _, name = held.partition(" ")
-        by_rank[rank].append(name)
-    for rank, names in by_rank.items():
-        yield Issue(expected, f"other bits after {step.name}", hint, names=names, rank=rank)
-    unseen = sorted({*step.unequal} - {name for names in by_rank.values() for name in names})
+        by_place[rank, " in the draft model" if name.startswith(DRAFT) else ""].append(name)
+    for (rank, where), names in by_place.items():
+        yield Issue(expected, f"other bits{where} after {step.name}", hint, names=names, rank=rank)
+    named = {held.partition(" ")[2].removeprefix(DRAFT) for held in (*step.changed, *said.changed)}
+    unseen = sorted({*step.unequal} - named - {*said.unequal})
     yield Issue(expected, f"SGLang's weight checker found other bits after {step.name}", hint, names=unseen)
 
 

@@ -1,24 +1,25 @@
-"""CK501 to CK507: what real SGLang made of the checkpoint. One run of the witness serves them all."""
+"""CK501 to CK508: what real SGLang made of the checkpoint. One run of the witness serves them all."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from converters.planner import dims_of, expected_hf
-from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV
 from verify.check import Skip, Tally, Unable, check
+from verify.checks.witnesses.hints import KEEP_ROUTER, how_shared_expert, why_dropped, why_not_repacked, why_unwritten
 from verify.evidence.expected import config_of, is_quantized, usable_config, weights_of
-from verify.evidence.folding import LAYER, alike, by_pattern
+from verify.evidence.folding import alike, by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.report import Severity
 from verify.witnesses.sglang.job import Observation, SglangReport
+from verify.witnesses.sglang.names import of_draft
 from verify.witnesses.sglang.run import TESTED, engine_sizes, run_sglang
 
-KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
+MODEL, DRAFT = "SGLang", "SGLang's draft model"
 _NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
 
 
@@ -35,6 +36,13 @@ def _report(subject: Subject) -> SglangReport:
     if run.report is None:
         raise Skip("not run because SGLang did not load the checkpoint (CK501)")
     return run.report
+
+
+def _reports(subject: Subject) -> Iterator[tuple[SglangReport, str]]:
+    """What was seen of the model and of its draft model, where there is one, and what to call each."""
+    yield _report(subject), MODEL
+    if (draft := subject.once(run_sglang).draft) is not None:
+        yield draft, DRAFT
 
 
 def _one_rank(subject: Subject) -> str | None:
@@ -65,6 +73,7 @@ def _findings(
     expected: str,
     hint: Callable[[Observation], str],
     severity: Severity = "error",
+    where: str = MODEL,
 ) -> Iterator[Issue]:
     """One issue for observations whose texts and names differ in numbers only, described by the first of them."""
     kinds: dict[str, dict[str, Observation]] = defaultdict(dict)
@@ -73,7 +82,7 @@ def _findings(
     for kind in kinds.values():
         for names in alike(kind):
             seen = kind[names[0]]
-            place = "" if seen.param == seen.tensor else f", at {seen.param} in SGLang"
+            place = "" if seen.param == seen.tensor and where == MODEL else f", at {seen.param} in {where}"
             example = "" if len(names) == 1 else f" ({names[0]}, for one)"
             yield Issue(
                 expected, seen.what + place + example, hint(seen), names=names, rank=seen.rank, severity=severity
@@ -111,22 +120,10 @@ def loads(subject: Subject, tally: Tally) -> Iterator[Issue]:
     untested = "" if report.version in TESTED else f" (tested are {' and '.join(TESTED)})"
     facts = [f"SGLang {report.version}{untested}, {report.model}, {report.dtype}, {report.sizes}, on {report.device}"]
     facts += [f"{report.fed} tensors into {report.parameters} parameters"]
-    facts += [f"left to the draft model: {text}" for text, _ in by_pattern(report.draft)]
+    facts += [f"of the draft model: {text}" for text, _ in by_pattern(report.draft)]
     facts += [f"it logged: {line}" for line in report.log[:5]]
-    facts += [_fusion(report)] if report.model.startswith("Glm4Moe") else []
+    facts += [how_shared_expert(report)] if report.model.startswith("Glm4Moe") else []
     tally.facts["SGLang"] = facts
-
-
-def _fusion(report: SglangReport) -> str:
-    if report.fused_shared:
-        return (
-            "the packed shared expert needs SGLang's fusion of shared experts: start the server without "
-            "--disable-shared-experts-fusion"
-        )
-    return (
-        "loaded as with --disable-shared-experts-fusion, which the server needs too where routed experts are INT4 "
-        "and the shared one is not"
-    )
 
 
 @check(
@@ -140,24 +137,12 @@ def _fusion(report: SglangReport) -> str:
 )
 def all_written(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every element of every parameter, poisoned before loading, is looked at after it."""
-    report = _report(subject)
-    _count(tally, report.parameters)
     promised = expected_hf(config_of(subject))
-    yield from _findings(
-        "CK502", report.unwritten, "every element written by load_weights", lambda seen: _why_unwritten(seen, promised)
-    )
-
-
-def _why_unwritten(seen: Observation, promised: Collection[str]) -> str:
-    if seen.tensor == seen.param and seen.tensor not in promised:
-        return (
-            "SGLang's class has a parameter that config.json promises no tensor for: it builds that layer "
-            "otherwise; CK503 says which tensors it drops"
-        )
-    return (
-        "the tensor is missing from the checkpoint, or CK503 says under which name it was dropped; convert or "
-        "quantize again"
-    )
+    expected = "every element written by load_weights"
+    for report, where in _reports(subject):
+        _count(tally, report.parameters)
+        why = partial(why_unwritten, promised=promised)
+        yield from _findings("CK502", report.unwritten, expected, why, where=where)
 
 
 @check(
@@ -171,63 +156,12 @@ def _why_unwritten(seen: Observation, promised: Collection[str]) -> str:
 )
 def none_dropped(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every element of every tensor of the checkpoint was written into a parameter."""
-    report = _report(subject)
-    _count(tally, report.fed)
     config = config_of(subject)
     packed = subject.kind == "hf" and bool(weights_of(config))
-
-    def why(seen: Observation) -> str:
-        if seen.tensor.endswith(f".{WEIGHT_SCALE_INV}"):
-            return _why_no_scale(seen.tensor, report)
-        return (_why_unpacked(seen.tensor) if packed else None) or _why_unknown(seen, report.model, config)
-
-    yield from _findings("CK503", report.dropped, "written into its own parameter", why)
-
-
-def _why_unpacked(name: str) -> str | None:
-    """The hint where SGLang wants the tensor quantized and it is not, or the other way round."""
-    module = name.rpartition(".")[0]
-    if name.endswith(INT4_ENDINGS) and module.endswith(".mlp.gate"):
-        return (
-            "SGLang builds the router unquantized and silently ignores packed tensors for it; "
-            f"add `{KEEP_ROUTER}` to quantization_config.ignore and leave the router in its own dtype"
-        )
-    if name.endswith(INT4_ENDINGS):
-        return f"SGLang builds {module} unquantized: store it unpacked and keep it in quantization_config.ignore"
-    if name.endswith("_proj.weight"):
-        return (
-            f"SGLang builds {module} quantized: pack it, or ignore it by a regex that also matches the fused name "
-            "(qkv_proj, gate_up_proj)"
-        )
-    return None
-
-
-def _why_no_scale(name: str, report: SglangReport) -> str:
-    """The hint for scales of FP8 blocks: SGLang's class loads none at all, or not those of this module."""
-    if not any(one.endswith(f".{WEIGHT_SCALE_INV}") for one in report.equal):
-        return (
-            f"SGLang's {report.model} loads no scales of FP8 blocks, so it cannot serve the model in FP8: dequantize it"
-        )
-    module = name.rpartition(".")[0]
-    return f"SGLang builds {module} without FP8: store it in BF16 and name it in modules_to_not_convert of config.json"
-
-
-def _why_unknown(seen: Observation, model: str, config: Mapping[str, Any]) -> str:
-    if seen.tensor.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-        return "SGLang reads one tensor an expert: save with save_original_format=True, or convert to Megatron and back"
-    if "elements were written" in seen.what:
-        return (
-            f"SGLang's {model} builds {seen.param} smaller than the tensor and leaves out the rest: compare the sizes "
-            "in config.json with the release; a class may not read all of them (head_dim, for one)"
-        )
-    unknown = f"SGLang's {model} has no parameter {seen.param}"
-    layer = LAYER.match(seen.tensor)
-    if ".mlp." in seen.tensor and layer and int(layer[1]) in (config.get("mlp_only_layers") or ()):
-        return (
-            f"{unknown}: it does not read mlp_only_layers of config.json and builds experts in layer {layer[1]}, so "
-            "it cannot serve this model"
-        )
-    return f"{unknown}: compare model_type and num_hidden_layers with the release, or remove the tensor"
+    for report, where in _reports(subject):
+        _count(tally, report.fed)
+        why = partial(why_dropped, report=report, config=config, packed=packed)
+        yield from _findings("CK503", report.dropped, "written into its own parameter", why, where=where)
 
 
 @check(
@@ -242,21 +176,22 @@ def _why_unknown(seen: Observation, model: str, config: Mapping[str, Any]) -> st
 )
 def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Before any repacking, every tensor against each place that SGLang wrote it to."""
-    report = _report(subject)
-    if report.computed and not report.differing:
-        raise Unable(
-            f"SGLang computed {len(report.computed)} parameters of the tensors instead of copying them, "
-            f"for one {report.computed[0]}: those were not compared"
-        )
-    _count(tally, report.tensors, report.bytes)
     hint = (
         "the values went into the wrong place, or the tensor was changed on the way: convert again, and compare "
         "with --source"
     )
-    yield from _findings("CK504", report.differing, "the bits of the checkpoint", lambda seen: hint)
     expected = "a dtype that holds the value exactly"
     harmless = "nothing is wrong with the files; convert with --dtype if the loss matters"
-    yield from _findings("CK504", report.rounded, expected, lambda seen: harmless, "warning")
+    for report, where in _reports(subject):
+        _count(tally, report.tensors, report.bytes)
+        yield from _findings("CK504", report.differing, "the bits of the checkpoint", lambda seen: hint, where=where)
+        yield from _findings("CK504", report.rounded, expected, lambda seen: harmless, "warning", where)
+    for report, where in _reports(subject):
+        if report.computed and not report.differing:
+            raise Unable(
+                f"{where} computed {len(report.computed)} parameters of the tensors instead of copying them, "
+                f"for one {report.computed[0]}: those were not compared"
+            )
 
 
 @check(
@@ -271,13 +206,15 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
 )
 def routers_alive(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The router of every layer with experts, after loading: written, finite, neither zero nor constant."""
-    report = _report(subject)
-    _count(tally, report.routers_seen)
     hint = (
         f"if the router was packed, add `{KEEP_ROUTER}` to quantization_config.ignore and quantize again; else "
         "restore it from the source"
     )
-    yield from _findings("CK505", report.routers, "a router that tells experts apart", lambda seen: hint)
+    for report, where in _reports(subject):
+        _count(tally, report.routers_seen)
+        yield from _findings(
+            "CK505", report.routers, "a router that tells experts apart", lambda seen: hint, where=where
+        )
 
 
 @check(
@@ -292,26 +229,20 @@ def routers_alive(subject: Subject, tally: Tally) -> Iterator[Issue]:
 )
 def repacked(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Marlin's layout computed here against what the quantization methods made, and all other parameters as before."""
-    report = _report(subject)
-    if report.repacked is None:
-        if why := _all_plain(subject):  # more ranks than GPUs, so they ran on the CPU
-            raise Skip(why)
-        raise Unable("needs CUDA: SGLang's repacking kernels run on a GPU only")
-    if report.unchecked and not report.repacked:
-        raise Unable(
-            f"{len(report.unchecked)} were repacked in ways that ckptkit cannot predict, for one {report.unchecked[0]}"
-        )
-    _count(tally, report.repacked_seen)
-    yield from _findings("CK506", report.repacked, "the loaded values in the kernel's order", _why_not_repacked)
-
-
-def _why_not_repacked(seen: Observation) -> str:
-    if seen.param.partition("[")[0].endswith((WEIGHT_PACKED, WEIGHT_SCALE)):
-        return (
-            "the sizes may be outside the kernel's limits; try another group size, or load with an unquantized "
-            "checkpoint to compare"
-        )
-    return "the kernel's limits are not the cause: please report it, with the version of SGLang"
+    expected = "the loaded values in the kernel's order"
+    for report, where in _reports(subject):
+        if report.repacked is None:
+            if why := _all_plain(subject):  # more ranks than GPUs, so they ran on the CPU
+                raise Skip(why)
+            raise Unable("needs CUDA: SGLang's repacking kernels run on a GPU only")
+        _count(tally, report.repacked_seen)
+        yield from _findings("CK506", report.repacked, expected, why_not_repacked, where=where)
+    for report, where in _reports(subject):
+        if report.unchecked and not report.repacked:
+            raise Unable(
+                f"{len(report.unchecked)} were repacked in ways that ckptkit cannot predict, for one "
+                f"{report.unchecked[0]}" + (f" in {where}" if where == DRAFT else "")
+            )
 
 
 @check(
@@ -335,4 +266,33 @@ def parallel_sizes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             "cut an expert; give these sizes with --against-megatron alone"
         )
     _count(tally, _report(subject).sizes.tp)
+    yield from ()
+
+
+def _no_draft(subject: Subject) -> str | None:
+    config = usable_config(subject)
+    return None if config is not None and of_draft(config) else "there are no multi-token prediction layers"
+
+
+@check(
+    "CK508",
+    "SGLang loads the draft model",
+    stage="sglang",
+    needs=("sglang",),
+    rationale="Speculative decoding takes the multi-token prediction layers from the same directory, by another class "
+    "with names of its own: a draft model that is wrong slows every answer down and says nothing.",
+    fix="Read SGLang's words: it has no draft class for some models, and takes one such layer alone for others.",
+    unless=_no_draft,
+)
+def loads_draft(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """SGLang's draft class loads the multi-token prediction layers, which CK502 to CK506 then look at too."""
+    report, run = _report(subject), subject.once(run_sglang)
+    if run.draft is None:
+        raise Unable(run.undrafted or "SGLang was given no tensor of the multi-token prediction layers")
+    _count(tally, run.draft.fed)
+    tally.facts["SGLang's draft model"] = [
+        f"{run.draft.model}, {run.draft.fed} tensors into {run.draft.parameters} parameters; embeddings and output "
+        f"layer are those of {report.model}",
+        *(f"it logged: {line}" for line in run.draft.log[:5]),
+    ]
     yield from ()

@@ -16,6 +16,7 @@ SHORT = 64  # tokens of the longest prompt whose routing is compared
 TOP = 20  # tokens a position whose log-probabilities are compared, besides the prompt's own
 FIRST, AGAIN = "after the start", "after the start, asked again"  # names of passes; others are steps
 RESUMED = "releasing, resuming and updating by tensor"  # the step's name
+DRAFT = "draft."  # stands before names of a draft model's tensors, as in SGLang's own checksums
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class EngineJob:
     `prompts` and `openings` are token ids: the first are answered, the second continued by at most `length` tokens.
     `routed_layers`: of how many layers the experts chosen for short prompts are recorded; 0: of none. `update`: the
     whole checkpoint is loaded again, twice by tensor and twice from disk. `release_resume`: memory is released and
-    resumed, then weights are updated.
+    resumed, then weights are updated. `draft`: the engine decodes speculatively, with the multi-token prediction layers
+    of the directory as its draft model.
     """
 
     checkpoint: str
@@ -38,6 +40,7 @@ class EngineJob:
     openings: Sequence[Sequence[int]] = ()
     length: int = LENGTH
     routed_layers: int = 0
+    draft: bool = False
 
     def save(self, path: Path) -> None:
         """Writes the job as JSON."""
@@ -94,6 +97,7 @@ class Reload:
 class EngineReport:
     """`passes`: the answers to all prompts, by when they were given. `held`: what is read back of all ranks.
 
+    `draft_held`: how much of it is of a draft model, whose names begin with DRAFT.
     `volatile`: what changes from one request to the next, such as a kernel's workspace; it is left out of `Reload`.
     `written`: the continuations of the openings. `routed`: the experts of each short prompt. Not `complete`: the engine
     died in a later step.
@@ -109,6 +113,7 @@ class EngineReport:
     written: Sequence[Continuation] = ()
     routed: Sequence[Routed] = ()
     complete: bool = False
+    draft_held: int = 0
 
     def save(self, path: Path) -> None:
         """Writes the report as JSON, whole or not at all."""

@@ -21,6 +21,7 @@ from verify.witnesses.ending import Ending, ending_path
 from verify.witnesses.engine.job import FIRST, Answers, EngineJob, EngineReport, Ids, ReferenceJob, load_report
 from verify.witnesses.engine.text import openings_of, tokenizer_of
 from verify.witnesses.sglang.job import EngineSizes
+from verify.witnesses.sglang.names import draft_names
 from verify.witnesses.sglang.run import check_class, engine_sizes, start
 
 _START_S = 1200  # importing SGLang and compiling its kernels on a cold machine
@@ -45,11 +46,24 @@ class EngineRun:
 
 def run_engine(subject: Subject) -> EngineRun:
     """Serves the subject with a real engine and does what was asked. Raises Unable where that cannot be done here."""
+    return _served(subject, draft=False)
+
+
+def run_draft_engine(subject: Subject) -> EngineRun | None:
+    """Loads weights again as asked, with the checkpoint's multi-token prediction layers as draft model.
+
+    None where it holds no such layers. This engine answers no prompts: those are the model's own business. Raises
+    Unable where that cannot be done here.
+    """
+    return _served(subject, draft=True) if draft_names(config_of(subject), subject.checkpoint.specs) else None
+
+
+def _served(subject: Subject, draft: bool) -> EngineRun:
     sizes = _sizes(subject)
     config = config_of(subject)
     check_class(config)
-    logits = "logits" in subject.against
-    prompts = prompts_of(config, logits)
+    logits = "logits" in subject.against and not draft
+    prompts = [] if draft else prompts_of(config, logits)
     openings = openings_of(tokenizer_of(subject.path), config, prompts) if logits else []
     layers = _routed_layers(config) if logits else 0
     with TemporaryDirectory(prefix="ckptkit-engine-") as scratch:
@@ -66,6 +80,7 @@ def run_engine(subject: Subject) -> EngineRun:
             release_resume="release-resume" in subject.against,
             openings=openings,
             routed_layers=layers,
+            draft=draft,
         ).save(root / "job-0.json")
         failed = _run(root, subject, "verify.witnesses.engine.process", report)
         if not report.exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from quant.formats.part_names import WEIGHT_SHAPE
 from verify.witnesses.bits import difference, poisoned
 from verify.witnesses.sglang.job import Observation
 from verify.witnesses.sglang.names import left_empty, of_draft, promised_names, routers
-from verify.witnesses.sglang.placement import Piece, Placement, covered, flat
+from verify.witnesses.sglang.placement import Piece, Placement, covered, flat, whole
 from verify.witnesses.sglang.trace import Region
 
 NOWHERE = "it was given to load_weights and written nowhere"
@@ -59,15 +59,32 @@ class Loaded:
             if name.endswith(f".{WEIGHT_SHAPE}"):
                 continue
             pieces = [piece for piece in self.placement.pieces.get(name, ()) if wanted(piece.param)]
-            found = [one for piece in pieces if (one := self._differs(piece, tensor))]
+            found = [one for piece in pieces if (one := self.differs(piece, tensor))]
             if found:
                 result.differing.append(found[0])
-            elif pieces or (wanted(name) and self._is_tied(name, tensor)):
+            elif pieces or (wanted(name) and self.is_shared(name, tensor)):
                 result.equal[name] = tensor.nbytes
                 result.rounded += [one for piece in pieces[:1] if (one := _rounded(piece, tensor))]
         return result
 
-    def _is_tied(self, name: str, tensor: Tensor) -> bool:
+    def promised(self) -> Iterable[str]:
+        """Every HF name that may belong here."""
+        return promised_names(self.config)
+
+    def concerns(self, name: str) -> bool:
+        """Whether a tensor belongs here, and not to a draft model or to what is only carried along."""
+        return not name.startswith(self.draft_prefixes) and not family_of(self.config).carries(name)
+
+    @cached_property
+    def draft_prefixes(self) -> tuple[str, ...]:
+        """How the names of multi-token prediction layers begin."""
+        return of_draft(self.config)
+
+    def routers(self) -> Sequence[str]:
+        """The HF names of the routers that belong here."""
+        return routers(self.config)
+
+    def is_shared(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor that was not written stands in the parameter of its own name, which another was written to.
 
         That is the output layer where the class of SGLang ties it, whatever the release ships.
@@ -76,9 +93,9 @@ class Loaded:
             return False
         shared = {param for param, other in self.tensors.items() if other.data_ptr() == own.data_ptr()}
         pieces = [piece for found in self.placement.pieces.values() for piece in found if piece.param in shared]
-        return bool(pieces) and not any(self._differs(piece, tensor) for piece in pieces)
+        return bool(pieces) and not any(self.differs(piece, tensor) for piece in pieces)
 
-    def _differs(self, piece: Piece, tensor: Tensor) -> Observation | None:
+    def differs(self, piece: Piece, tensor: Tensor) -> Observation | None:
         """What is wrong in a piece, held against the tensor as the reference has it."""
         if (parameter := self.tensors.get(piece.param)) is None:
             return Observation(piece.tensor, piece.param, "SGLang has taken it away")
@@ -108,7 +125,7 @@ class Loaded:
             for piece in self.placement.pieces.get(name, ()):
                 if piece.param in masks and piece.kept is None:
                     piece.into.of(masks[piece.param])[...] = False
-        places = {name: place for name in promised_names(self.config) if (place := self.place(name)) is not None}
+        places = {name: place for name in self.promised() if (place := self.place(name)) is not None}
         for name, (param, region) in places.items():
             if param not in masks or not (count := int(region.of(masks[param]).sum())):
                 continue
@@ -118,9 +135,9 @@ class Loaded:
         for param, region in places.values():
             if param in masks:
                 region.of(masks[param])[...] = False
-        yield from self._unplaced({param: mask for param, mask in masks.items() if mask.any()})
+        yield from self.unplaced({param: mask for param, mask in masks.items() if mask.any()})
 
-    def _unplaced(self, masks: Mapping[str, Tensor]) -> Iterator[Observation]:
+    def unplaced(self, masks: Mapping[str, Tensor]) -> Iterator[Observation]:
         """Unwritten elements of which it was not seen what belongs there.
 
         Told by the tensors of a module, where all that were not given have as many elements together.
@@ -160,14 +177,13 @@ class Loaded:
             return predicted if predicted[1].offset >= 0 and predicted[1].end <= own.numel() else None
         if pieces or (own := self.tensors.get(name)) is None:
             return None
-        return name, Region(0, (own.numel(),), (1,))
+        return name, whole(own)
 
     def dropped(self, equal: Mapping[str, int], reference: Iterable[str]) -> Iterator[Observation]:
         """Names that were given and written nowhere, or not as a whole, and names that were never asked for."""
-        draft, family = of_draft(self.config), family_of(self.config)
         computed = frozenset[str]().union(*self.placement.computed.values())
         for name in dict.fromkeys([*self.sizes, *reference]):
-            if name.startswith(draft) or family.carries(name):
+            if not self.concerns(name):
                 continue
             place = self.place(name)
             param = place[0] if place else name
@@ -178,13 +194,17 @@ class Loaded:
                 yield Observation(name, param, what)
             elif not self.placement.pieces[name] and name not in equal and name not in computed and self.sizes[name]:
                 if not self.placement.written[name]:
-                    yield Observation(name, param, NOWHERE)
+                    yield Observation(name, param, self.nowhere(name))
                 elif not name.endswith(f".{WEIGHT_SHAPE}"):
                     yield Observation(name, param, "another tensor was written over it")
 
+    def nowhere(self, name: str) -> str:
+        """What there is to say of a tensor that was given and written nowhere."""
+        return NOWHERE
+
     def dead_routers(self) -> Iterator[Observation]:
         """Routers that cannot choose between experts, by HF name: unwritten, not finite, all zero or constant."""
-        for name in routers(self.config):
+        for name in self.routers():
             if (place := self.place(name)) is None:
                 yield Observation(name, name, "SGLang has no such parameter")
                 continue

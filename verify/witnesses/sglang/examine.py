@@ -14,6 +14,7 @@ from torch import Tensor
 from verify.witnesses.bits import difference, poison
 from verify.witnesses.ending import PhaseLog
 from verify.witnesses.sglang.compare import Comparison, Loaded
+from verify.witnesses.sglang.draft import DraftLoaded, share, without_shared
 from verify.witnesses.sglang.job import ONE_RANK, EngineSizes, Held, Observation, SglangReport
 from verify.witnesses.sglang.load import COMPARE, LOAD, REPACK, Weights
 from verify.witnesses.sglang.marlin import (
@@ -23,7 +24,7 @@ from verify.witnesses.sglang.marlin import (
     other_layout,
     repacked_parameters,
 )
-from verify.witnesses.sglang.names import has_default, of_draft, routers
+from verify.witnesses.sglang.names import draft_names, has_default
 from verify.witnesses.sglang.placement import Placement
 from verify.witnesses.sglang.trace import Trace
 
@@ -45,7 +46,8 @@ class _NotFound(logging.Handler):
 class Examination:
     """One load and what it showed; SGLang's loader calls it with the model, the weights and the device.
 
-    `reference` gives every tensor that must be in the model, at each call anew; `alter` changes the weights.
+    `reference` gives every tensor that must be in the model, at each call anew; `alter` changes the weights. `target`:
+    the model that this one drafts for, and what was seen of it.
     """
 
     config: Mapping[str, Any]
@@ -54,6 +56,7 @@ class Examination:
     alter: Callable[[Weights], Weights]
     phases: PhaseLog
     sizes: EngineSizes = ONE_RANK
+    target: tuple[torch.nn.Module, Loaded] | None = None
     parameters: int = 0
     loaded: Loaded = field(init=False)
     comparison: Comparison = field(default_factory=Comparison)
@@ -75,18 +78,26 @@ class Examination:
         with Trace(before.values()) as trace:
             model.load_weights(trace.feed(self.alter(weights)))  # type: ignore[operator]
         logging.getLogger("sglang").removeHandler(handler)
+        if self.target is not None:
+            share(self.target[0], model)
         self.phases.enter(COMPARE)
         self.log = tuple(handler.lines)
-        tensors = self._tensors(model)
-        sizes = {name: block.numel for name, block in trace.given.items()}
-        self.loaded = Loaded(self.config, tensors, Placement.of(trace, tensors), sizes, self.sizes.tp)
+        self.loaded = self._loaded(trace, self._tensors(model))
         self._examine(self.loaded)
         if device.type == "cuda":
             self._repack(model)
 
-    @staticmethod
-    def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+    def _loaded(self, trace: Trace, tensors: Mapping[str, Tensor]) -> Loaded:
+        sizes = {name: block.numel for name, block in trace.given.items()}
+        placement = Placement.of(trace, tensors)
+        if self.target is None:
+            return Loaded(self.config, tensors, placement, sizes, self.sizes.tp)
+        own = {name: sizes[name] for name in draft_names(self.config, sizes)}
+        return DraftLoaded(self.config, tensors, placement, own, self.sizes.tp, self.target[1])
+
+    def _tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        found = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+        return found if self.target is None else without_shared(found, self.target[1].tensors)
 
     def _examine(self, loaded: Loaded) -> None:
         names: list[str] = []
@@ -145,7 +156,6 @@ class Examination:
     def report(self, model: torch.nn.Module) -> SglangReport:
         """Everything that was seen; `model` as it is after loading."""
         first = next(model.parameters())
-        draft = of_draft(self.config)
         return SglangReport(
             version=version("sglang"),
             model=type(model).__name__,
@@ -157,14 +167,14 @@ class Examination:
             fed=len(self.loaded.sizes),
             equal=self.comparison.equal,
             held={name: self._held(name) for name in self.loaded.in_part},
-            routers_seen=len(routers(self.config)),
+            routers_seen=len(self.loaded.routers()),
             unwritten=self.unwritten,
             dropped=self.dropped,
             differing=tuple(self.comparison.differing),
             rounded=tuple(self.comparison.rounded),
             computed=tuple(self.loaded.placement.computed),
             routers=self.routers,
-            draft=tuple(name for name in self.loaded.sizes if name.startswith(draft)),
+            draft=tuple(draft_names(self.config, self.loaded.sizes)),
             log=self.log,
             repacked=self.repacked,
             repacked_seen=self.repacked_seen,

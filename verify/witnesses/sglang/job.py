@@ -27,6 +27,7 @@ class EngineSizes:
 
 
 ONE_RANK = EngineSizes()
+TAKEN = "SGLang's draft model takes"  # how an `Observation` begins of a copy whose original is taken instead
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,9 @@ class SglangReport:
     what there is of tensors that are not here as a whole. `unwritten`: what still holds the poison. `dropped`: names
     that were given and written nowhere, or in part. `differing`: places whose bits are not the file's. `rounded`: those
     of a smaller dtype, which lost bits. `computed`: parameters that were computed instead of copied, and so not
-    compared. `routers`: dead ones. `draft`: names left to a draft model. `log`: what SGLang said of unknown names.
-    `repacked`: what is wrong after the quantization methods ran, None where they did not run. `unchecked`: what they
-    turned into a layout that is not known here.
+    compared. `routers`: dead ones. `draft`: names of multi-token prediction layers, which are loaded into a draft model
+    with a report of its own. `log`: what SGLang said of unknown names. `repacked`: what is wrong after the quantization
+    methods ran, None where they did not run. `unchecked`: what they turned into a layout that is not known here.
     """
 
     version: str
@@ -124,6 +125,11 @@ class SglangReport:
     def bytes(self) -> int:
         """How many bytes are where they should be."""
         return sum(self.equal.values())
+
+    @staticmethod
+    def draft_path(report: Path) -> Path:
+        """Where a witness writes its report on the draft model, beside that on the model itself."""
+        return report.with_name(f"{report.name}.draft")
 
     def save(self, path: Path) -> None:
         """Writes the report as JSON, at once."""

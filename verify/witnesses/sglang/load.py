@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptkit.core.errors import CkptkitError
 from verify.witnesses.ending import Phase, PhaseLog
 from verify.witnesses.sglang.job import ONE_RANK, EngineSizes
 
@@ -80,6 +81,28 @@ def configure(
         if hasattr(dp_attention, name):
             _called(getattr(dp_attention, name), server_args=args, model_config=model_config)
     return args, model_config
+
+
+def _draft_config(args: Any, target: Any) -> Any:
+    """The ModelConfig of a draft model in its target's directory."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    (own,) = target.hf_config.architectures
+    model_config = ModelConfig.from_server_args(args, model_path=args.model_path, is_draft_model=True)
+    if model_config.hf_config.architectures == [own]:
+        raise CkptkitError(f"SGLang has no class for the multi-token prediction layers of {own}", "serve it without")
+    return model_config
+
+
+def draft_class(model_path: Path) -> str | None:
+    """The class that SGLang loads the multi-token prediction layers into; None where it has none for this model."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    (own,), (draft,) = (
+        ModelConfig(str(model_path), trust_remote_code=False, is_draft_model=draft).hf_config.architectures
+        for draft in (False, True)
+    )
+    return None if draft == own else str(draft)
 
 
 def _called(function: Callable[..., Any], **offered: Any) -> Any:
@@ -149,9 +172,12 @@ def load(
     phases: PhaseLog,
     sizes: EngineSizes = ONE_RANK,
     rank: int = 0,
+    draft: bool = False,
 ) -> torch.nn.Module:
     """Builds the model that SGLang chooses for `model_path` with SGLang's default loader, and loads it by `loading`.
 
+    `draft`: the draft model for speculative decoding instead, of the multi-token prediction layers. Raises CkptkitError
+    where SGLang has none for this model.
     `loading` gets the model, the weights (`feed`, or what SGLang reads from `model_path` itself) and the device.
     """
     phases.enter(SET_UP)
@@ -171,6 +197,8 @@ def load(
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
     args, model_config = configure(model_path, scratch, fused_shared, sizes, rank)
+    if draft:
+        model_config = _draft_config(args, model_config)
     loader = Loader(LoadConfig(load_format="auto"))
     phases.enter(BUILD)
     model: torch.nn.Module = loader.load_model(model_config=model_config, device_config=DeviceConfig(args.device, rank))

@@ -37,12 +37,12 @@ def promised_names(config: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{module}.{part}" for part in (*INT4_PARTS, WEIGHT_SCALE_INV))
 
 
-def routers(config: Mapping[str, Any]) -> list[str]:
-    """The HF names of the routers, without those of multi-token prediction layers."""
+def routers(config: Mapping[str, Any], draft: bool = False) -> list[str]:
+    """The HF names of the routers, without those of multi-token prediction layers; `draft`: those alone."""
     return [
         name
         for rule in rules_of(config)
-        if rule.megatron.endswith("mlp.router.weight") and not rule.megatron.startswith("mtp.")
+        if rule.megatron.endswith("mlp.router.weight") and rule.megatron.startswith("mtp.") == draft
         for name in rule.hf
     ]
 
@@ -62,3 +62,9 @@ def of_draft(config: Mapping[str, Any]) -> tuple[str, ...]:
     """How the names begin of multi-token prediction layers, which SGLang loads into a draft model."""
     names = (name for rule in rules_of(config) if rule.megatron.startswith("mtp.") for name in rule.hf)
     return tuple(dict.fromkeys(match[0] for name in names if (match := _DRAFT.match(name))))
+
+
+def draft_names(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Those of `names` that belong to multi-token prediction layers."""
+    draft = of_draft(config)
+    return [name for name in names if name.startswith(draft)]

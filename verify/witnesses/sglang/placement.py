@@ -173,6 +173,11 @@ def flat(parameter: Tensor) -> Tensor:
     return parameter.detach().as_strided((span(parameter),), (1,))
 
 
+def whole(parameter: Tensor) -> Region:
+    """All elements of a parameter."""
+    return Region(0, (parameter.numel(),), (1,))
+
+
 def _numbers(name: str) -> list[int]:
     return [int(number) for number in _NUMBER.findall(name)]
 

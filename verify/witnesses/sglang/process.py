@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import View
@@ -29,56 +32,102 @@ from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.experts import is_fused, unfuse
 from converters.planner import to_hf
 from verify.witnesses.ending import PhaseLog, ending_path
+from verify.witnesses.sglang.compare import Loaded
+from verify.witnesses.sglang.draft import beyond_layers
 from verify.witnesses.sglang.examine import Examination
 from verify.witnesses.sglang.job import SglangJob, SglangReport
 from verify.witnesses.sglang.load import Weights, load
-from verify.witnesses.sglang.names import fuses_shared
+from verify.witnesses.sglang.names import fuses_shared, of_draft
+
+Wanted = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a checkpoint is to SGLang: the directory that its config is read from, and the weights.
+
+    `feed`: what is streamed, of the wanted names; None where SGLang reads the directory itself. `reference`: the
+    tensors of wanted names to compare with.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    fused: bool
+    feed: Callable[[Wanted], Weights | None]
+    reference: Callable[[Wanted], Weights]
 
 
 def run(job: SglangJob, alter: Callable[[Weights], Weights] = lambda weights: weights) -> None:
-    """Loads the checkpoint and writes the report, or an `Ending`. `alter` changes the weights for SGLang."""
-    with PhaseLog(ending_path(Path(job.report))) as phases:
-        witness(job, alter, phases).save(Path(job.report))
+    """Loads the checkpoint and writes a report, or an `Ending`. `alter` changes the weights for SGLang.
+
+    Where there are multi-token prediction layers, they are loaded next, as the draft model that an engine has beside
+    the model. That has a report of its own, so an `Ending` beside a first report is about the draft model.
+    """
+    report = Path(job.report)
+    with PhaseLog(ending_path(report)) as phases:
+        material = material_of(job)
+        model, examination = witness(material, job, alter, phases)
+        seen = examination.report(model)
+        seen.save(report)
+        if seen.draft:
+            model, examination = witness(material, job, alter, phases, (model, examination.loaded))
+            examination.report(model).save(SglangReport.draft_path(report))
 
 
-def witness(job: SglangJob, alter: Callable[[Weights], Weights], phases: PhaseLog) -> SglangReport:
-    """Loads the checkpoint into SGLang. Raises whatever SGLang raises."""
+def witness(
+    material: Material,
+    job: SglangJob,
+    alter: Callable[[Weights], Weights],
+    phases: PhaseLog,
+    target: tuple[torch.nn.Module, Loaded] | None = None,
+) -> tuple[torch.nn.Module, Examination]:
+    """Loads a checkpoint into SGLang, into the draft model of a `target` where there is one.
+
+    Raises whatever SGLang raises.
+    """
+    draft, config, scratch = target is not None, material.config, Path(job.scratch)
+    of_layers = of_draft(config)
+    reference = partial(material.reference, (lambda name: name.startswith(of_layers)) if draft else _all)
+    feed = material.feed(beyond_layers(config) if draft else _all)
+    examination = Examination(config, material.fused, reference, alter, phases, job.sizes, target)
+    fused = material.fused
+    model = load(material.path, scratch, fused, feed, examination, phases, job.sizes, job.rank, draft=draft)
+    return model, examination
+
+
+def _all(name: str) -> bool:
+    return True
+
+
+def material_of(job: SglangJob) -> Material:
+    """The checkpoint of a job. A Megatron one gets a directory for its config in the job's scratch directory."""
     location = locate(job.checkpoint)
-    scratch = Path(job.scratch)
     if location.kind == "hf":
         fused = fuses_shared(HfCheckpoint(location.path).specs)
-        examination = Examination(
-            read_json(location.path / "config.json"),
-            fused,
-            lambda: safetensors_of(location.path),
-            alter,
-            phases,
-            job.sizes,
-        )
-        model = load(location.path, scratch, fused, None, examination, phases, job.sizes, job.rank)
-        return examination.report(model)
+        config = read_json(location.path / "config.json")
+        return Material(location.path, config, fused, lambda wanted: None, partial(safetensors_of, location.path))
     checkpoint = TorchDistCheckpoint(location.path, hf=job.hf)
     view = to_hf(checkpoint, job.checkpoint)
-    path = scratch / f"model-{job.rank}"
+    path = Path(job.scratch) / f"model-{job.rank}"
     copy_side_files(checkpoint.hf_path, path)
     write_config(path, checkpoint.config, view.specs)
     source = source_of(Path(job.source)) if job.source else view
-    examination = Examination(checkpoint.config, False, lambda: stream(source), alter, phases, job.sizes)
-    return examination.report(load(path, scratch, False, stream(view), examination, phases, job.sizes, job.rank))
+    return Material(path, checkpoint.config, False, partial(stream, view), partial(stream, source))
 
 
-def safetensors_of(root: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that the index names, read by the safetensors library."""
+def safetensors_of(root: Path, wanted: Wanted = _all) -> Weights:
+    """Every wanted tensor that the index names, read by the safetensors library."""
     for file in HfCheckpoint(root).shards:
         with safe_open(root / file, "pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 - no mapping
+            for name in filter(wanted, shard.keys()):
                 yield name, shard.get_tensor(name)
 
 
-def stream(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint in the order it is cheapest to read."""
+def stream(checkpoint: Checkpoint, wanted: Wanted) -> Weights:
+    """Every wanted tensor of a checkpoint in the order it is cheapest to read."""
     for names in checkpoint.groups:
-        yield from checkpoint.read(names).items()
+        if chosen := list(filter(wanted, names)):
+            yield from checkpoint.read(chosen).items()
 
 
 def source_of(path: Path) -> Checkpoint:

@@ -32,11 +32,17 @@ _LAST_LINES = 8
 
 @dataclass(frozen=True)
 class SglangRun:
-    """The witness's report, or SGLang's refusal (`crash`), or why SGLang could not be asked (`unable`)."""
+    """The witness's report, or SGLang's refusal (`crash`), or why SGLang could not be asked (`unable`).
+
+    `draft`: its report on the draft model, where the checkpoint has multi-token prediction layers; `undrafted`: why
+    there is none.
+    """
 
     report: SglangReport | None
     crash: str | None = None
     unable: str | None = None
+    draft: SglangReport | None = None
+    undrafted: str | None = None
 
 
 def run_sglang(subject: Subject) -> SglangRun:
@@ -92,19 +98,31 @@ def outcome(failed: Mapping[int, str], reports: Sequence[Path], logs: Sequence[P
     """What became of a witness whose ranks were to write `reports`; `failed`: how those ended that did not."""
     from verify.witnesses.sglang.merge import merged  # needs torch, which header verbs do not import
 
-    if not failed and all(report.exists() for report in reports):
-        return SglangRun(merged([SglangReport.load(report) for report in reports]))
+    drafts = [SglangReport.draft_path(report) for report in reports]
+    if not all(report.exists() for report in reports):
+        ending, said = _cause(failed, reports, logs)
+        if ending.verdict:
+            return SglangRun(None, crash=said)
+        return SglangRun(
+            None, unable=f"the witness failed while {ending.phase}, which says nothing about the checkpoint: {said}"
+        )
+    report = merged([SglangReport.load(report) for report in reports])
+    if not report.draft:
+        return SglangRun(report)
+    if all(draft.exists() for draft in drafts):
+        return SglangRun(report, draft=merged([SglangReport.load(draft) for draft in drafts]))
+    ending, said = _cause(failed, reports, logs)
+    return SglangRun(report, undrafted=f"the draft model was not looked at: while {ending.phase}, {said}")
+
+
+def _cause(failed: Mapping[int, str], reports: Sequence[Path], logs: Sequence[Path]) -> tuple[Ending, str]:
+    """How the rank ended that is to blame for reports that are missing, and in words."""
     endings = {rank: Ending.load(ending_path(reports[rank])) for rank in failed or range(len(reports))}
     told = causes({rank: ending.said for rank, ending in endings.items()}) or endings
     rank = min(told, key=lambda one: (not endings[one].verdict, one))
     ending, how = endings[rank], failed.get(rank, "no report")
     on = f"rank {rank}: " if len(reports) > 1 else ""
-    if ending.verdict:
-        return SglangRun(None, crash=f"{on}{how}; {ending.said}")
-    how = f"{on}{how}; {ending.said or last_words(logs[rank])}"
-    return SglangRun(
-        None, unable=f"the witness failed while {ending.phase}, which says nothing about the checkpoint: {how}"
-    )
+    return ending, f"{on}{how}; {ending.said or last_words(logs[rank])}"
 
 
 def check_class(config: Mapping[str, Any]) -> None:

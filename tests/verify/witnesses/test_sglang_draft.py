@@ -1,0 +1,161 @@
+"""Multi-token prediction layers in SGLang's own draft classes: what is wrong is named, and what is not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from sglang_runs import Case, checked, int4_config, online_int4, run_cases, written
+from torch import Tensor
+
+from verify.checks.witnesses.hints import KEEP_ROUTER
+from verify.witnesses.sglang.job import Observation, SglangReport
+from verify.witnesses.sglang.run import SglangRun
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+L = "model.layers.12."
+QUERY, ROUTER = L + "self_attn.q_proj.weight", L + "mlp.gate.weight"
+EMBEDDING, HEAD = L + "embed_tokens.weight", L + "shared_head.head.weight"
+NORM = "mtp.layers.0.self_attn.q_norm.weight"
+# What SGLang builds unquantized, by names of the model and of the draft model.
+IGNORE = ["lm_head", "model.embed_tokens", KEEP_ROUTER, r"re:.*(shared_experts|shared_head|eh_proj|embed_tokens).*"]
+
+
+@pytest.fixture(scope="module")
+def cases(
+    releases: Callable[..., Path], converted: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Case]:
+    root = tmp_path_factory.mktemp("drafts")
+    glm, tensors = releases("glm4_moe-mtp"), models.tensors(releases("glm4_moe-mtp"))
+    qwen = models.tensors(releases("qwen3_5"))
+    other = tensors[EMBEDDING].clone()
+    other.view(torch.int16)[7, 5] ^= 1
+    dead = torch.zeros(12, 128).bfloat16()
+    second = {name.replace(".12.", ".13."): tensor.clone() for name, tensor in tensors.items() if name.startswith(L)}
+    packed, scheme = online_int4(tensors, IGNORE, 32), int4_config(IGNORE, 32)
+    return {
+        "megatron": Case(converted("glm4_moe-mtp"), glm),
+        "int4": Case(written(root, "int4", glm, packed, quantization_config=scheme)),
+        "int4 broken": Case(root / "int4", alter="lost_and_exchanged"),
+        "no copies": Case(written(root, "no-copies", glm, without(tensors, EMBEDDING, HEAD))),
+        "query and router": Case(written(root, "query", glm, without(tensors, QUERY) | {ROUTER: dead})),
+        "norm of qwen": Case(written(root, "qwen", releases("qwen3_5"), without(qwen, NORM))),
+        "copy": Case(written(root, "copy", glm, tensors | {EMBEDDING: other})),
+        "two layers": Case(written(root, "two", glm, tensors | second, num_nextn_predict_layers=2)),
+        # The last one, since it leaves SGLang without draft classes.
+        "no class": Case(glm, alter="without_draft_classes"),
+    }
+
+
+def without(tensors: Mapping[str, Tensor], *names: str) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+@pytest.fixture(scope="module")
+def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
+    return run_cases(cases, tmp_path_factory.mktemp("runs"))
+
+
+def draft(run: SglangRun) -> SglangReport:
+    assert run.draft is not None, run
+    return run.draft
+
+
+def said(observations: tuple[Observation, ...]) -> set[tuple[str, str]]:
+    return {(one.tensor, one.param) for one in observations}
+
+
+@pytest.mark.parametrize("name", ["megatron", "int4", "no copies"])
+def test_a_sound_draft_model_passes(name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]) -> None:
+    results, findings, facts = checked(cases[name], runs[name])
+    assert findings == []
+    assert {results[code].status for code in ("CK501", "CK502", "CK503", "CK504", "CK505", "CK508")} == {"passed"}
+    tensors = models.tensors(cases[name].source or cases[name].checkpoint)
+    own = {one for one in tensors if one.startswith(L)}
+    assert set(draft(runs[name]).equal) == {one for one in own if not one.endswith("weight_shape")}
+    assert facts["SGLang's draft model"][0].startswith(
+        f"Glm4MoeForCausalLMNextN, {len(own) - 2 * (name == 'megatron')} "
+    )
+    assert results["CK502"].tensors_compared == sum(
+        report.parameters for report in (runs[name].report, runs[name].draft) if report
+    )
+
+
+def test_a_lost_part_of_a_fused_parameter_and_a_dead_router_are_named(
+    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    param = "model.decoder.self_attn.qkv_proj.weight"
+    assert said(draft(runs["query and router"]).unwritten) == {(QUERY, param)}
+    _, findings, _ = checked(cases["query and router"], runs["query and router"])
+    assert [(one.code, one.tensor) for one in findings] == [("CK502", QUERY), ("CK505", ROUTER)]
+    never = "40960 of 40960 elements were never written: the checkpoint never gave it"
+    assert findings[0].actual == f"{never}, at {param} in SGLang's draft model"
+
+
+def test_a_lost_tensor_that_sglang_calls_otherwise_is_named(runs: Mapping[str, SglangRun]) -> None:
+    """SGLang's class for Qwen3.5 has no `self_attn`."""
+    assert said(draft(runs["norm of qwen"]).unwritten) == {(NORM, "model.layers.0.q_norm.weight")}
+
+
+def test_lost_and_exchanged_parts_in_int4_are_named(runs: Mapping[str, SglangRun]) -> None:
+    report = draft(runs["int4 broken"])
+    expert = L + "mlp.experts.7.up_proj.weight_packed"
+    assert said(report.unwritten) == {
+        (L + "eh_proj.weight", "model.eh_proj.weight"),
+        (L + "input_layernorm.weight", "model.decoder.input_layernorm.weight"),
+        (expert, "model.decoder.mlp.experts.w13_weight_packed"),
+    }
+    assert {one.tensor for one in report.differing} == {
+        f"{L}mlp.experts.{expert}.{part}_proj.weight_{kind}"
+        for expert in (4, 5)
+        for part in ("gate", "up", "down")
+        for kind in ("packed", "scale")
+    }
+
+
+def test_a_copy_that_differs_from_what_sglang_takes_is_a_finding(
+    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    _, findings, _ = checked(cases["copy"], runs["copy"])
+    assert [(one.code, one.tensor) for one in findings] == [("CK503", EMBEDDING)]
+    assert findings[0].actual.startswith(
+        "SGLang's draft model takes model.embed_tokens.weight instead, which has other bits"
+    )
+    assert "make the copies equal" in findings[0].hint
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("two layers", "Only 1 nextn layer is supported"),
+        ("no class", "SGLang has no class for the multi-token prediction layers of Glm4MoeForCausalLM"),
+    ],
+)
+def test_what_sglang_has_no_draft_model_for_is_inconclusive_in_its_words(
+    name: str, words: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    results, findings, facts = checked(cases[name], runs[name])
+    assert findings == []
+    assert {code for code, result in results.items() if result.status != "passed"} == {"CK508"}
+    assert results["CK508"].status == "skipped"
+    assert words in str(results["CK508"].reason)
+    assert "SGLang's draft model" not in facts
+
+
+def test_without_such_layers_nothing_is_asked_of_draft_models(
+    releases: Callable[..., Path], tmp_path: Path, runs: Mapping[str, SglangRun]
+) -> None:
+    tensors = models.tensors(releases("glm4_moe-mtp"))
+    path = written(
+        tmp_path,
+        "plain",
+        releases("glm4_moe-mtp"),
+        {name: one for name, one in tensors.items() if not name.startswith(L)},
+        num_nextn_predict_layers=0,
+    )
+    results, _, _ = checked(Case(path), SglangRun(runs["no copies"].report))
+    assert "CK508" not in results

@@ -1,0 +1,106 @@
+"""What to do next about what SGLang made of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV
+from verify.evidence.folding import LAYER
+from verify.witnesses.sglang.job import TAKEN, Observation, SglangReport
+
+KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
+
+
+def how_shared_expert(report: SglangReport) -> str:
+    """What the server needs for GLM's shared expert."""
+    if report.fused_shared:
+        return (
+            "the packed shared expert needs SGLang's fusion of shared experts: start the server without "
+            "--disable-shared-experts-fusion"
+        )
+    return (
+        "loaded as with --disable-shared-experts-fusion, which the server needs too where routed experts are INT4 "
+        "and the shared one is not"
+    )
+
+
+def why_unwritten(seen: Observation, promised: Collection[str]) -> str:
+    """The next move for a parameter that was not written."""
+    if seen.tensor == seen.param and seen.tensor not in promised:
+        return (
+            "SGLang's class has a parameter that config.json promises no tensor for: it builds that layer "
+            "otherwise; CK503 says which tensors it drops"
+        )
+    return (
+        "the tensor is missing from the checkpoint, or CK503 says under which name it was dropped; convert or "
+        "quantize again"
+    )
+
+
+def why_dropped(seen: Observation, report: SglangReport, config: Mapping[str, Any], packed: bool) -> str:
+    """The next move for a tensor that was dropped; `packed`: of a quantized checkpoint."""
+    if seen.what.startswith(TAKEN):
+        return (
+            "SGLang's draft model shares embeddings and output layer with the model: make the copies equal to them, or "
+            "leave them out"
+        )
+    if seen.tensor.endswith(f".{WEIGHT_SCALE_INV}"):
+        return _why_no_scale(seen.tensor, report)
+    return (_why_unpacked(seen.tensor) if packed else None) or _why_unknown(seen, report.model, config)
+
+
+def _why_unpacked(name: str) -> str | None:
+    """The hint where SGLang wants the tensor quantized and it is not, or the other way round."""
+    module = name.rpartition(".")[0]
+    if name.endswith(INT4_ENDINGS) and module.endswith(".mlp.gate"):
+        return (
+            "SGLang builds the router unquantized and silently ignores packed tensors for it; "
+            f"add `{KEEP_ROUTER}` to quantization_config.ignore and leave the router in its own dtype"
+        )
+    if name.endswith(INT4_ENDINGS):
+        return f"SGLang builds {module} unquantized: store it unpacked and keep it in quantization_config.ignore"
+    if name.endswith("_proj.weight"):
+        return (
+            f"SGLang builds {module} quantized: pack it, or ignore it by a regex that also matches the fused name "
+            "(qkv_proj, gate_up_proj)"
+        )
+    return None
+
+
+def _why_no_scale(name: str, report: SglangReport) -> str:
+    """The hint for scales of FP8 blocks: SGLang's class loads none at all, or not those of this module."""
+    if not any(one.endswith(f".{WEIGHT_SCALE_INV}") for one in report.equal):
+        return (
+            f"SGLang's {report.model} loads no scales of FP8 blocks, so it cannot serve the model in FP8: dequantize it"
+        )
+    module = name.rpartition(".")[0]
+    return f"SGLang builds {module} without FP8: store it in BF16 and name it in modules_to_not_convert of config.json"
+
+
+def _why_unknown(seen: Observation, model: str, config: Mapping[str, Any]) -> str:
+    if seen.tensor.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+        return "SGLang reads one tensor an expert: save with save_original_format=True, or convert to Megatron and back"
+    if "elements were written" in seen.what:
+        return (
+            f"SGLang's {model} builds {seen.param} smaller than the tensor and leaves out the rest: compare the sizes "
+            "in config.json with the release; a class may not read all of them (head_dim, for one)"
+        )
+    unknown = f"SGLang's {model} has no parameter {seen.param}"
+    layer = LAYER.match(seen.tensor)
+    if ".mlp." in seen.tensor and layer and int(layer[1]) in (config.get("mlp_only_layers") or ()):
+        return (
+            f"{unknown}: it does not read mlp_only_layers of config.json and builds experts in layer {layer[1]}, so "
+            "it cannot serve this model"
+        )
+    return f"{unknown}: compare model_type and num_hidden_layers with the release, or remove the tensor"
+
+
+def why_not_repacked(seen: Observation) -> str:
+    """The next move for a parameter that was repacked wrongly."""
+    if seen.param.partition("[")[0].endswith((WEIGHT_PACKED, WEIGHT_SCALE)):
+        return (
+            "the sizes may be outside the kernel's limits; try another group size, or load with an unquantized "
+            "checkpoint to compare"
+        )
+    return "the kernel's limits are not the cause: please report it, with the version of SGLang"
