@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 # Which of eight rows each nibble of a word holds, lowest nibble first: AWQ's order.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _EXPERTS = ".experts."
+# Inputs of the widest tile of SGLang's Marlin kernel for experts. Of each tile it reads one group's zero points, and
+# takes those of further groups from memory that nobody wrote. Source: `marlin_moe/marlin_template.h` of 0.5.16 and
+# 0.5.23, whose `zp_sh_wr_pred` covers one group; that of dense layers is without the fault.
+TILE = 128
 
 
 def is_expert(name: str) -> bool:
@@ -31,12 +35,23 @@ def check_zero_point_layout(scheme: QuantScheme, has_experts: bool, readers: Seq
     if scheme.symmetric or not has_experts:
         return False
     if tuple(readers) == ("sglang",):
+        if is_misread(scheme.group_size):
+            raise CkptkitError(
+                f"zero points of experts in groups of {scheme.group_size}: SGLang's kernel reads those of one group in "
+                f"{TILE} inputs, and its answers change from one request to the next",
+                f"--group-size {TILE} or channel; or quantize symmetrically",
+            )
         return True
     raise CkptkitError(
         "SGLang reads the zero points of routed experts in another layout "
         "than compressed-tensors stores and every other reader takes",
         "quantize symmetrically; or, for SGLang alone, use --reader sglang",
     )
+
+
+def is_misread(group_size: int | None) -> bool:
+    """Whether SGLang's kernel for experts misses zero points of groups of this size; None is a group a row."""
+    return group_size is not None and group_size < TILE
 
 
 def for_sglang_experts(zero_point: Tensor, rows: int, name: str) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import models
 import pytest
 import torch
+from quantized import small_groups_allowed
 
 from ckptkit.app.api import inspect, quantize
 from ckptkit.core.errors import CkptkitError
@@ -19,6 +21,7 @@ from quant.formats.zero_points import check_zero_point_layout, for_sglang_expert
 from verify.evidence.plain import plain
 
 ASYMMETRIC = QuantScheme(32, "minmax", (), symmetric=False)
+ROWS = QuantScheme(None, "minmax", (), symmetric=False)
 
 
 def test_by_hand() -> None:
@@ -40,7 +43,13 @@ def test_who_may_have_it() -> None:
     symmetric = QuantScheme(32, "minmax")
     assert not check_zero_point_layout(symmetric, True, ("sglang", "vllm"))
     assert not check_zero_point_layout(ASYMMETRIC, False, ("sglang", "vllm"))
-    assert check_zero_point_layout(ASYMMETRIC, True, ("sglang",))
+    assert check_zero_point_layout(ROWS, True, ("sglang",))
+    assert check_zero_point_layout(replace(ASYMMETRIC, group_size=128), True, ("sglang",))
+    with pytest.raises(
+        CkptkitError, match=r"groups of 64: SGLang's kernel reads those of one group in 128 inputs"
+    ) as misread:
+        check_zero_point_layout(replace(ASYMMETRIC, group_size=64), True, ("sglang",))
+    assert misread.value.hint == "--group-size 128 or channel; or quantize symmetrically"
     assert is_expert("model.layers.0.mlp.experts.3.up_proj.weight")
     assert not is_expert("model.layers.0.mlp.shared_experts.up_proj.weight")
     for readers in [("sglang", "vllm"), ("vllm",), ()]:
@@ -56,7 +65,7 @@ def test_a_shared_expert_that_sglang_keeps_among_the_routed_ones(releases: Calla
     with pytest.raises(
         CkptkitError, match=r"shared_experts\.\w+\.weight: SGLang keeps a packed shared expert"
     ) as error:
-        quantize(releases("glm4_moe"), tmp_path / "out", ASYMMETRIC, readers=("sglang",))
+        quantize(releases("glm4_moe"), tmp_path / "out", ROWS, readers=("sglang",))
     assert "--ignore 're:.*\\.mlp\\.shared_experts\\..*'" in error.value.hint
     assert not (tmp_path / "out").exists()
 
@@ -66,7 +75,11 @@ def test_a_mixture_of_experts(releases: Callable[..., Path], tmp_path: Path) -> 
     source = releases("qwen3_moe")
     with pytest.raises(CkptkitError, match="in another layout"):
         quantize(source, tmp_path / "out", ASYMMETRIC)
-    quantize(source, tmp_path / "out", ASYMMETRIC, readers=("sglang",))
+    with pytest.raises(CkptkitError, match="groups of 32"):
+        quantize(source, tmp_path / "out", ASYMMETRIC, readers=("sglang",))
+    assert not (tmp_path / "out").exists()
+    with small_groups_allowed():
+        quantize(source, tmp_path / "out", ASYMMETRIC, readers=("sglang",))
     before, after = models.tensors(source), models.tensors(tmp_path / "out")
     for module, special in [("model.layers.1.mlp.experts.2.up_proj", True), ("model.layers.1.self_attn.o_proj", False)]:
         weight = before[f"{module}.weight"]
@@ -87,7 +100,8 @@ def test_experts_in_sglangs_layout_are_dequantized_as_the_formula_says(
     releases: Callable[..., Path], tmp_path: Path
 ) -> None:
     source = releases("qwen3_moe")
-    quantize(source, tmp_path / "out", ASYMMETRIC, readers=("sglang",))
+    with small_groups_allowed():
+        quantize(source, tmp_path / "out", ASYMMETRIC, readers=("sglang",))
     view = plain(tmp_path / "out")
     for name in ("model.layers.1.mlp.experts.2.up_proj.weight", "model.layers.1.self_attn.o_proj.weight"):
         parts = by_formula(models.tensors(source)[name], ASYMMETRIC)
@@ -95,7 +109,7 @@ def test_experts_in_sglangs_layout_are_dequantized_as_the_formula_says(
 
 
 def test_an_unknown_layout_of_zero_points_is_refused(releases: Callable[..., Path], tmp_path: Path) -> None:
-    quantize(releases("qwen3_moe"), tmp_path / "out", ASYMMETRIC, readers=("sglang",))
+    quantize(releases("qwen3_moe"), tmp_path / "out", ROWS, readers=("sglang",))
     text = (tmp_path / "out" / "config.json").read_text()
     (tmp_path / "out" / "config.json").write_text(
         text.replace('"experts_zero_points": "sglang"', '"experts_zero_points": "awq"')

@@ -10,6 +10,7 @@ import models
 import pytest
 import torch
 from fixture_types import CopyOf, PathOf, RunAlone
+from quantized import small_groups_allowed
 from safetensors.torch import load_file, save_file
 
 from ckptkit.app.api import quantize
@@ -225,7 +226,8 @@ def asymmetric(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """glm4_moe with zero points, those of routed experts as SGLang reads them, shared ones in BF16. Read only."""
     path = tmp_path_factory.mktemp("int4") / "glm4_moe"
     scheme = QuantScheme(32, "minmax", (r"re:.*\.mlp\.shared_experts\..*",), symmetric=False)
-    quantize(releases("glm4_moe"), path, scheme, readers=("sglang",))
+    with small_groups_allowed():
+        quantize(releases("glm4_moe"), path, scheme, readers=("sglang",))
     return path
 
 
@@ -249,6 +251,17 @@ def test_zero_points_of_other_groups(
     models.edit(path, name, change(models.tensors(path)[name]).contiguous())
     _, (finding,) = alone("CK305", path, source_path=releases("glm4_moe"))
     assert finding.tensor == f"{EXPERT}.up_proj.weight"
+
+
+def test_zero_points_that_sglangs_kernel_does_not_read_are_named(asymmetric: Path, alone: RunAlone) -> None:
+    result, found = alone("CK309", asymmetric)
+    assert result is not None
+    assert result.status == "failed"
+    experts = (f"model.layers.{{2..11}}.mlp.experts.{{0..11}}.{part}_proj" for part in ("down", "gate", "up"))
+    assert sorted(str(one.tensor) for one in found) == [f"{expert}.weight_zero_point" for expert in experts]
+    assert "one in each tile" in found[0].actual
+    result, found = alone("CK309", asymmetric, readers=("vllm",))
+    assert (result.status, found) == ("skipped", [])  # type: ignore[union-attr]
 
 
 def test_zero_points_in_the_layout_of_other_readers(asymmetric: Path, copy_of: CopyOf, alone: RunAlone) -> None:

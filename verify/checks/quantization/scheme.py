@@ -1,4 +1,4 @@
-"""CK306 to CK308: INT4 weights beside one another: fused layers, tensor parallel cuts, and the size of scales."""
+"""CK306 to CK309: INT4 weights beside one another: fused layers, tensor parallel cuts, and the size of scales."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from converters.planner import expected_hf
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
+from quant.formats.zero_points import TILE, is_expert, is_misread
+from quant.selection.readers import RL_READERS
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.evidence.expected import usable_config
@@ -102,6 +104,36 @@ def _no_tp(subject: Subject) -> str | None:
     if (reason := not_quantized(subject)) is not None:
         return reason
     return None if _engine_tp(subject) > 1 else "no --tp above 1 was given (in a launch, --rollout-num-gpus-per-engine)"
+
+
+@check(
+    "CK309",
+    "SGLang's kernels read every zero point of the experts",
+    stage="quantization",
+    preflight=True,
+    rationale="SGLang's kernel for packed experts reads the zero points of one group in each tile of 128 inputs. Those "
+    "of further groups are whatever shared memory held, and answers change from one request to the next.",
+    fix="Quantize the experts again symmetrically, or in groups of 128 or with a scale a row.",
+    unless=not_quantized,
+)
+def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Group sizes of routed experts with zero points, where SGLang is to load them."""
+    schemes = list(_schemes(subject.hf_files.specs))
+    tally.compared(0, len(schemes))
+    if "sglang" not in (subject.readers or RL_READERS):
+        raise Skip("SGLang is none of the readers that were named")
+    misread = [
+        module + ZERO_POINT
+        for module, scheme in schemes
+        if scheme and scheme[2] and is_expert(module) and is_misread(scheme[0] or None)
+    ]
+    yield Issue(
+        f"groups of at least {TILE} inputs, or one a row",
+        "smaller groups, of whose zero points SGLang's kernel reads one in each tile",
+        "quantize the experts again: symmetrically, or with --group-size 128 or channel",
+        names=misread,
+        file=subject.path,
+    )
 
 
 @check(
