@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import models
-from quantized import fp8_blocks, write
+from quantized import fp8_blocks, small_groups_allowed, write
 from sglang_families import CLEAN
 
 from ckptkit.app.api import int4_scheme, quantize
@@ -61,9 +61,10 @@ def write_all(root: Path, labels: Iterable[str]) -> Iterator[tuple[str, Path]]:
         if kind == "fp8":
             in_fp8(plain, target)
         else:
-            # Zero points of experts are in a layout of SGLang's own.
+            # Zero points of experts are in a layout of SGLang's own, of which its kernel does not read small groups.
             readers = {"readers": ("sglang",)} if kind == "zero points" else {}
-            quantize(plain, target, int4_scheme(**options_of(label)), **readers)  # type: ignore[arg-type]
+            with small_groups_allowed():
+                quantize(plain, target, int4_scheme(**options_of(label)), **readers)  # type: ignore[arg-type]
         yield label, target
 
 
