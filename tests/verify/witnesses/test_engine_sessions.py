@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import models
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ckptkit.core.errors import CkptkitError
 from quant.online import sglang_reload
+from verify.witnesses.engine import server as server_module
 from verify.witnesses.engine.job import EngineJob
 from verify.witnesses.engine.readback import POISON, RECORD
-from verify.witnesses.engine.server import Server
+from verify.witnesses.engine.server import Server, start
 from verify.witnesses.engine.sessions import BEGIN, END, Refused
 
 Answer = tuple[bool, str]
@@ -221,3 +224,49 @@ def test_the_job_of_a_draft_engine_is_read_as_written(tmp_path: Path) -> None:
     EngineJob("model", "scratch", "report", [], draft=True).save(tmp_path / "job")
     assert json.loads((tmp_path / "job").read_text())["draft"] is True
     assert EngineJob.load(tmp_path / "job").draft
+
+
+@pytest.mark.parametrize(
+    ("sessions", "own", "leaf", "refused"),
+    [
+        (True, "Glm4MoeForCausalLMNextN", "weight", None),
+        (False, "Glm4MoeForCausalLMNextN", "weight_packed", None),
+        (
+            True,
+            "Glm4MoeForCausalLMNextN",
+            "weight_packed",
+            "would repack model.layers.12.eh_proj.weight_packed a second",
+        ),
+        (True, "Glm4MoeForCausalLMNextN", "weight_scale_inv", "leave the multi-token prediction layers unquantized"),
+        (False, None, "weight", "SGLang has no class for the multi-token prediction layers of Glm4MoeForCausalLM"),
+    ],
+)
+def test_an_engine_is_not_started_for_a_draft_model_that_cannot_be_read_back(
+    sessions: bool, own: str | None, leaf: str, refused: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Mapping[str, Any]] = []
+    fake: Any = ModuleType("sglang")
+    fake.Engine = type(
+        "Engine", (SessionEngine if sessions else Engine,), {"__init__": lambda self, **a: started.append(a)}
+    )
+    monkeypatch.setitem(sys.modules, "sglang", fake)
+    monkeypatch.setattr(server_module, "draft_class", lambda path: own)
+    config = models.configs()["glm4_moe"].to_dict()
+    named = {"num_nextn_predict_layers": 1, "architectures": ["Glm4MoeForCausalLM"]}
+    checkpoint: Any = SimpleNamespace(config=config | named, specs=[f"model.layers.12.eh_proj.{leaf}"])
+    job = EngineJob("model", "", "", [], draft=True)
+    if refused is None:
+        start(job, checkpoint)
+        (asked,) = started
+        assert {name: value for name, value in asked.items() if name.startswith("speculative_")} == {
+            "speculative_algorithm": "EAGLE",
+            "speculative_draft_model_path": "model",
+            "speculative_num_steps": 1,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 2,
+        }
+        return
+    with pytest.raises(CkptkitError) as error:
+        start(job, checkpoint)
+    assert refused in f"{error.value.message} {error.value.hint}"
+    assert started == []

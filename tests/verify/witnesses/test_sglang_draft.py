@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 L = "model.layers.12."
 QUERY, ROUTER = L + "self_attn.q_proj.weight", L + "mlp.gate.weight"
 EMBEDDING, HEAD = L + "embed_tokens.weight", L + "shared_head.head.weight"
+COMPRESSED = [L + f"self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+FUSED = "model.decoder.self_attn.fused_qkv_a_proj_with_mqa.weight"
 NORM = "mtp.layers.0.self_attn.q_norm.weight"
 # What SGLang builds unquantized, by names of the model and of the draft model.
 IGNORE = ["lm_head", "model.embed_tokens", KEEP_ROUTER, r"re:.*(shared_experts|shared_head|eh_proj|embed_tokens).*"]
@@ -36,6 +38,7 @@ def cases(
     other.view(torch.int16)[7, 5] ^= 1
     dead = torch.zeros(12, 128).bfloat16()
     second = {name.replace(".12.", ".13."): tensor.clone() for name, tensor in tensors.items() if name.startswith(L)}
+    deepseek = models.tensors(releases("deepseek_v3"))
     packed, scheme = online_int4(tensors, IGNORE, 32), int4_config(IGNORE, 32)
     return {
         "megatron": Case(converted("glm4_moe-mtp"), glm),
@@ -44,6 +47,7 @@ def cases(
         "no copies": Case(written(root, "no-copies", glm, without(tensors, EMBEDDING, HEAD))),
         "query and router": Case(written(root, "query", glm, without(tensors, QUERY) | {ROUTER: dead})),
         "norm of qwen": Case(written(root, "qwen", releases("qwen3_5"), without(qwen, NORM))),
+        "compressed query": Case(written(root, "deepseek", releases("deepseek_v3"), without(deepseek, COMPRESSED[0]))),
         "copy": Case(written(root, "copy", glm, tensors | {EMBEDDING: other})),
         "two layers": Case(written(root, "two", glm, tensors | second, num_nextn_predict_layers=2)),
         # The last one, since it leaves SGLang without draft classes.
@@ -92,13 +96,23 @@ def test_a_lost_part_of_a_fused_parameter_and_a_dead_router_are_named(
     assert said(draft(runs["query and router"]).unwritten) == {(QUERY, param)}
     _, findings, _ = checked(cases["query and router"], runs["query and router"])
     assert [(one.code, one.tensor) for one in findings] == [("CK502", QUERY), ("CK505", ROUTER)]
-    never = "40960 of 40960 elements were never written: the checkpoint never gave it"
+    never = "40960 elements were never written: the checkpoint never gave it"
     assert findings[0].actual == f"{never}, at {param} in SGLang's draft model"
 
 
 def test_a_lost_tensor_that_sglang_calls_otherwise_is_named(runs: Mapping[str, SglangRun]) -> None:
     """SGLang's class for Qwen3.5 has no `self_attn`."""
     assert said(draft(runs["norm of qwen"]).unwritten) == {(NORM, "model.layers.0.q_norm.weight")}
+
+
+def test_what_sglang_drops_since_another_tensor_is_lost_is_named_too(runs: Mapping[str, SglangRun]) -> None:
+    """It waits for both parts of a fused parameter."""
+    report = draft(runs["compressed query"])
+    assert [(one.tensor, one.param, one.what.partition(": ")[2]) for one in report.unwritten] == [
+        (COMPRESSED[0], FUSED, "the checkpoint never gave it"),
+        (COMPRESSED[1], FUSED, "the checkpoint gave it, SGLang dropped it"),
+    ]
+    assert {one.tensor for one in report.dropped} == {COMPRESSED[1]}
 
 
 def test_lost_and_exchanged_parts_in_int4_are_named(runs: Mapping[str, SglangRun]) -> None:
@@ -144,6 +158,9 @@ def test_what_sglang_has_no_draft_model_for_is_inconclusive_in_its_words(
     assert results["CK508"].status == "skipped"
     assert words in str(results["CK508"].reason)
     assert "SGLang's draft model" not in facts
+    assert "of multi-token prediction layers, not looked at: model.layers.12.eh_proj.weight" in [
+        line.replace("{12..13}", "12") for line in facts["SGLang"]
+    ]
 
 
 def test_without_such_layers_nothing_is_asked_of_draft_models(

@@ -11,7 +11,7 @@ from sglang_families import EXPERT
 from sglang_formats import LABELS, NOT_IN_FP8, write_all
 from sglang_runs import LOST_PARTS, Case, run_cases
 
-from verify.checks.witnesses.sglang import _why_no_scale
+from verify.checks.witnesses.hints import why_no_scale
 from verify.witnesses.sglang.run import SglangRun
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
@@ -70,8 +70,8 @@ def test_scales_that_a_class_drops_are_named(
     assert report is not None, runs[f"fp8 {name}"]
     tensors = models.tensors(Path(cases[f"fp8 {name}"].checkpoint))
     assert {one.tensor for one in report.dropped} == {one for one in tensors if one.endswith("_scale_inv")}
-    assert "cannot serve the model in FP8: dequantize it" in _why_no_scale(report.dropped[0].tensor, report)
+    assert "cannot serve the model in FP8: dequantize it" in why_no_scale(report.dropped[0].tensor, report)
     sound = runs["fp8 qwen3_moe"].report
     assert sound is not None
     gate = "model.layers.3.mlp.gate"
-    assert _why_no_scale(f"{gate}.weight_scale_inv", sound).startswith(f"SGLang builds {gate} without FP8: store it")
+    assert why_no_scale(f"{gate}.weight_scale_inv", sound).startswith(f"SGLang builds {gate} without FP8: store it")

@@ -46,7 +46,7 @@ def why_dropped(seen: Observation, report: SglangReport, config: Mapping[str, An
             "leave them out"
         )
     if seen.tensor.endswith(f".{WEIGHT_SCALE_INV}"):
-        return _why_no_scale(seen.tensor, report)
+        return why_no_scale(seen.tensor, report)
     return (_why_unpacked(seen.tensor) if packed else None) or _why_unknown(seen, report.model, config)
 
 
@@ -68,7 +68,7 @@ def _why_unpacked(name: str) -> str | None:
     return None
 
 
-def _why_no_scale(name: str, report: SglangReport) -> str:
+def why_no_scale(name: str, report: SglangReport) -> str:
     """The hint for scales of FP8 blocks: SGLang's class loads none at all, or not those of this module."""
     if not any(one.endswith(f".{WEIGHT_SCALE_INV}") for one in report.equal):
         return (

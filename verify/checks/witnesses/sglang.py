@@ -120,7 +120,8 @@ def loads(subject: Subject, tally: Tally) -> Iterator[Issue]:
     untested = "" if report.version in TESTED else f" (tested are {' and '.join(TESTED)})"
     facts = [f"SGLang {report.version}{untested}, {report.model}, {report.dtype}, {report.sizes}, on {report.device}"]
     facts += [f"{report.fed} tensors into {report.parameters} parameters"]
-    facts += [f"of the draft model: {text}" for text, _ in by_pattern(report.draft)]
+    unseen = report.draft if run.draft is None else ()
+    facts += [f"of multi-token prediction layers, not looked at: {text}" for text, _ in by_pattern(unseen)]
     facts += [f"it logged: {line}" for line in report.log[:5]]
     facts += [how_shared_expert(report)] if report.model.startswith("Glm4Moe") else []
     tally.facts["SGLang"] = facts

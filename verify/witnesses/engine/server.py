@@ -17,7 +17,7 @@ from torch import Tensor
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.reader import HfCheckpoint
-from quant.formats.part_names import WEIGHT_PACKED
+from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE_INV
 from verify.witnesses.engine.job import DRAFT, SHORT, TOP, Continuation, EngineJob, Judged, Routed
 from verify.witnesses.engine.readback import PACKED, POISON, RECORD
 from verify.witnesses.engine.sessions import LOADERS, Refused, granted, has_sessions, loading, looking
@@ -221,11 +221,12 @@ def _check_draft(job: EngineJob, checkpoint: HfCheckpoint) -> None:
             f"SGLang has no class for the multi-token prediction layers of {checkpoint.config['architectures'][0]}",
             "serve the model without them",
         )
-    packed = [name for name in draft_names(checkpoint.config, checkpoint.specs) if name.endswith(WEIGHT_PACKED)]
+    quantized = (WEIGHT_PACKED, WEIGHT_SCALE_INV)
+    packed = [name for name in draft_names(checkpoint.config, checkpoint.specs) if name.endswith(quantized)]
     if packed and has_sessions(sglang.Engine):
         raise CkptkitError(
             f"reading a draft model back would repack {summarize(packed)} a second time",
-            "leave the multi-token prediction layers out of INT4",
+            "leave the multi-token prediction layers unquantized",
         )
 
 

@@ -56,7 +56,7 @@ def looking(engine: Any) -> Iterator[None]:
     """Within this a custom loader looks at weights, or fills them, and no layer of the model is repacked.
 
     The end of a session repacks whatever its selector names, and a second repacking destroys the weights. So only the
-    draft model is named: where there is one, it must not be packed.
+    draft model is named: where there is one, it must not be quantized.
     """
     if not has_sessions(engine):
         yield

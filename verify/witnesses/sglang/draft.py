@@ -109,21 +109,30 @@ class DraftLoaded(Loaded):
         return expected_hf(self.config)
 
     def unplaced(self, masks: Mapping[str, Tensor]) -> Iterator[Observation]:
-        """Unwritten elements that one absent tensor of the same module, or all of them together, would fill."""
+        """Unwritten elements that one tensor of the same module without a place, or all of them together, would fill.
+
+        Of several ranks each may want a share.
+        """
         for param, mask in masks.items():
             count = int(mask.sum())
             absent = self._absent_of(param)
-            fitting = [name for name, size in absent.items() if size == count]
-            names = fitting if len(fitting) == 1 else list(absent) if sum(absent.values()) == count else []
-            for name in names:
-                what = f"{absent[name]} of {absent[name]} elements were never written: the checkpoint never gave it"
-                yield Observation(name, param, what)
-            if not names:
-                what = f"{count} of {mask.numel()} elements were never written: no tensor that was given belongs there"
+            fitting = [name for name, size in absent.items() if count in (size, size // self.ranks)]
+            together = sum(absent.values())
+            if len(fitting) != 1:
+                fitting = list(absent) if count in (together, together // self.ranks) else []
+            for name in fitting:
+                why = (
+                    "the checkpoint gave it, SGLang dropped it"
+                    if name in self.sizes
+                    else "the checkpoint never gave it"
+                )
+                yield Observation(name, param, f"{count} elements were never written: {why}")
+            if not fitting:
+                what = f"{count} of {mask.numel()} elements were never written: none that was given was written there"
                 yield Observation(param, param, what)
 
     def _absent_of(self, param: str) -> dict[str, int]:
-        """Tensors that were not given whose module is beside a parameter's, or in it, with their elements."""
+        """Tensors that stand nowhere and whose module is beside a parameter's, or in it, with their elements."""
         beside = param.split(".")[-3:-2]
         own = {name: size for name, size in self._absent.items() if name.split(".")[-3:-2] == beside}
         return own or dict(self._absent)
@@ -133,7 +142,7 @@ class DraftLoaded(Loaded):
         return {
             name: math.prod(self._shapes[name])
             for name in self.promised()
-            if name in self._shapes and name not in self.sizes and self.place(name) is None
+            if name in self._shapes and not self.placement.pieces.get(name) and self.place(name) is None
         }
 
 
