@@ -54,7 +54,7 @@ def run_engine(subject: Subject) -> EngineRun:
             update="update" in subject.against,
             release_resume="release-resume" in subject.against,
         ).save(root / "job-0.json")
-        failed = _run(root, subject, "verify.witnesses.engine.process", report)
+        failed = run_process(root, subject, "verify.witnesses.engine.process", report)
         if not report.exists():
             return EngineRun(None, failed=f"the engine failed, which says nothing about the checkpoint: {failed}")
         return EngineRun(EngineReport.load(report), prompts, failed)
@@ -72,7 +72,7 @@ def run_reference(subject: Subject) -> Mapping[str, Sequence[Judged]]:
         report = root / "report-0.json"
         top_ids = [answer.top_ids for answer in run.report.passes[FIRST]]
         ReferenceJob(str(subject.path), str(report), run.prompts, top_ids).save(root / "job-0.json")
-        failed = _run(root, subject, "verify.witnesses.engine.reference", report)
+        failed = run_process(root, subject, "verify.witnesses.engine.reference", report)
         if failed or not report.exists():
             raise Unable(f"transformers gave no reference, which says nothing about the checkpoint: {failed}")
         return load_report(report)
@@ -93,10 +93,13 @@ def _sizes(subject: Subject) -> EngineSizes:
     return sizes
 
 
-def _run(root: Path, subject: Subject, module: str, report: Path) -> str | None:
-    """Runs a process. In which phase it ended and what it said; None where it ended well."""
+def run_process(root: Path, subject: Subject, module: str, report: Path, more_s: float = 0) -> str | None:
+    """Runs a process with `root`/job-0.json, with `more_s` seconds beyond what loading the subject may take.
+
+    Returns in which phase it ended and what it said; None where it ended well.
+    """
     size = sum(spec.nbytes for spec in subject.checkpoint.specs.values())
-    failed = start(root, 1, _START_S + 8 * size / _BYTES_A_SECOND, module)
+    failed = start(root, 1, _START_S + 8 * size / _BYTES_A_SECOND + more_s, module)
     if not failed:
         return None
     ending = Ending.load(ending_path(report))
