@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 
+# Ways to make a prompt that are seldom meant, as `Rendering.assumed` says them.
+UNFINISHED, TWICE_SPECIAL = "add_generation_prompt=False", "add_special_tokens=True"
+
+
 @dataclass(frozen=True)
 class Part:
     """The beginning of a sample, which is `index` in its file.
