@@ -20,6 +20,7 @@ from verify.evidence.subject import Subject
 from verify.report import Finding, Report
 from verify.reports.heat import Heat, heat_map, of_rounding, of_values
 from verify.witnesses.megatron.run import sizes_of
+from verify.witnesses.rollouts.run import recording_of
 
 
 def verify(
@@ -37,6 +38,8 @@ def verify(
     readers: Sequence[str] | None = None,
     ray: str | None = None,
     dp_attention: bool = False,
+    rollout_data: str | Path | None = None,
+    rollout_temperature: float | None = None,
 ) -> Report:
     """Verifies the checkpoint at `path`, HF or Megatron, and returns the report; nothing is written.
 
@@ -49,8 +52,11 @@ def verify(
     is named and the list is a published one, what only trainers read differently is a warning too. `ray` is the address
     of a Ray cluster that reads all the bytes (`ckptkit.transfer.ray.cluster.connected`); the report is the same.
     `tp` and `ep` are SGLang's sizes too, and `dp_attention` keeps its attention whole on every rank.
+    `rollout_data` is a file that slime or miles wrote for --save-debug-rollout-data or --save-debug-train-data: its
+    log-probabilities and prompts are computed again, at `rollout_temperature` (None: as the file says, or 1).
 
     A broken checkpoint gives findings. CkptkitError means that there is no checkpoint at `path` or `source`, that
+    `rollout_data` is no such file, that
     something is missing that this needs, that there is no such reader, or that the model cannot be cut into these
     sizes.
     """
@@ -74,6 +80,8 @@ def verify(
         manifest=Path(manifest) if manifest else None,
         ray=ray,
         dp_attention=dp_attention,
+        rollout_data=Path(rollout_data) if rollout_data else None,
+        rollout_temperature=rollout_temperature,
     )
     subject = replace(subject, against=_implied(subject))
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
@@ -132,6 +140,14 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
     if hf is not None and "megatron" not in (subject.kind, subject.source_path and subject.source_kind):
         refuse_hf(hf, path)
     _refuse_legacy(subject.path)
+    if subject.rollout_data is not None:
+        subject.once(recording_of)
+    if subject.rollout_temperature is not None and not subject.rollout_temperature > 0:
+        raise CkptkitError(
+            f"a temperature of {subject.rollout_temperature:g}", "it is above 0; leave it out for greedy"
+        )
+    if subject.rollout_data is None and subject.rollout_temperature is not None:
+        raise CkptkitError("a temperature without a rollout", "give the rollout too (--rollout-data)")
     with suppress(Skip):
         if "megatron" in subject.against and usable_config(subject) is not None:
             sizes_of(subject)

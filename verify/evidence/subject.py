@@ -36,6 +36,8 @@ class Subject:
     `launch` says how a training job would find this checkpoint, `arguments` what its launch script says of sizes,
     `updated` that it quantizes weights by the `ignore` list of this checkpoint; only preflight gives these three.
     `readers` (as `--reader` has them) will load an INT4 checkpoint; None: `quant.selection.readers.RL_READERS`.
+    `rollout_data` is what a training job recorded of a rollout, sampled at `rollout_temperature` (None: as it says,
+    or 1).
     `ray` is the address of the Ray cluster (`ckptkit.transfer.ray.cluster.connected`) that reads all the bytes; None:
     threads of this process do.
     """
@@ -56,6 +58,8 @@ class Subject:
     updated: bool = False
     ray: str | None = None
     dp_attention: bool = False
+    rollout_data: Path | None = None
+    rollout_temperature: float | None = None
     _results: dict[Callable[[Subject], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -40,6 +40,17 @@ if TYPE_CHECKING:
     "Megatron computes, which needs no GPU.",
 )
 @click.option(
+    "--rollout-data",
+    type=common.PATH,
+    help="A rollout that slime or miles recorded (--save-debug-rollout-data): log-probabilities and prompts are "
+    "computed again with transformers.",
+)
+@click.option(
+    "--rollout-temperature",
+    type=click.FloatRange(0, min_open=True),
+    help="... and was sampled at this temperature. [default: as it says, or 1]",
+)
+@click.option(
     "--manifest",
     type=common.PATH,
     help="A ckptkit.json kept apart: every tensor and side file is compared with its digest.",

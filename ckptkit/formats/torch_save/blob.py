@@ -11,7 +11,7 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,9 +51,12 @@ class Blob:
     def __str__(self) -> str:
         return f"{self.path} at byte {self.offset}"
 
-    def object(self) -> Any:
-        """The saved object, with Records for everything that is not plain data (tensors too)."""
-        return self._pickled(self.entries())
+    def object(self, allowed: Callable[[str], bool] | None = None) -> Any:
+        """The saved object, with Records for everything that is not plain data (tensors too).
+
+        Raises CkptkitError, among others for a class or function that `allowed`, where given, does not grant.
+        """
+        return self._pickled(self.entries(), allowed)
 
     @property
     def byte_range(self) -> ByteRange:
@@ -181,11 +184,16 @@ class Blob:
             raise CkptkitError(f"{self}: is no plain tensor", "this file was not written by torch.save of a tensor")
         return arguments[0], arguments[1], arguments[2], arguments[3]
 
-    def _pickled(self, entries: Mapping[str, zipfile.ZipInfo]) -> Any:
+    def _pickled(self, entries: Mapping[str, zipfile.ZipInfo], allowed: Callable[[str], bool] | None = None) -> Any:
         if "byteorder" in entries and self._bytes(entries, "byteorder") != b"little":
             raise CkptkitError(f"{self}: is big-endian", "save it on a little-endian machine")
         try:
-            return unpickle.loads(self._bytes(entries, "data.pkl"))
+            return unpickle.loads(self._bytes(entries, "data.pkl"), allowed)
+        except unpickle.NotAllowed as error:
+            raise CkptkitError(
+                f"{self.path} holds {error.kind}, which is no plain data",
+                "nothing in it was run; where you trust the file, load it, leave that out and save it again",
+            ) from error
         except pickle.UnpicklingError as error:
             raise CkptkitError(f"{self}: cannot be unpickled: {error}", "the file is damaged; copy it again") from error
 

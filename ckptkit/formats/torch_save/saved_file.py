@@ -6,7 +6,7 @@ Nothing that its pickle names is run, and only the bytes of the tensors that are
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -50,10 +50,11 @@ class SavedTensor:
 class SavedFile:
     """A file whose directory of the zip and pickle are read when it is opened.
 
-    Raises CkptkitError when it is damaged or in torch's old format.
+    Raises CkptkitError when it is damaged or in torch's old format. `allowed` is which classes and functions its pickle
+    may name (`module.name`); None: any, since none is run.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, allowed: Callable[[str], bool] | None = None) -> None:
         try:
             with path.open("rb") as file:
                 old = file.read(len(_OLD_FORMAT)) == _OLD_FORMAT
@@ -66,12 +67,13 @@ class SavedFile:
                 "where you trust it: torch.load it with an old torch, torch.save it with a new one",
             )
         self.path = path
+        self._allowed = allowed
         self._sound: set[str] = set()
 
     @cached_property
     def content(self) -> Any:
         """The saved object, with Records for everything that is not plain data (tensors too)."""
-        return self._blob.object()
+        return self._blob.object(self._allowed)
 
     def forget(self) -> None:
         """Lets go of `content`; tensors that were found in it can still be read."""

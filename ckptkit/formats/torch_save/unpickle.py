@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
 
 from ckptkit.core.dtypes import ITEMSIZE
+
+# How pickles of protocol 2, which torch.save writes, spell modules.
+_OLD_NAMES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
 class Record:
@@ -61,6 +65,14 @@ class Items(dict[Any, Any]):
     """An OrderedDict as a plain dict, on which pickles may still set attributes, as a module's state dict has some."""
 
 
+class NotAllowed(pickle.UnpicklingError):
+    """A pickle names something that its reader does not allow; `kind` is its full name."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(f"it names {kind}")
+        self.kind = kind
+
+
 class Unpickler(pickle.Unpickler):
     """Knows plain Python values, `torch.Size` and dtypes; everything else becomes a `Record`."""
 
@@ -78,10 +90,37 @@ class Unpickler(pickle.Unpickler):
         return pid
 
 
-def load(file: IO[bytes]) -> Any:
-    """The object pickled in `file`, with Records for all but plain data. Raises pickle.UnpicklingError when damaged."""
+class StrictUnpickler(Unpickler):
+    """Raises NotAllowed for a name that `allowed` does not grant; a granted one becomes what it is for `Unpickler`."""
+
+    def __init__(self, file: IO[bytes], allowed: Callable[[str], bool]) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = _OLD_NAMES.get(module, module)
+        kind = f"{module}.{name}"
+        if kind == "builtins.getattr":
+            return self._nested
+        if not self._allowed(kind):
+            raise NotAllowed(kind)
+        return super().find_class(module, name)
+
+    def _nested(self, holder: Any, name: Any) -> Any:
+        """A class inside a class, which pickles of protocol 2 name by a call of getattr."""
+        if not (isinstance(holder, type) and issubclass(holder, Record) and isinstance(name, str)):
+            raise NotAllowed("builtins.getattr")
+        module, _, outer = holder.kind.rpartition(".")
+        return self.find_class(module, f"{outer}.{name}")
+
+
+def load(file: IO[bytes], allowed: Callable[[str], bool] | None = None) -> Any:
+    """The object pickled in `file`, with Records for all but plain data.
+
+    Raises pickle.UnpicklingError when damaged, and NotAllowed for a name that `allowed`, where given, does not grant.
+    """
     try:
-        return Unpickler(file).load()
+        return (StrictUnpickler(file, allowed) if allowed else Unpickler(file)).load()
     except (
         EOFError,
         LookupError,
@@ -95,6 +134,6 @@ def load(file: IO[bytes]) -> Any:
         raise pickle.UnpicklingError(str(error)) from error
 
 
-def loads(content: bytes) -> Any:
+def loads(content: bytes, allowed: Callable[[str], bool] | None = None) -> Any:
     """`load` from bytes."""
-    return load(io.BytesIO(content))
+    return load(io.BytesIO(content), allowed)

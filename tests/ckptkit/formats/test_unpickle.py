@@ -36,6 +36,15 @@ def test_code_in_a_pickle_is_inert(tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists(), "the pickle is harmless: this test proves nothing"
 
 
+def test_names_that_are_not_allowed_end_the_reading(tmp_path: Path) -> None:
+    content = pickle.dumps({"x": Evil(tmp_path / "ran")})
+    with pytest.raises(unpickle.NotAllowed) as error:
+        unpickle.loads(content, {"posix.other"}.__contains__)
+    assert error.value.kind == "posix.system"
+    assert isinstance(unpickle.loads(content, {"posix.system"}.__contains__)["x"], unpickle.Record)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_common_pt_with_code_in_it_is_read_and_inert(tmp_path: Path) -> None:
     file = tmp_path / "common.pt"
     torch.save({"args": argparse.Namespace(num_layers=4, hook=Evil(tmp_path / "ran")), "iteration": 7}, file)

@@ -497,7 +497,10 @@ def test_lint_of_a_config_with_a_kernel_fetches_nothing(tmp_path: Path, attempts
 
 
 def test_one_module_alone_hands_configs_to_transformers() -> None:
-    """Two others build models: the demo, from its own sizes, and the reference of `--logits`, in an offline process."""
+    """Two others build models: the demo, from its own sizes, and the reference of `--logits`, in an offline process.
+
+    Another loads tokenizers alone, in an offline process too.
+    """
     root = Path(__file__).parents[3]
     found = set()
     for file in (
@@ -513,5 +516,6 @@ def test_one_module_alone_hands_configs_to_transformers() -> None:
             )
             if any(name.partition(".")[0] == "transformers" for name in names):
                 found.add(str(file.relative_to(root)))
-    assert found == {"ckptkit/app/demo.py", "quant/selection/meta_model.py", "verify/witnesses/engine/reference.py"}
+    others = {"verify/witnesses/engine/reference.py", "verify/witnesses/rollouts/template.py"}
+    assert found == {"ckptkit/app/demo.py", "quant/selection/meta_model.py", *others}
     assert importlib.import_module("quant.selection.meta_model")

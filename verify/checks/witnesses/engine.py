@@ -165,7 +165,7 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Log-probabilities of fixed prompts, one of 4096 tokens, against transformers, in units of the format's noise."""
     from verify.witnesses.engine.distance import best_tokens, distance, not_finite
 
-    if _rounds_activations(quantization_of(read_json(subject.path / "config.json")) or {}):
+    if rounds_activations(quantization_of(read_json(subject.path / "config.json")) or {}):
         raise Unable("SGLang rounds activations of this format too, and ckptkit does not know the noise of that")
     passes = _report(subject).passes
     if not_finite(passes[FIRST])[0]:
@@ -206,7 +206,7 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
         )
 
 
-def _rounds_activations(quantization: Mapping[str, Any]) -> bool:
+def rounds_activations(quantization: Mapping[str, Any]) -> bool:
     """Whether SGLang quantizes what goes into a layer as well as its weights."""
     groups = dict(quantization.get("config_groups") or {}).values()
     return quantization.get("quant_method") == "fp8" or any(one.get("input_activations") for one in groups)

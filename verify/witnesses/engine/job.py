@@ -136,7 +136,7 @@ class ReferenceJob:
     """`top_ids`: for each prompt and each position but the first, the tokens whose log-probabilities are wanted.
 
     `openings` are continued by at most `length` tokens; `written` is what an engine wrote after each. `routing`: the
-    experts of short prompts are wanted too.
+    experts of short prompts are wanted too. `hf` gives the config of a Megatron checkpoint that carries none.
     """
 
     checkpoint: str
@@ -147,6 +147,7 @@ class ReferenceJob:
     written: Ids = ()
     length: int = LENGTH
     routing: bool = False
+    hf: str | None = None
 
     def save(self, path: Path) -> None:
         """Writes the job as JSON."""

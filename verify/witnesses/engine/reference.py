@@ -18,10 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.plan import View
 from ckptkit.core.specs import summarize
+from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.reader import HfCheckpoint
-from ckptkit.formats.hf.side_files import quantization_of, without_quantization
+from ckptkit.formats.hf.side_files import without_quantization
+from converters.open import open_megatron
+from converters.planner import to_hf
 from verify.evidence.plain import plain
 from verify.witnesses.ending import Phase, PhaseLog, ending_path
 from verify.witnesses.engine.job import SHORT, Answers, Continuation, Ids, Judged, ReferenceJob, Routed
@@ -34,9 +39,10 @@ _ROOM_BYTES = 8 << 30  # attention and logits of the longest prompt
 def run(job: ReferenceJob, phases: PhaseLog) -> None:
     """Computes and writes the answers. Raises CkptkitError where transformers would not hold the whole checkpoint."""
     found: dict[str, Any] = {}
-    for dtype in (torch.float32, dtype_of(Path(job.checkpoint))):
+    checkpoint, home = as_hf(Path(job.checkpoint), Path(job.hf) if job.hf else None)
+    for dtype in (torch.float32, dtype_of(checkpoint)):
         phases.enter(Phase("loading the checkpoint into transformers"))
-        model = model_of(Path(job.checkpoint), dtype)
+        model = model_of(checkpoint, home, dtype)
         phases.enter(Phase("computing log-probabilities in transformers"))
         found[str(dtype).removeprefix("torch.")] = asdict(_asked(model, job))
         del model
@@ -53,29 +59,44 @@ def _asked(model: nn.Module, job: ReferenceJob) -> Answers:
     )
 
 
-def dtype_of(path: Path) -> torch.dtype:
+def as_hf(path: Path, hf: Path | None = None) -> tuple[HfCheckpoint | View, Path]:
+    """The checkpoint as HF tensors that are not quantized, and the HF directory that has its config.
+
+    `hf` is that directory for a Megatron checkpoint that has none beside it. Raises CkptkitError where the checkpoint
+    cannot be opened, or is of a model or a format that is not supported.
+    """
+    location = locate(path)
+    if location.kind == "hf":
+        return plain(location.path), location.path
+    megatron = open_megatron(location, hf)
+    return to_hf(megatron, str(path)), megatron.hf_path
+
+
+def dtype_of(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype in which an engine computes."""
-    config = HfCheckpoint(path).config
+    config = checkpoint.config
     return torch.float16 if (config.get("dtype") or config.get("torch_dtype")) == "float16" else torch.bfloat16
 
 
-def model_of(path: Path, dtype: torch.dtype) -> nn.Module:
-    """The model, on the GPU where it fits there. Raises CkptkitError where transformers leaves parameters at random."""
+def model_of(checkpoint: HfCheckpoint | View, home: Path, dtype: torch.dtype) -> nn.Module:
+    """The model of what `as_hf` gave, on the GPU where it fits there.
+
+    Raises CkptkitError where transformers does not know the class or leaves parameters at random.
+    """
     import transformers
 
-    checkpoint = plain(path)
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = transformers.AutoConfig.from_pretrained(home, trust_remote_code=False)
     name = (config.architectures or [""])[0]
     architecture = getattr(transformers, name, None)
     if architecture is None:
-        raise CkptkitError(f"transformers has no class {name}", "leave out --logits")
+        raise CkptkitError(f"transformers has no class {name}", "there is no other reference for log-probabilities")
     options = {"dtype": dtype, "output_loading_info": True, "attn_implementation": "eager"}
-    if quantization_of(config.to_dict()):
+    if isinstance(checkpoint, View):  # dequantized, or from Megatron
         config = type(config).from_dict(without_quantization(config.to_dict()))
         weights = {name: tensor for names in checkpoint.groups for name, tensor in checkpoint.read(names).items()}
         model, info = architecture.from_pretrained(None, config=config, state_dict=weights, **options)
     else:
-        model, info = architecture.from_pretrained(path, **options)
+        model, info = architecture.from_pretrained(home, **options)
     if missing := sorted(info["missing_keys"]):
         raise CkptkitError(
             f"transformers finds no tensor for {summarize(missing)}", "the checks of headers say what is missing"

@@ -82,7 +82,7 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
             routed_layers=layers,
             draft=draft,
         ).save(root / "job-0.json")
-        failed = _run(root, subject, "verify.witnesses.engine.process", report)
+        failed = run_process(root, subject, "verify.witnesses.engine.process", report)
         if not report.exists():
             return EngineRun(None, failed=f"the engine failed, which says nothing about the checkpoint: {failed}")
         return EngineRun(EngineReport.load(report), prompts, failed, openings, layers)
@@ -118,7 +118,8 @@ def run_source(subject: Subject) -> Mapping[str, Answers]:
 def judged_by_transformers(subject: Subject, prompts: Ids, top_ids: Sequence[Ids]) -> Mapping[str, Answers]:
     """What transformers makes of prompts with the source's weights, or without an HF source with the subject's own."""
     path = subject.source_path if subject.source_kind == "hf" and subject.source_path else subject.path
-    return _reference(subject, partial(ReferenceJob, str(path), prompts=prompts, top_ids=top_ids))
+    hf = str(subject.hf_path) if subject.hf_path else None
+    return _reference(subject, partial(ReferenceJob, str(path), prompts=prompts, top_ids=top_ids, hf=hf))
 
 
 def _reference(subject: Subject, job: Callable[..., ReferenceJob]) -> Mapping[str, Answers]:
@@ -126,7 +127,7 @@ def _reference(subject: Subject, job: Callable[..., ReferenceJob]) -> Mapping[st
         root = Path(scratch)
         report = root / "report-0.json"
         job(report=str(report)).save(root / "job-0.json")
-        failed = _run(root, subject, "verify.witnesses.engine.reference", report)
+        failed = run_process(root, subject, "verify.witnesses.engine.reference", report)
         if failed or not report.exists():
             raise Unable(f"transformers gave no reference, which says nothing about the checkpoint: {failed}")
         return load_report(report)
@@ -147,10 +148,13 @@ def _sizes(subject: Subject) -> EngineSizes:
     return sizes
 
 
-def _run(root: Path, subject: Subject, module: str, report: Path) -> str | None:
-    """Runs a process. In which phase it ended and what it said; None where it ended well."""
+def run_process(root: Path, subject: Subject, module: str, report: Path, more_s: float = 0) -> str | None:
+    """Runs a process with `root`/job-0.json, with `more_s` seconds beyond what loading the subject may take.
+
+    Returns in which phase it ended and what it said; None where it ended well.
+    """
     size = sum(spec.nbytes for spec in subject.checkpoint.specs.values())
-    failed = start(root, 1, _START_S + 8 * size / _BYTES_A_SECOND, module)
+    failed = start(root, 1, _START_S + 8 * size / _BYTES_A_SECOND + more_s, module)
     if not failed:
         return None
     ending = Ending.load(ending_path(report))

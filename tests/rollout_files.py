@@ -1,0 +1,152 @@
+"""Rollout files as slime and miles write them, with log-probabilities by transformers' own forward pass.
+
+`Sample` is written down here field by field after slime/utils/types.py, and `to_dict` does what its own does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+PROMPT, RESPONSE, COUNT = 12, 24, 4  # tokens of a prompt, of a response, and samples
+SPECIAL = ("<pad>", "<unk>", "<bos>", "<eos>")
+BYTES = {character: 4 + place for place, character in enumerate(sorted(ByteLevel.alphabet()))}  # ASCII is itself
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool['function']['name'] }}{% endfor %}{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'critic' %}{{ raise_exception('no critics') }}{% endif %}"
+    "<bos>{{ message['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}A{% if enable_thinking is defined and not enable_thinking %}T{% endif %}{% endif %}"
+)
+
+
+@dataclass
+class Sample:
+    """A prompt with a response, with slime's fields in slime's order."""
+
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None
+    prompt: str | list[dict[str, str]] = ""
+    tokens: Any = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_train_input_id: str | None = None
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    response: str = ""
+    response_length: int = 0
+    label: str | None = None
+    reward: float | None = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: Any = None
+    rollout_top_p_token_ids: Any = None
+    rollout_top_p_token_offsets: Any = None
+    rollout_routed_experts: Any = None
+    remove_sample: bool = False
+    teacher_log_probs: list[float] | None = None
+    status: str = "completed"
+    metadata: Any = field(default_factory=dict)
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    train_metadata: dict[str, Any] | None = None
+    session_id: str | None = None
+    non_generation_time: float = 0.0
+    spec_info: dict[str, int] = field(default_factory=lambda: {"spec_accept_token_num": 0, "spec_verify_ct": 0})
+    prefix_cache_info: dict[str, int] = field(default_factory=lambda: {"cached_tokens": 0, "total_prompt_tokens": 12})
+
+    def to_dict(self) -> dict[str, Any]:
+        """What slime saves of it."""
+        return self.__dict__.copy()
+
+
+def write(path: Path, samples: Sequence[Sample], **more: Any) -> Path:
+    """The file of --save-debug-rollout-data."""
+    torch.save({"rollout_id": 7, "samples": [one.to_dict() for one in samples], **more}, path)
+    return path
+
+
+def model(path: Path, dtype: torch.dtype) -> nn.Module:
+    """The model of an HF directory."""
+    found: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    return found
+
+
+def tokens_of(path: Path) -> list[list[int]]:
+    """Prompts of random letters, with responses of any tokens that the model samples."""
+    sampler = torch.Generator().manual_seed(0)
+    tokens = torch.randint(BYTES["a"], BYTES["z"] + 1, (COUNT, PROMPT), generator=sampler)
+    network = model(path, torch.bfloat16)
+    with torch.no_grad():
+        for _ in range(RESPONSE):
+            probabilities = network(tokens).logits[:, -1].float().softmax(-1)
+            tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=sampler)], 1)
+    found: list[list[int]] = tokens.tolist()
+    return found
+
+
+def log_probs_of(path: Path, tokens: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+    """Of every token but the first, in bfloat16 as an engine would compute them."""
+    every = torch.tensor(tokens)
+    with torch.no_grad():
+        logits: Tensor = model(path, torch.bfloat16)(every).logits[:, :-1].float() / temperature
+    found: list[list[float]] = logits.log_softmax(-1).gather(-1, every[:, 1:, None])[..., 0].tolist()
+    return found
+
+
+def samples(tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], **fields: Any) -> list[Sample]:
+    """What a rollout of text prompts records; `log_probs` as `log_probs_of` gives them."""
+    return [
+        Sample(
+            index=index,
+            group_index=index // 2,
+            prompt=text_of(ids[:PROMPT]),
+            tokens=list(ids),
+            response_length=RESPONSE,
+            reward=1.0,
+            rollout_log_probs=list(given[PROMPT - 1 :]),
+            **{"weight_versions": ["3"], **fields},
+        )
+        for index, (ids, given) in enumerate(zip(tokens, log_probs, strict=True))
+    ]
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """The text of tokens that are printable ASCII or special."""
+    letters = {number: character for character, number in BYTES.items()} | dict(enumerate(SPECIAL))
+    return "".join(letters[one] for one in ids)
+
+
+def ids_of(text: str) -> list[int]:
+    """The tokens of printable ASCII without blanks, in which `<bos>` and `<eos>` may stand."""
+    return [SPECIAL.index(one) if one in SPECIAL else BYTES[one] for one in re.findall(r"<bos>|<eos>|.", text)]
+
+
+def add_tokenizer(path: Path, template: str | None = TEMPLATE) -> None:
+    """A tokenizer of single bytes, as Qwen2's with all merges left out, and a chat template."""
+    vocabulary = {token: number for number, token in enumerate(SPECIAL)} | BYTES
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer: Mapping[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": number, "content": token, **flags} for number, token in enumerate(SPECIAL)],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<eos>", "unk_token": "<unk>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if template is not None:
+        (path / "chat_template.jinja").write_text(template)

@@ -1,0 +1,324 @@
+"""CK602: recorded rollouts against the checkpoint; transformers' forward in the test is the independent truth."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from click.testing import CliRunner
+from rollout_files import COUNT, PROMPT, RESPONSE, Sample, log_probs_of, samples, write
+
+from ckptkit.app.api import convert
+from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
+from verify.evidence.subject import Subject
+from verify.report import CheckResult, Finding
+from verify.run import verify
+from verify.witnesses.rollouts import run as rollout_run
+from verify.witnesses.rollouts.gap import gap, neighbours
+from verify.witnesses.rollouts.recorded import read_recording
+from verify.witnesses.rollouts.run import parts_of
+
+Alone = Callable[..., tuple[CheckResult | None, list[Finding]]]
+
+
+@pytest.fixture
+def judge(alone: Alone, in_process: None, tmp_path: Path, recorded: Any) -> Callable[..., Any]:
+    """`judge(samples)`: status, reason and findings of CK602."""
+
+    def one(given: Sequence[Sample], **how: Any) -> tuple[str, str, list[Finding]]:
+        file = how.pop("rollout_data", None) or write(tmp_path / "rollout.pt", given)
+        result, findings = alone("CK602", how.pop("path", recorded.path), rollout_data=file, **how)
+        assert result is not None
+        return result.status, result.reason or "", findings
+
+    return one
+
+
+def test_gap_and_estimates_of_the_divergence_are_as_worked_out_by_hand() -> None:
+    found = gap([[-1.0, -9.0], [-2.0]], [[-1.5, 0.0], [-1.0]], [[True, False], [True]])
+    assert (found.tokens, found.mean, found.largest) == (2, 0.75, 1.0)
+    assert found.k1 == pytest.approx((0.5 - 1.0) / 2)
+    assert found.k3 == pytest.approx(((math.exp(-0.5) - 1 + 0.5) + (math.exp(1) - 1 - 1)) / 2)
+
+
+def test_neighbours_are_compared_where_both_tokens_count() -> None:
+    found = dict(neighbours([[-1.0, -2.0, -3.0]], [[-2.0, -3.0, -5.0]], [[True, True, False]]))
+    assert {offset: one.mean for offset, one in found.items()} == {-1: 0.0, 1: 2.0}
+    assert dict(neighbours([[-1.0, -2.0]], [[-1.0, -2.0]], [[True, False]])) == {}
+
+
+def test_rollout_of_the_checkpoint_passes(judge: Any, recorded: Any) -> None:
+    assert judge(recorded.samples()) == ("passed", "", [])
+
+
+def test_command_line_passes_a_sound_rollout(recorded: Any, tmp_path: Path) -> None:
+    given = samples(recorded.tokens, log_probs_of(recorded.path, recorded.tokens, 0.7))
+    options = ["--rollout-data", str(write(tmp_path / "rollout.pt", given)), "--rollout-temperature", "0.7"]
+    run = CliRunner().invoke(cli, ["verify", str(recorded.path), "--json", *options])
+    report = json.loads(run.stdout)
+    assert (run.exit_code, report["status"], report["findings"]) == (0, "passed", [])
+    checks = {one["code"]: one for one in report["checks"]}
+    assert checks["CK602"]["tensors_compared"] == COUNT * RESPONSE
+    assert checks["CK603"]["tensors_compared"] == COUNT
+    assert report["facts"]["rollout"] == ["4 samples of rollout 7, made with weight versions: 3"]
+    said = report["facts"]["log-probabilities of the rollout"]
+    assert said[0].startswith("the engine from transformers in float32, 96 tokens of 4 samples: mean 0.0")
+
+
+def test_rollout_of_another_checkpoint_fails(judge: Any, recorded: Any, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(recorded.path, other)
+    name = "model.layers.11.mlp.down_proj.weight"
+    models.edit(other, name, -models.tensors(other)[name])
+    status, _, (finding,) = judge(recorded.samples(), path=other)
+    assert (status, finding.code, finding.severity) == ("failed", "CK602", "error")
+    assert "nats a token" in finding.actual
+    assert "verify the checkpoint that weight version 3 was" in finding.hint
+    assert "chat template (CK603)" in finding.hint
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_log_probabilities_shifted_by_one_token_are_named(judge: Any, recorded: Any, shift: int) -> None:
+    given = recorded.samples()
+    for one, every in zip(given, recorded.log_probs, strict=True):
+        every = [-3.0, *every, -3.0]  # what the tokens beside the response's ends are given
+        begin = PROMPT + shift
+        one.rollout_log_probs = every[begin : begin + RESPONSE]
+    _, _, (finding,) = judge(given)
+    assert finding.actual.startswith(f"they fit the {'next' if shift > 0 else 'previous'} token (mean 0.0")
+    assert "offset by one" in finding.hint
+
+
+def test_temperature_that_no_file_states_is_inconclusive(judge: Any, recorded: Any) -> None:
+    given = samples(recorded.tokens, log_probs_of(recorded.path, recorded.tokens, 0.7))
+    status, reason, findings = judge(given)
+    assert (status, findings) == ("skipped", [])
+    assert "at a temperature of 0.7" in reason
+    assert "give --rollout-temperature" in reason
+    assert judge(given, rollout_temperature=0.7) == ("passed", "", [])
+
+
+@pytest.mark.parametrize("metadata", [{"temperature": 0.7}, {"sampling_params": {"temperature": 0.7, "top_p": 1.0}}])
+def test_temperature_in_the_file_is_used(judge: Any, recorded: Any, metadata: Mapping[str, Any]) -> None:
+    given = samples(recorded.tokens, log_probs_of(recorded.path, recorded.tokens, 0.7), metadata=metadata)
+    assert judge(given) == ("passed", "", [])
+    status, _, (finding,) = judge(recorded.samples(metadata=metadata))
+    assert (status, finding.severity) == ("passed", "warning")
+    assert finding.actual.startswith("they fit at a temperature of 1, and 0.7 is stated: mean ")
+
+
+def test_another_temperature_than_the_option_says_fails(judge: Any, recorded: Any) -> None:
+    status, _, (finding,) = judge(recorded.samples(), rollout_temperature=0.7)
+    assert (status, finding.severity) == ("failed", "error")
+    assert finding.actual.startswith("they fit at a temperature of 1, and 0.7 is stated: mean ")
+
+
+def test_log_probabilities_that_are_no_numbers_fail(judge: Any, recorded: Any) -> None:
+    given = recorded.samples()
+    given[2].rollout_log_probs[5:8] = [math.nan, -math.inf, 0.5]
+    _, _, (finding,) = judge(given)
+    assert finding.actual == "3 of the engine are not, first in sample 2"
+
+
+def test_token_ids_beyond_the_vocabulary_fail(judge: Any, recorded: Any) -> None:
+    given = recorded.samples()
+    given[1].tokens[3] = 352
+    _, _, (finding,) = judge(given)
+    assert finding.actual == "352 in sample 1"
+    assert finding.expected == "token ids below 352, the vocabulary of the checkpoint"
+
+
+def test_gap_with_several_weight_versions_is_inconclusive(judge: Any, recorded: Any) -> None:
+    given = recorded.samples()
+    given[0].weight_versions = ["3", "4"]
+    assert judge(given) == ("passed", "", [])
+    for one in given:
+        one.rollout_log_probs = [-2.0 - place % 5 for place in range(RESPONSE)]
+    status, reason, findings = judge(given)
+    assert (status, findings) == ("skipped", [])
+    assert reason.endswith("but samples were made with several weight versions (3, 4)")
+
+
+def test_gap_after_top_p_is_inconclusive(judge: Any, recorded: Any) -> None:
+    given = recorded.samples(rollout_top_p_token_ids=torch.tensor([1, 2]))
+    for one in given:
+        one.rollout_log_probs = [-2.0 - place % 5 for place in range(RESPONSE)]
+    status, reason, _ = judge(given)
+    assert status == "skipped"
+    assert "sampled with top-p" in reason
+
+
+def test_absent_log_probabilities_are_inconclusive(judge: Any, recorded: Any) -> None:
+    given = recorded.samples()
+    for one in given:
+        one.rollout_log_probs = None
+    status, reason, _ = judge(given)
+    assert status == "skipped"
+    assert "has no log-probabilities" in reason
+
+
+def test_one_sample_of_other_weights_is_named(judge: Any, recorded: Any) -> None:
+    given = recorded.samples()
+    given[3].loss_mask = [1] * 8 + [0] * 16
+    given[3].rollout_log_probs = [value - 0.25 for value in given[3].rollout_log_probs]
+    status, _, (finding,) = judge(given)
+    assert (status, finding.count) == ("failed", 1)
+    assert finding.expected.startswith("every sample of the engine within 10 times the noise")
+    assert finding.actual.startswith("of 4 samples sample 3 not: mean 0.2")
+    given[0].weight_versions = ["2"]
+    status, reason, findings = judge(given)
+    assert (status, findings) == ("skipped", [])
+    assert reason.startswith("the engine: sample 3 of the engine: not the log-probabilities of the checkpoint, but")
+
+
+def test_tokens_of_tools_do_not_count(judge: Any, recorded: Any) -> None:
+    given = recorded.samples()
+    for one in given:
+        one.loss_mask = [1] * 10 + [0] * 4 + [1] * 10
+        one.rollout_log_probs[10:14] = [0.0] * 4
+    assert judge(given) == ("passed", "", [])
+
+
+def test_too_few_tokens_are_not_judged(judge: Any, recorded: Any) -> None:
+    given = recorded.samples()[:1]
+    given[0].rollout_log_probs = [-2.0 - place % 5 for place in range(RESPONSE)]
+    status, reason, _ = judge(given)
+    assert status == "skipped"
+    assert "24 tokens are too few" in reason
+    assert "24 tokens are too few" in judge(recorded.samples()[:1])[1]
+
+
+def test_checkpoint_that_computes_no_numbers_fails(judge: Any, recorded: Any, tmp_path: Path) -> None:
+    path = tmp_path / "broken"
+    shutil.copytree(recorded.path, path)
+    name = "model.layers.3.mlp.down_proj.weight"
+    models.edit(path, name, models.tensors(path)[name] * math.nan)
+    _, _, (finding,) = judge(recorded.samples(), path=path)
+    assert finding.actual == "transformers computes nan for recorded tokens"
+
+
+def test_samples_with_images_are_left_out(judge: Any, recorded: Any) -> None:
+    given = recorded.samples()
+    given[0].multimodal_inputs = {"images": ["data:"], "videos": None}
+    given[0].rollout_log_probs = [-9.0] * RESPONSE
+    assert judge(given) == ("passed", "", [])
+    for one in given:
+        one.multimodal_inputs = {"images": ["data:"]}
+    status, reason, _ = judge(given)
+    assert status == "skipped"
+    assert reason.endswith("rollout.pt can be computed again: it has images or other media")
+
+
+def test_gap_that_the_guides_call_jitter_is_a_warning(judge: Any, recorded: Any, tmp_path: Path) -> None:
+    models.save("qwen2-untied", tmp_path / "flat")  # logits so small that bfloat16 hardly rounds them
+    log_probs = [[value - 0.012 for value in one] for one in log_probs_of(tmp_path / "flat", recorded.tokens)]
+    status, _, (finding,) = judge(samples(recorded.tokens, log_probs), path=tmp_path / "flat")
+    assert (status, finding.severity) == ("passed", "warning")
+    assert "a KL below 0.0001 is jitter of kernels by miles' debugging guide" in finding.hint
+
+
+def test_megatron_checkpoint_is_judged_through_its_hf_view(judge: Any, recorded: Any, tmp_path: Path) -> None:
+    convert(recorded.path, tmp_path / "megatron")
+    assert judge(recorded.samples(), path=tmp_path / "megatron") == ("passed", "", [])
+
+
+def test_gap_of_a_megatron_checkpoint_beside_a_quantized_config_is_inconclusive(
+    judge: Any, recorded: Any, tmp_path: Path, edit_json: Any
+) -> None:
+    convert(recorded.path, tmp_path / "megatron")
+    edit_json(tmp_path / "megatron" / "hf" / "config.json", quantization_config={"quant_method": "compressed-tensors"})
+    given = recorded.samples()
+    for one in given:
+        one.rollout_log_probs = [-2.0 - place % 5 for place in range(RESPONSE)]
+    status, reason, findings = judge(given, path=tmp_path / "megatron")
+    assert (status, findings) == ("skipped", [])
+    assert "its HF directory is quantized" in reason
+
+
+def test_format_that_rounds_activations_is_not_judged_by_the_noise_of_weights(
+    judge: Any, recorded: Any, tmp_path: Path, edit_json: Any
+) -> None:
+    shutil.copytree(recorded.path, tmp_path / "fp8")
+    edit_json(tmp_path / "fp8" / "config.json", quantization_config={"quant_method": "fp8"})
+    status, reason, _ = judge(recorded.samples(), path=tmp_path / "fp8")
+    assert status == "skipped"
+    assert "rounds activations" in reason
+
+
+def trained(recorded: Any, index: int, **fields: Any) -> dict[str, Any]:
+    """A sample as slime's trainer saves it, its fields in the plural."""
+    row = recorded.samples()[index]
+    return {
+        "data_parallel_rank": 0,
+        "sample_index": index,
+        "tokens": torch.tensor(row.tokens),
+        "response_lengths": RESPONSE,
+        "loss_masks": torch.ones(RESPONSE, dtype=torch.int),
+        "rollout_log_probs": torch.tensor(row.rollout_log_probs),
+        "log_probs": torch.tensor(row.rollout_log_probs),
+        "advantages": torch.zeros(RESPONSE),
+        **fields,
+    }
+
+
+def test_trainers_file_tells_which_side_is_wrong(judge: Any, recorded: Any, tmp_path: Path) -> None:
+    rows = [trained(recorded, index) for index in range(COUNT)]
+    content = {"format_version": 2, "rollout_id": 7, "rank": 0, "samples": rows, "dp_shards": [{"rank": 0}]}
+    torch.save(content, tmp_path / "train.pt")
+    assert judge([], rollout_data=tmp_path / "train.pt") == ("passed", "", [])
+    for row in rows:
+        row["log_probs"] = row["log_probs"].roll(5)
+    torch.save(content, tmp_path / "train.pt")
+    _, _, (finding,) = judge([], rollout_data=tmp_path / "train.pt")
+    assert finding.expected.startswith("log-probabilities of the trainer within 3 times")
+
+
+def test_a_spread_of_samples_is_computed_again_as_far_as_the_model_reads(
+    monkeypatch: pytest.MonkeyPatch, recorded: Any, tmp_path: Path
+) -> None:
+    long = Sample(tokens=[5] * 300, response_length=270, rollout_log_probs=[-1.0] * 270)
+    file = write(tmp_path / "long.pt", [long] * 40)
+    parts = parts_of(Subject(recorded.path, rollout_data=file))
+    # The model takes 256 tokens; 16 of 40 samples are 0, 2, 5, 7 ...
+    assert [part.index for part in parts] == [0, 2, 5, 7, 10, 12, 15, 17, 20, 22, 25, 27, 30, 32, 35, 37]
+    assert {(len(part.tokens), part.first, len(part.mask)) for part in parts} == {(256, 30, 226)}
+    assert {len(part.recorded["rollout_log_probs"]) for part in parts} == {226}
+    monkeypatch.setattr(rollout_run, "_TOKENS", 1100)
+    assert [part.index for part in parts_of(Subject(recorded.path, rollout_data=file))] == [0, 10, 20, 30]
+
+
+def test_response_without_a_prompt_is_judged_from_its_second_token(recorded: Any, tmp_path: Path) -> None:
+    alone = Sample(tokens=[5, 6, 7], response_length=3, rollout_log_probs=[-1.0, -2.0, -3.0])
+    (part,) = parts_of(Subject(recorded.path, rollout_data=write(tmp_path / "alone.pt", [alone])))
+    assert (part.first, part.mask, part.recorded) == (1, [True, True], {"rollout_log_probs": [-2.0, -3.0]})
+
+
+def test_columns_of_miles_trainer_are_read(recorded: Any, tmp_path: Path) -> None:
+    rows = [trained(recorded, index) for index in range(COUNT)]
+    columns = {key: [row[key] for row in rows] for key in rows[0]} | {"raw_reward": [1.0] * 9}
+    content = {"rollout_id": 7, "rank": 0, "rollout_data": columns, "cp_rank": 0, "cp_size": 1}
+    torch.save(content, tmp_path / "train.pt")
+    found = read_recording(tmp_path / "train.pt")
+    assert found.sides == ["rollout_log_probs", "log_probs"]
+    assert [list(one.tokens) for one in found.samples] == recorded.tokens
+    torch.save(content | {"cp_size": 2}, tmp_path / "train.pt")
+    with pytest.raises(CkptkitError, match="2 context parallel ranks"):
+        read_recording(tmp_path / "train.pt")
+
+
+def test_a_rollout_file_that_is_none_ends_the_run_before_weights_are_read(recorded: Any, tmp_path: Path) -> None:
+    torch.save({"samples": []}, tmp_path / "empty.pt")
+    with pytest.raises(CkptkitError, match="has no samples"):
+        verify(recorded.path, rollout_data=tmp_path / "empty.pt")
+    with pytest.raises(CkptkitError, match="temperature without a rollout"):
+        verify(recorded.path, rollout_temperature=0.7)
+    with pytest.raises(CkptkitError, match="a temperature of 0"):
+        verify(recorded.path, rollout_data=write(tmp_path / "a.pt", recorded.samples()), rollout_temperature=0)

@@ -1,0 +1,128 @@
+"""Chooses what of a recorded rollout is computed again, and starts the processes that do it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from verify.evidence.expected import config_of
+from verify.evidence.subject import Subject
+from verify.skip import Skip, Unable
+from verify.witnesses.engine.run import run_process
+from verify.witnesses.rollouts.job import (
+    Part,
+    Prompt,
+    PromptJob,
+    Recomputed,
+    RecomputeJob,
+    Rendering,
+    load_renderings,
+)
+from verify.witnesses.rollouts.recorded import RecordedSample, Recording, read_recording
+
+_SAMPLES, _TOKENS, _LONGEST = 16, 16384, 4096  # at most: samples, tokens of all together, tokens of one
+_PROMPTS = 64
+_FLOPS = 2e10  # a second, slower than any processor worth waiting for
+
+
+def recording_of(subject: Subject) -> Recording:
+    """What the subject's `rollout_data` holds. Raises Skip where it has none, CkptkitError as `read_recording`."""
+    if subject.rollout_data is None:
+        raise Skip("--rollout-data was not given")
+    return read_recording(subject.rollout_data)
+
+
+def home_of(subject: Subject) -> Path:
+    """The HF directory that has the subject's config and tokenizer."""
+    found: Path = getattr(subject.checkpoint, "hf_path", subject.path)
+    return found
+
+
+def parts_of(subject: Subject) -> Sequence[Part]:
+    """What is computed again: samples evenly spread over the file, of each as much as fits into 4096 tokens.
+
+    Raises Unable where no sample has log-probabilities that can be computed again.
+    """
+    recording = subject.once(recording_of)
+    config = config_of(subject)
+    text = config.get("text_config") or config
+    longest = min(_LONGEST, int(text.get("max_position_embeddings") or _LONGEST))
+    found = [_part(one, longest, subject.rollout_temperature) for one in recording.samples]
+    usable = [part for part in found if any(part.mask) and part.recorded]
+    if not usable:
+        reasons = dict.fromkeys(filter(None, (one.hindered for one in recording.samples)))
+        why = "; ".join(reasons) or f"none has written and recorded tokens among its first {longest}"
+        raise Unable(f"no sample of {recording.path} can be computed again: {why}")
+    return next(parts for parts in _spread(usable) if sum(len(part.tokens) for part in parts) <= _TOKENS)
+
+
+def _part(sample: RecordedSample, longest: int, temperature: float | None) -> Part:
+    """Empty for a sample whose log-probabilities cannot be computed from its tokens."""
+    # The first token of all has no log-probability: nothing stands before it.
+    begin = len(sample.tokens) - sample.response
+    first = max(begin, 1)
+    tokens = sample.tokens[:longest]
+    inside = slice(first - begin, max(len(tokens) - begin, first - begin))
+    recorded = {} if sample.hindered else {side: values[inside] for side, values in sample.log_probs.items()}
+    mask = list(sample.mask[inside])
+    return Part(sample.index, tokens, first, temperature or sample.temperature or 1.0, recorded, mask)
+
+
+def _spread(parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
+    """Evenly spaced ones: as many as may be, then fewer and fewer."""
+    for count in range(min(len(parts), _SAMPLES), 0, -1):
+        yield [parts[place * len(parts) // count] for place in range(count)]
+
+
+def run_recompute(subject: Subject) -> tuple[Sequence[Part], Recomputed]:
+    """What transformers makes of the parts. Raises Unable where it cannot say."""
+    parts = subject.once(parts_of)
+    parameters = sum(spec.nbytes for spec in subject.checkpoint.specs.values()) / 2
+    more_s = 2 * 2 * parameters * sum(len(part.tokens) for part in parts) / _FLOPS
+    with TemporaryDirectory(prefix="ckptkit-rollout-") as scratch:
+        root = Path(scratch)
+        report = root / "report-0.json"
+        hf = str(subject.hf_path) if subject.hf_path else None
+        RecomputeJob(str(subject.path), hf, str(report), parts).save(root / "job-0.json")
+        failed = run_process(root, subject, "verify.witnesses.rollouts.recompute", report, more_s)
+        if failed or not report.exists():
+            raise Unable(f"transformers gave no reference, which says nothing about the checkpoint: {failed}")
+        return parts, Recomputed.load(report)
+
+
+def prompts_of(subject: Subject) -> Sequence[Prompt]:
+    """Different recorded prompts, evenly spread over the file. Empty where it has none."""
+    found: dict[str, Prompt] = {}
+    for one in subject.once(recording_of).samples:
+        if one.prompt is not None and one.prompt_tokens and not one.hindered:
+            prompt = Prompt(one.index, one.prompt, one.options or {}, one.prompt_tokens)
+            found.setdefault(repr((one.prompt, one.options, one.prompt_tokens)), prompt)
+    every = list(found.values())
+    count = min(len(every), _PROMPTS)
+    return [every[place * len(every) // count] for place in range(count)]
+
+
+def run_templates(subject: Subject) -> Sequence[Rendering]:
+    """What the checkpoint's own tokenizer makes of the prompts. Raises Unable where it cannot say."""
+    return _render(subject, "verify.witnesses.rollouts.template", subject.once(prompts_of))
+
+
+def run_sglang_templates(subject: Subject) -> Sequence[Rendering]:
+    """What SGLang's chat endpoint makes of those that are messages. Raises Unable where it cannot say."""
+    messages = [one for one in subject.once(prompts_of) if not isinstance(one.prompt, str)]
+    if messages and find_spec("sglang") is None:
+        raise Unable("SGLang is not installed here: pip install sglang")
+    return _render(subject, "verify.witnesses.rollouts.sglang_template", messages) if messages else []
+
+
+def _render(subject: Subject, module: str, prompts: Sequence[Prompt]) -> Sequence[Rendering]:
+    with TemporaryDirectory(prefix="ckptkit-prompts-") as scratch:
+        root = Path(scratch)
+        report = root / "report-0.json"
+        PromptJob(str(home_of(subject)), str(report), prompts).save(root / "job-0.json")
+        failed = run_process(root, subject, module, report)
+        if failed or not report.exists():
+            raise Unable(f"prompts could not be rendered, which says nothing about the checkpoint: {failed}")
+        return load_renderings(report)
