@@ -1,7 +1,7 @@
 """Converts HF <-> Megatron checkpoints, quantizes them to INT4, and proves what Megatron and SGLang loaded.
 
-`convert`, `quantize`, `inspect`, `make_manifest`, `lint`, `verify` and `preflight` return data and raise
-`CkptkitError`; the command line is a thin cover over them.
+`convert`, `quantize`, `inspect`, `make_manifest`, `lint`, `verify`, `preflight` and `diff` return data and
+raise `CkptkitError`; the command line is a thin cover over them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ if TYPE_CHECKING:
     from ckptkit.app.api import convert, make_manifest, quantize
     from ckptkit.app.inspection import inspect
     from quant.lint.lint import lint
+    from verify.diff.diff import diff
     from verify.launch.preflight import preflight
     from verify.run import verify
 
-__all__ = ["CkptkitError", "convert", "inspect", "lint", "make_manifest", "preflight", "quantize", "verify"]
+__all__ = ["CkptkitError", "convert", "diff", "inspect", "lint", "make_manifest", "preflight", "quantize", "verify"]
 
 _HOME = {
     "convert": "ckptkit.app.api",
+    "diff": "verify.diff.diff",
     "inspect": "ckptkit.app.inspection",
     "lint": "quant.lint.lint",
     "make_manifest": "ckptkit.app.api",

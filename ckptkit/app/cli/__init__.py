@@ -20,6 +20,7 @@ from ckptkit.core.printable import printable
 
 _MODULES = {
     "convert": "conversion",
+    "diff": "comparison",
     "quantize": "conversion",
     "inspect": "inspection",
     "lint": "inspection",
