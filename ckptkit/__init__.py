@@ -1,6 +1,6 @@
 """Converts HF <-> Megatron checkpoints, quantizes them to INT4, and proves what Megatron and SGLang loaded.
 
-`convert`, `quantize`, `inspect`, `make_manifest`, `lint`, `verify`, `preflight` and `diff` return data and
+`convert`, `quantize`, `inspect`, `make_manifest`, `lint`, `verify`, `preflight`, `diff` and `triage` return data and
 raise `CkptkitError`; the command line is a thin cover over them.
 """
 
@@ -17,8 +17,20 @@ if TYPE_CHECKING:
     from verify.diff.diff import diff
     from verify.launch.preflight import preflight
     from verify.run import verify
+    from verify.triage.triage import triage
 
-__all__ = ["CkptkitError", "convert", "diff", "inspect", "lint", "make_manifest", "preflight", "quantize", "verify"]
+__all__ = [
+    "CkptkitError",
+    "convert",
+    "diff",
+    "inspect",
+    "lint",
+    "make_manifest",
+    "preflight",
+    "quantize",
+    "triage",
+    "verify",
+]
 
 _HOME = {
     "convert": "ckptkit.app.api",
@@ -28,6 +40,7 @@ _HOME = {
     "make_manifest": "ckptkit.app.api",
     "preflight": "verify.launch.preflight",
     "quantize": "ckptkit.app.api",
+    "triage": "verify.triage.triage",
     "verify": "verify.run",
 }
 

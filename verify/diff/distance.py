@@ -89,6 +89,8 @@ def distance(a: Tensor, b: Tensor) -> Distance:
 def _pieces(tensor: Tensor) -> list[Tensor]:
     import torch
 
+    if not tensor.numel():
+        return []  # torch.split makes an empty piece, which has no maximum
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return list(torch.split(real.reshape(-1), _PIECE))
 

@@ -27,6 +27,7 @@ _MODULES = {
     "manifest": "inspection",
     "verify": "verification",
     "preflight": "verification",
+    "triage": "comparison",
     "explain": "verification",
 }
 

@@ -1,4 +1,4 @@
-"""The verb that compares two checkpoints, `diff`."""
+"""The verbs for a job that went wrong: `diff` compares two checkpoints, `triage` reads logs."""
 
 from __future__ import annotations
 
@@ -31,4 +31,24 @@ def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
     else:
         echo(*lines(found))
     if found.status == "different":
+        raise SystemExit(1)
+
+
+@click.command()
+@click.argument("logs", nargs=-1, required=True, metavar="LOG...", type=click.Path(allow_dash=True))
+@common.as_json
+def triage(logs: tuple[str, ...], as_json: bool) -> None:
+    """Name the known symptoms in the logs of a trainer or an engine, and the command that proves or rules out each.
+
+    `-` reads standard input. Exit code 0: no known symptom; 1: symptoms; 2: a log cannot be read, or is empty.
+    """
+    from verify.triage.text import lines
+    from verify.triage.triage import triage as run
+
+    found = run(logs)
+    if as_json:
+        echo_json(found.to_json())
+    else:
+        echo(*lines(found))
+    if found.found:
         raise SystemExit(1)

@@ -120,6 +120,11 @@ def test_differences_longer_than_a_piece_are_added_up(monkeypatch: pytest.Monkey
     assert far.mean == pytest.approx(0.1)
 
 
+def test_empty_tensors_of_other_dtypes_differ() -> None:
+    found = of({"w": torch.zeros(0, 3)}, {"w": torch.zeros(0, 3, dtype=torch.int32)})
+    assert (found.status, found.counts["differing"]) == ("different", 1)
+
+
 def test_worst_kind_comes_first_and_kinds_are_folded() -> None:
     a = {LAYER.format(layer, kind): random(4, 4, seed=layer) for layer in range(3) for kind in ("up_proj", "down_proj")}
     by = {"up_proj": 0.01, "down_proj": 1.0}
