@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _PIECE = 1 << 16  # elements: their float64 copies stay in a core's cache
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Distance:
     """How two tensors a and b differ, with d = a - b in float64.
 

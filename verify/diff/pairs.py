@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -23,7 +23,7 @@ State = Literal["equal", "cast", "differing", "only_a", "only_b"]
 Content = tuple[tuple[int, ...], bytes]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Pair:
     """What stands under a name: the specs on both sides (None: nothing), their content, and how they compare.
 
@@ -57,7 +57,7 @@ def pairs_of(a: Checkpoint, b: Checkpoint) -> Iterator[Pair]:
     sizes = [sum(names_a[name].nbytes for name in group) for group in both]
     sizes += [sum(names_b[name].nbytes for name in group) // 2 for group in rest]
     total = sum(spec.nbytes for specs in (names_a, names_b) for spec in specs.values())
-    look = partial(_look, a, b, frozenset(names_a), frozenset(names_b))
+    look = partial(_look, a, b, names_a, names_b)
     with progress("comparing", total) as advance, threads(max(sizes, default=0)) as pool:
         for pairs in pool.map(look, [*both, *rest]):
             advance(sum(pair.nbytes for pair in pairs))
@@ -65,18 +65,25 @@ def pairs_of(a: Checkpoint, b: Checkpoint) -> Iterator[Pair]:
 
 
 def _look(
-    a: Checkpoint, b: Checkpoint, in_a: Collection[str], in_b: Collection[str], names: Sequence[str]
+    a: Checkpoint,
+    b: Checkpoint,
+    specs_a: Mapping[str, TensorSpec],
+    specs_b: Mapping[str, TensorSpec],
+    names: Sequence[str],
 ) -> list[Pair]:
     """The pairs of names that are read together."""
-    left = a.read([name for name in names if name in in_a])
-    right = b.read([name for name in names if name in in_b])
-    return [_pair(name, left.get(name), right.get(name)) for name in names]
+    left = a.read([name for name in names if name in specs_a])
+    right = b.read([name for name in names if name in specs_b])
+    return [_pair(name, specs_a.get(name), specs_b.get(name), left.get(name), right.get(name)) for name in names]
 
 
-def _pair(name: str, a: Tensor | None, b: Tensor | None) -> Pair:
-    if a is None or b is None:
-        return _alone(name, a, b)
-    spec_a, spec_b = TensorSpec.of(name, a), TensorSpec.of(name, b)
+def _pair(name: str, spec_a: TensorSpec | None, spec_b: TensorSpec | None, a: Tensor | None, b: Tensor | None) -> Pair:
+    if b is None and a is not None:
+        return Pair(name, spec_a, None, content_of(a), None, "only_a", _constant(a))
+    if a is None and b is not None:
+        return Pair(name, None, spec_b, None, content_of(b), "only_b", _constant(b))
+    assert a is not None  # a name of neither side is never looked at
+    assert b is not None
     if same_bytes(a, b):
         content = content_of(a)
         return Pair(name, spec_a, spec_b, content, content, "equal")
@@ -86,13 +93,6 @@ def _pair(name: str, a: Tensor | None, b: Tensor | None) -> Pair:
         return Pair(name, spec_a, spec_b, content_a, content_b, "cast")
     far = distance(a, b) if a.shape == b.shape else None
     return Pair(name, spec_a, spec_b, content_a, content_b, "differing", _constant(a), far)
-
-
-def _alone(name: str, a: Tensor | None, b: Tensor | None) -> Pair:
-    if a is not None:
-        return Pair(name, TensorSpec.of(name, a), None, content_of(a), None, "only_a", _constant(a))
-    assert b is not None  # a name of neither side is never looked at
-    return Pair(name, None, TensorSpec.of(name, b), None, content_of(b), "only_b", _constant(b))
 
 
 def _narrowed(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

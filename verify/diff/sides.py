@@ -84,9 +84,10 @@ def _under_common_names(
 def _padding(stored: list[Checkpoint], places: tuple[Location, Location]) -> Iterator[str]:
     """Yields a note for a Megatron side whose vocabulary is padded: the padding has no place under HF names."""
     for checkpoint, place in zip(stored, places, strict=True):
-        if place.kind != "megatron" or supported(checkpoint.config) is None:
+        config = config_of(checkpoint)
+        if place.kind != "megatron" or not supported(config):
             continue
-        rules = rules_in(as_stored(checkpoint.config, checkpoint.specs), checkpoint.specs)
+        rules = rules_in(as_stored(config, checkpoint.specs), checkpoint.specs)
         rows = {
             checkpoint.specs[rule.megatron].shape[0] - rule.megatron_shape[0]
             for rule in rules
@@ -98,9 +99,9 @@ def _padding(stored: list[Checkpoint], places: tuple[Location, Location]) -> Ite
 
 def _configs(stored: list[Checkpoint]) -> Iterator[str]:
     """Yields a note where the configs describe different models, which equal tensors do not show."""
-    a, b = (dict(checkpoint.config) for checkpoint in stored)
+    a, b = map(config_of, stored)
     differ = sorted(key for key in {*a, *b} - _SILENT if a.get(key) != b.get(key))
-    if differ:
+    if a and b and differ:
         said = [f"{key} {_short(a.get(key))} and {_short(b.get(key))}" for key in differ[:5]]
         rest = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
         yield f"config.json differs, which this comparison does not judge: {', '.join(said)}{rest}"
@@ -111,13 +112,21 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def supported(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The config where it is of a supported family and complete; else None."""
+def config_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The HF config of a checkpoint; empty where a Megatron one has none, so that its names are those on disk."""
+    try:
+        return checkpoint.config
+    except CkptkitError:
+        return {}
+
+
+def supported(config: Mapping[str, Any]) -> bool:
+    """Whether the config is of a supported family and complete."""
     try:
         dims_of(config)
     except CkptkitError:
-        return None
-    return config
+        return False
+    return True
 
 
 def tied_names(config: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -36,6 +36,23 @@ ENGINE = (
         ("CK502", "CK503"),
     ),
     Symptom(
+        "vllm-not-initialized",
+        "vLLM found no tensor for parameters of the model",
+        ("weights were not initialized from checkpoint",),
+        "A shard is missing, or the names in the checkpoint are not those of vLLM's class.",
+        VERIFY,
+        ("CK102", "CK104"),
+    ),
+    Symptom(
+        "vllm-unknown-name",
+        "vLLM does not know a stored tensor",
+        ("There is no module or parameter named",),
+        "The checkpoint holds a name that the model class has no place for: a wrapper's prefix, another architecture, "
+        "or packed weights of a module that is not quantized there.",
+        VERIFY,
+        ("CK104", "CK302"),
+    ),
+    Symptom(
         "newly-initialized",
         "transformers initialized weights anew",
         ("newly initialized",),
@@ -119,6 +136,15 @@ ENGINE = (
         "the engine refused a weight update",
         ("weight sync failed on rollout engine",),
         "The engine keeps its old weights. Names, shapes or versions do not fit.",
+        PREFLIGHT,
+        ("CK503", "CK715"),
+    ),
+    Symptom(
+        "update-failed",
+        "SGLang could not take a weight update",
+        ("Failed to update weights:", "Failed to update parameter online:"),
+        "Names or shapes of the update do not fit the model that the engine serves, such as INT4 sent to a BF16 "
+        "directory. The engine keeps old weights, or a part of the new.",
         PREFLIGHT,
         ("CK503", "CK715"),
     ),

@@ -32,6 +32,14 @@ LOADING = (
         ("CK711", "CK712"),
     ),
     Symptom(
+        "load-none",
+        "--load is empty, and training starts from initial weights",
+        ("starting from model_provider-initialized weights",),
+        "miles found no checkpoint, and goes on without one.",
+        PREFLIGHT,
+        ("CK711",),
+    ),
+    Symptom(
         "tracker-invalid",
         "the tracker names no iteration",
         ("Invalid metadata file",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import ckptkit
 from ckptkit import CkptkitError
-from ckptkit.app.api import quantize
+from ckptkit.app.api import convert, quantize
 from ckptkit.core.checkpoint import Checkpoint
 from quant.formats.scheme import QuantScheme
 from verify.diff.diff import compare, diff
@@ -285,6 +286,28 @@ def test_models_of_no_family_are_compared_under_the_names_on_disk(releases: Path
     found = diff(path, path)
     assert (found.status, len(found.equal)) == ("equal", len(models.tensors(path)))
     assert [note for note in found.notes if "of no family" in note] != []
+
+
+def test_megatron_without_a_config_is_compared_under_the_names_on_disk(
+    converted: PathOf, copy_of: CopyOf, releases: PathOf
+) -> None:
+    path = copy_of(converted("qwen2-tied"))
+    shutil.rmtree(path / "hf")
+    found = diff(path, path)
+    assert found.status == "equal"
+    assert "decoder.layers.11.mlp.linear_fc2.weight" in found.equal
+    assert [note for note in found.notes if "names are those on disk" in note] != []
+    for a, b in ((path, releases("qwen2-tied")), (releases("qwen2-tied"), path)):
+        assert (diff(a, b).status, diff(a, b).notes) == ("equal", [])
+    assert diff(path, converted("qwen2-tied"), hf=releases("qwen2-tied")).status == "equal"
+
+
+def test_int4_release_is_equal_to_its_megatron_conversion(releases: PathOf, tmp_path: Path) -> None:
+    quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7"))
+    convert(tmp_path / "int4", tmp_path / "megatron")
+    for a, b in ((tmp_path / "int4", tmp_path / "megatron"), (tmp_path / "megatron", tmp_path / "int4")):
+        found = diff(a, b)
+        assert (found.status, found.counts["equal"]) == ("equal", len(models.tensors(releases("qwen3_moe"))))
 
 
 def test_hf_of_no_family_against_megatron_is_an_error(releases: PathOf, converted: PathOf, copy_of: CopyOf) -> None:
