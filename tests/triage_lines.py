@@ -1,7 +1,8 @@
 """Lines of logs in the form in which the programs print them, for each symptom of `triage`, and logs of sound runs.
 
 Source: the messages of Megatron-LM `training/checkpointing.py` and `core/dist_checkpointing`, slime and miles
-`backends/megatron_utils`, SGLang 0.5.16, vLLM, torch, transformers 4 and 5, Ray, NCCL. Paths, names and numbers are ours.
+`backends/megatron_utils`, SGLang 0.5.16, vLLM, torch, transformers 4 and 5, Ray, NCCL. Paths, names and numbers are
+ours.
 """
 
 from __future__ import annotations

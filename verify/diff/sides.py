@@ -9,9 +9,13 @@ from typing import Any
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import summarize
 from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import Location, locate
+from ckptkit.formats.hf.reader import has_weights
 from ckptkit.formats.hf.side_files import is_quantized
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from converters.megatron.legacy import LegacyCheckpoint
 from converters.open import open_megatron
 from converters.planner import dims_of, rules_in, rules_of, tied_head
 from converters.registry import family_of
@@ -46,7 +50,7 @@ def opened(a: str | Path, b: str | Path, hf: str | Path | None = None) -> Sides:
         refuse_hf(hf, a)
     stored = [_open(place, hf, other) for place, other in (places, places[::-1])]
     sides, why = _under_common_names(stored, places)
-    notes = [*why, *_padding(stored, places), *_configs(stored)]
+    notes = [*why, *_padding(stored, places), *_borrowed(stored, sides, places), *_configs(stored)]
     return Sides(sides[0], sides[1], (_words(places[0]), _words(places[1])), tuple(notes))
 
 
@@ -95,6 +99,18 @@ def _padding(stored: list[Checkpoint], places: tuple[Location, Location]) -> Ite
         }
         if any(rows):
             yield f"{max(rows)} rows that pad the vocabulary of {place.path} are not compared"
+
+
+def _borrowed(stored: list[Checkpoint], sides: list[Checkpoint], places: tuple[Location, Location]) -> Iterator[str]:
+    """Yields a note for tensors that Megatron does not hold (a vision tower) and that come from another directory."""
+    for checkpoint, side, place in zip(stored, sides, places, strict=True):
+        if not isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)) or side is checkpoint:
+            continue
+        hf, config = checkpoint.hf_path, config_of(checkpoint)
+        if not has_weights(hf) or hf.absolute().is_relative_to(place.root):
+            continue
+        if names := [name for name in side.specs if family_of(config).carries(name)]:
+            yield f"{summarize(names, 3)}: not in {place.path}, and taken from {hf}, so not compared"
 
 
 def _configs(stored: list[Checkpoint]) -> Iterator[str]:

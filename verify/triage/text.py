@@ -9,7 +9,7 @@ from verify.triage.triage import Sign, Triage
 
 def lines(found: Triage) -> Iterator[str]:
     """Yields the report for people."""
-    where = f"{', '.join(found.logs)} ({found.lines} lines)"
+    where = f"{', '.join(found.logs)} ({found.lines} line{'s' * (found.lines > 1)})"
     if not found.found:
         yield f"no known symptom in {where}"
         yield "  This says nothing about the checkpoint: `ckptkit preflight` and `ckptkit verify` look at the files."

@@ -92,12 +92,11 @@ def _opened(log: str | Path) -> Iterator[BinaryIO]:
         return
     try:
         with Path(log).open("rb") as stream:
-            _refuse_binary(stream.read(4096), log)
-            stream.seek(0)
+            _refuse_binary(stream.peek(), log)  # a pipe cannot be read twice
             yield stream
     except OSError as error:
         hint = "give the file of a log, or `-` for standard input"
-        raise CkptkitError(f"{log}: {error.strerror}", hint) from error
+        raise CkptkitError(f"{log}: {error.strerror or error}", hint) from error
 
 
 def _refuse_binary(head: bytes, log: str | Path) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from families import CASES
+from families.case import save
 from fixture_types import CopyOf, PathOf
 from processes import ckptkit as ckptkit_command
 from tied import with_head
@@ -300,6 +302,18 @@ def test_megatron_without_a_config_is_compared_under_the_names_on_disk(
     for a, b in ((path, releases("qwen2-tied")), (releases("qwen2-tied"), path)):
         assert (diff(a, b).status, diff(a, b).notes) == ("equal", [])
     assert diff(path, converted("qwen2-tied"), hf=releases("qwen2-tied")).status == "equal"
+
+
+def test_vision_tower_from_the_other_side_is_noted(tmp_path: Path) -> None:
+    save("vision", CASES["qwen3_vl-tied"], tmp_path / "hf", torch.bfloat16)
+    convert(tmp_path / "hf", tmp_path / "megatron")
+    found = diff(tmp_path / "hf", tmp_path / "megatron")
+    assert (found.status, [note for note in found.notes if "not compared" in note]) == ("equal", [])
+    shutil.rmtree(tmp_path / "megatron" / "hf")
+    shutil.rmtree(tmp_path / "megatron" / "carried")
+    found = diff(tmp_path / "hf", tmp_path / "megatron")
+    (note,) = (note for note in found.notes if "so not compared" in note)
+    assert "visual." in note
 
 
 def test_int4_release_is_equal_to_its_megatron_conversion(releases: PathOf, tmp_path: Path) -> None:

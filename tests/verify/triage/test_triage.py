@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 
@@ -186,6 +188,17 @@ def test_log_that_cannot_be_read_is_an_error(content: str, tmp_path: Path) -> No
         ckptkit.triage([log])
     assert "train.log" in raised.value.message
     assert raised.value.hint
+
+
+def test_log_may_be_a_pipe(tmp_path: Path) -> None:
+    """As a shell's `<(kubectl logs ...)` is one."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(pipe.write_text, f"first line\n{SNIPPETS['name-dropped']}\n")
+        found = triage([pipe])
+        assert written.result() > 0
+    assert (keys(found), found.lines) == (["name-dropped"], 2)
 
 
 def test_no_log_is_an_error() -> None:
