@@ -21,7 +21,7 @@ from ckptkit.formats.hf.shard import read_shard
 from converters.planner import dims_of, rules_of
 from converters.stored import as_stored
 from verify.check import Outcome
-from verify.checks.config.arguments import hint_of, mismatches
+from verify.checks.config.arguments import mismatches
 from verify.evidence.subject import Subject
 from verify.launch.preflight import check_headers
 
@@ -49,7 +49,8 @@ def after_init(args: Namespace) -> None:
     if wrong:
         lines = [f"{name} is {actual}, and config.json says {expected}" for name, expected, actual in wrong]
         what = f"{len(wrong)} model argument(s) do not describe the model of {home}"
-        raise CkptkitError(what, f"`ckptkit inspect {home} --megatron-args`; {hint_of(wrong[0][0])}", lines)
+        hint = f"`ckptkit inspect {home} --megatron-args` prints them: correct the launch, or name the right directory"
+        raise CkptkitError(what, hint, lines)
 
 
 def before_log_prob(args: Namespace, model: Sequence[torch.nn.Module], store_prefix: str) -> None:
