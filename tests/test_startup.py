@@ -47,18 +47,20 @@ def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(
     releases: PathOf, converted: PathOf, tmp_path: Path
 ) -> None:
     hf, megatron = str(releases("glm4_moe")), str(converted("glm4_moe"))
-    back, both, mixed, there = loaded(
+    back, both, mixed, compared, there = loaded(
         ["convert", megatron, str(tmp_path / "back"), "--dry-run"],
         ["verify", hf, "--source", hf],
         ["verify", megatron, "--source", hf],
+        ["diff", megatron, hf],
         ["convert", hf, str(tmp_path / "there")],
     )
     assert {"torch", "ckptkit.app.api", "converters.planner"} <= back
     assert {"verify.checks.values.values", "verify.checks.quantization.int4"} <= both
-    for modules in (back, both, mixed, there):
+    assert "verify.diff.diff" in compared
+    for modules in (back, both, mixed, compared, there):
         assert modules & HEAVY == set()
     # Only what writes Megatron's metadata imports torch's classes for it, and with them sympy.
-    for modules in (back, both, mixed):
+    for modules in (back, both, mixed, compared):
         assert modules & {"sympy", "torch.distributed.checkpoint", "torch.distributed.tensor"} == set()
     # A bar is drawn on a terminal only, and a report after the values have been read.
     assert not any(name.startswith("rich") for name in back)

@@ -61,13 +61,16 @@ def _parts(
             yield parts
         return
     largest = max((sum(checkpoint.specs[name].nbytes for name in names) for names in groups), default=0)
-    with _threads(largest) as pool:
+    with threads(largest) as pool:
         yield pool.map(partial(look, checkpoint, source), groups)
 
 
 @contextmanager
-def _threads(largest: int) -> Iterator[Executor]:
-    """A thread a core, memory permitting, each with one thread of torch's: more would only be in their way."""
+def threads(largest: int) -> Iterator[Executor]:
+    """A thread a core, memory permitting, each with one thread of torch's: more would only be in their way.
+
+    `largest`: bytes of the largest group of tensors on one side.
+    """
     import torch
 
     before = torch.get_num_threads()

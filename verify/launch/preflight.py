@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import refuse_url
-from verify.check import NOTES, Check, all_checks, run_checks
+from verify.check import NOTES, Check, Outcome, all_checks, run_checks
 from verify.checks.config.config import STAGES
 from verify.checks.launch.int4_training import updates
 from verify.checks.launch.paths import NOT_READ
@@ -60,9 +60,7 @@ def preflight(
     launched = Subject(hf or actor or reference or Path(), launch=launch, arguments=options)
     outcome = run_checks(launched, choose(launched, [one for one in checks if one.stage == "launch"])[0])
     for subject in _subjects(sides, hf, tp, pp, ep):
-        subject = replace(subject, arguments=options, etp=etp, updated=updates(launch, options))
-        wanted = [one for one in checks if one.stage == "headers" or one.preflight]
-        outcome.add(run_checks(subject, choose(subject, wanted)[0]))
+        outcome.add(check_headers(replace(subject, arguments=options, etp=etp, updated=updates(launch, options))))
     return Report(
         version=version("ckptkit"),
         command=("ckptkit", "preflight"),
@@ -74,6 +72,12 @@ def preflight(
         | {key: lines for key, lines in outcome.facts.items() if key in (STAGES, NOTES, NOT_READ)},
         reasons=outcome.reasons,
     )
+
+
+def check_headers(subject: Subject) -> Outcome:
+    """Runs what preflight checks of one directory: headers and JSON files, no weight."""
+    wanted = [one for one in all_checks() if one.stage == "headers" or one.preflight]
+    return run_checks(subject, choose(subject, wanted)[0])
 
 
 def _agreed(name: str, given: int, said: int | None) -> int:

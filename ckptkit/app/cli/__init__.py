@@ -20,12 +20,14 @@ from ckptkit.core.printable import printable
 
 _MODULES = {
     "convert": "conversion",
+    "diff": "comparison",
     "quantize": "conversion",
     "inspect": "inspection",
     "lint": "inspection",
     "manifest": "inspection",
     "verify": "verification",
     "preflight": "verification",
+    "triage": "comparison",
     "explain": "verification",
 }
 

@@ -1,0 +1,183 @@
+"""Functions for the hook points of slime and miles, which stop the job where they find a fault.
+
+Signatures are those of slime 624b824 (`docs/en/get_started/customization.md`, sections 17 and 19) and miles 31f1ca9
+(`docs/user-guide/customization.md`, `backends/megatron_utils/actor.py`). What could not be looked at stops nothing; it
+is said on standard error.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import printable
+from ckptkit.core.specs import summarize
+from ckptkit.formats.hf.reader import HfCheckpoint, read_json, shard_names
+from ckptkit.formats.hf.shard import read_shard
+from converters.planner import dims_of, rules_of
+from converters.stored import as_stored
+from verify.check import Outcome
+from verify.checks.config.arguments import mismatches
+from verify.evidence.subject import Subject
+from verify.launch.preflight import check_headers
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["after_init", "after_save", "after_weight_write", "before_log_prob", "before_train_step"]
+
+_ROUTER = ".router.weight"  # how Megatron's names of a router's matrix end
+_SHOWN = 20  # findings in a message
+
+
+def after_init(args: Namespace) -> None:
+    """`--custom-megatron-init-path`: the model arguments describe the model of --hf-checkpoint.
+
+    Every rank compares, so that all stop together. Training without multi-token prediction layers is no fault. Raises
+    CkptkitError naming each argument; also where config.json cannot be read or the model is not supported.
+    """
+    home = _hf_checkpoint(args)
+    wrong = [
+        (name, expected, actual)
+        for name, expected, actual in mismatches(dims_of(read_json(home / "config.json")), vars(args))
+        if name != "mtp_num_layers" or getattr(args, name, None)
+    ]
+    if wrong:
+        lines = [f"{name} is {actual}, and config.json says {expected}" for name, expected, actual in wrong]
+        what = f"{len(wrong)} model argument(s) do not describe the model of {home}"
+        hint = f"`ckptkit inspect {home} --megatron-args` prints them: correct the launch, or name the right directory"
+        raise CkptkitError(what, hint, lines)
+
+
+def before_log_prob(args: Namespace, model: Sequence[torch.nn.Module], store_prefix: str) -> None:
+    """`--custom-megatron-before-log-prob-hook-path`: what this rank computes with is finite, its routers are alive.
+
+    Takes one pass over the parameters on their device, and one wait for it. Raises CkptkitError naming parameters.
+    """
+    _require_alive(model, f"before {store_prefix or 'actor '}log-probabilities")
+
+
+def before_train_step(
+    args: Namespace,
+    rollout_id: int,
+    step_id: int,
+    model: Sequence[torch.nn.Module],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+) -> None:
+    """`--custom-megatron-before-train-step-hook-path`: the same before a training step."""
+    _require_alive(model, f"before step {step_id} of rollout {rollout_id}")
+
+
+def after_save(args: Namespace, rollout_id: int, checkpoint_dir: str, hf_checkpoint_dir: str | None) -> None:
+    """`--custom-megatron-post-save-hook-path` (miles, rank 0): the headers of what was saved are sound and complete.
+
+    Reads no weight. Raises CkptkitError with the findings.
+    """
+    home = _hf_checkpoint(args)
+    _require_sound(Subject(Path(checkpoint_dir), hf_path=home))
+    if hf_checkpoint_dir is not None:
+        _require_sound(Subject(Path(hf_checkpoint_dir), source_path=home))
+
+
+def after_weight_write(args: Namespace, version_dir: str, rollout_engines: Sequence[Any]) -> None:
+    """`--custom-update-weight-post-write-path`: a disk update is whole, and no router in it is dead.
+
+    The trainers call it on every rank; rank 0 looks. Of a full update (slime) headers are checked against
+    --hf-checkpoint, and the routers are read. A delta has no config, and no weights that mean anything by themselves;
+    its index and headers are compared. Raises CkptkitError with the findings.
+    """
+    if not _is_first_rank():
+        return
+    path = Path(version_dir)
+    if getattr(args, "update_weight_mode", "full") == "delta":
+        _require_whole_delta(path)
+        return
+    _require_sound(Subject(path, source_path=_hf_checkpoint(args)))
+    _require_routers(HfCheckpoint(path))
+
+
+def _hf_checkpoint(args: Namespace) -> Path:
+    given = getattr(args, "hf_checkpoint", None)
+    if not given or not Path(given).is_dir():
+        hint = "give --hf-checkpoint a local directory with config.json, or leave ckptkit's hook out"
+        raise CkptkitError(f"--hf-checkpoint is {given!r}, which is no directory here", hint)
+    return Path(given)
+
+
+def _require_sound(subject: Subject) -> None:
+    outcome = check_headers(subject)
+    raise_errors(str(subject.path), outcome)
+    for reason in outcome.reasons:
+        print(printable(f"ckptkit: {subject.path}: not checked: {reason}"), file=sys.stderr)
+
+
+def raise_errors(where: str, outcome: Outcome) -> None:
+    """Raises CkptkitError with the findings that are errors, where there is one."""
+    errors = [finding for finding in outcome.findings if finding.severity == "error"]
+    if errors:
+        lines = [
+            f"{one.code} {one.tensor or one.file or where}: {one.actual} (expected {one.expected})" for one in errors
+        ]
+        rest = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        hint = f"`ckptkit verify {where}` says more; {errors[0].hint}"
+        raise CkptkitError(f"{where} is not sound, {len(lines)} finding(s)", hint, [*lines[:_SHOWN], *rest])
+
+
+def _require_whole_delta(path: Path) -> None:
+    """Index and headers of a delta name the same tensors. The directory is empty before the first update."""
+    weight_map = shard_names(path)
+    if weight_map is None:
+        return
+    stored = {name: file for file in sorted(set(weight_map.values())) for name in read_shard(path / file).specs}
+    if stored != weight_map:
+        differ = sorted(name for name in {*stored, *weight_map} if stored.get(name) != weight_map.get(name))
+        hint = "the engines would apply a part of the update; write it again"
+        raise CkptkitError(f"{path}: index and files disagree about {summarize(differ)}", hint)
+
+
+def _require_routers(checkpoint: HfCheckpoint) -> None:
+    """Raises CkptkitError where a router of the checkpoint is constant or not finite, which routes all tokens alike."""
+    from verify.evidence.extremes import extremes
+
+    config = as_stored(checkpoint.config, checkpoint.specs)
+    names = [name for rule in rules_of(config) if rule.megatron.endswith(_ROUTER) for name in rule.hf]
+    found = {name: extremes(checkpoint.read([name])[name]) for name in names if name in checkpoint.specs}
+    if dead := [name for name, one in found.items() if one.constant or not one.finite]:
+        hint = "the update would route every token to the same experts: verify the trainer's own checkpoint"
+        raise CkptkitError(f"{checkpoint.root}: {summarize(dead)}: all one number, or not finite", hint)
+
+
+def _require_alive(model: Sequence[torch.nn.Module], when: str) -> None:
+    low_high = dict(_extremes(model))
+    bad = [name for name, (low, high) in low_high.items() if not (abs(low) < float("inf") and abs(high) < float("inf"))]
+    if bad:
+        hint = "look for the last checkpoint that is finite: `ckptkit verify CKPT` (CK204)"
+        raise CkptkitError(f"{when}: NaN or infinity in {len(bad)} parameter(s): {summarize(bad)}", hint)
+    if dead := [name for name, (low, high) in low_high.items() if name.endswith(_ROUTER) and low == high]:
+        hint = "they route every token to the same experts: were they loaded? `ckptkit verify CKPT --against-megatron`"
+        raise CkptkitError(f"{when}: all one number in {summarize(dead)}", hint)
+
+
+def _extremes(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Yields the smallest and largest value of each floating parameter; one wait for the device, not one each."""
+    import torch
+
+    names, found = list[str](), list[torch.Tensor]()
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            if parameter.is_floating_point() and parameter.numel() and parameter.element_size() > 1:
+                names.append(name)
+                found.append(torch.stack(torch.aminmax(parameter.detach())).float())
+    if found:
+        yield from zip(names, map(tuple, torch.stack(found).tolist()), strict=True)
+
+
+def _is_first_rank() -> bool:
+    import torch
+
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

@@ -1,0 +1,257 @@
+"""The hooks of slime, miles and verl, called as the trainers call them, and the examples of docs/hooks.md."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+import shutil
+import subprocess
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+import yaml
+from families import CASES
+from families.case import save
+from families.mtp import with_tensors
+from fixture_types import CopyOf, PathOf
+from processes import python
+from safetensors.torch import save_file
+from torch import nn
+
+from ckptkit import CkptkitError
+from ckptkit.app.cli import cli
+from ckptkit.formats.hf.reader import HfCheckpoint
+from converters.megatron.arguments import megatron_args
+from converters.planner import dims_of
+
+NAME = "glm4_moe"
+TEXT = (Path(__file__).resolve().parents[3] / "docs/hooks.md").read_text()
+BLOCKS = re.findall(r"```(bash|yaml)\n(.*?)```", TEXT, re.DOTALL)
+# The parameters of each hook, as the guides of slime and miles write them.
+SIGNATURES = {
+    "after_init": ["args"],
+    "before_log_prob": ["args", "model", "store_prefix"],
+    "before_train_step": ["args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"],
+    "after_save": ["args", "rollout_id", "checkpoint_dir", "hf_checkpoint_dir"],
+    "after_weight_write": ["args", "version_dir", "rollout_engines"],
+}
+
+
+def hook(path: str) -> Callable[..., None]:
+    """The function of a dotted path, as the trainers find it."""
+    module, _, name = path.rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    assert callable(found)
+    return found  # type: ignore[no-any-return]
+
+
+def arguments(release: Path, **changes: Any) -> Namespace:
+    """What a trainer's arguments are for this release."""
+    args = megatron_args(dims_of(HfCheckpoint(release).config))
+    return Namespace(**{**args, "hf_checkpoint": str(release), "rank": 0, **changes})
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_hook_has_the_signature_that_the_trainers_call(name: str) -> None:
+    assert list(inspect.signature(hook(f"ckptkit.hooks.{name}")).parameters) == SIGNATURES[name]
+
+
+def test_no_hook_is_imported_unless_asked_for() -> None:
+    code = "import sys, ckptkit, ckptkit.app.api; print([name for name in sys.modules if 'hooks' in name])"
+    assert "ckptkit" not in python("-c", code).stdout
+
+
+def test_arguments_of_the_release_pass(releases: PathOf) -> None:
+    hook("ckptkit.hooks.after_init")(arguments(releases(NAME)))
+    hook("ckptkit.hooks.after_init")(arguments(releases(NAME), mtp_num_layers=None, vocab_size=None))
+
+
+def test_arguments_of_another_model_stop_the_job(releases: PathOf) -> None:
+    with pytest.raises(CkptkitError) as raised:
+        hook("ckptkit.hooks.after_init")(arguments(releases(NAME), num_layers=11, rotary_base=10001))
+    assert "num_layers is 11, and config.json says 12" in raised.value.details
+    assert any(line.startswith("rotary_base is 10001") for line in raised.value.details)
+    assert "--megatron-args" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize("given", [None, "Qwen/Qwen3-30B-A3B"])
+def test_hf_checkpoint_that_is_no_directory_stops_the_job(given: str | None) -> None:
+    with pytest.raises(CkptkitError, match="--hf-checkpoint is"):
+        hook("ckptkit.hooks.after_init")(Namespace(hf_checkpoint=given))
+
+
+def chunk(router: torch.Tensor, weight: torch.Tensor) -> nn.Module:
+    """A model chunk with a router under Megatron's name, wrapped as Megatron wraps it."""
+    layer = nn.Module()
+    layer.mlp = nn.Module()
+    layer.mlp.router = nn.Module()
+    layer.mlp.router.weight = nn.Parameter(router)
+    layer.linear = nn.Module()
+    layer.linear.weight = nn.Parameter(weight)
+    module = nn.Module()
+    module.module = layer
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [("before_log_prob", ("ref_",)), ("before_train_step", None)],
+)
+def test_parameters_are_looked_at_before_each_use(name: str, before: tuple[str, ...] | None) -> None:
+    run = hook(f"ckptkit.hooks.{name}")
+
+    def call(model: list[nn.Module]) -> None:
+        run(Namespace(), model, *before) if before else run(Namespace(), 3, 1, model, None, None)
+
+    good, router = torch.ones(4, 4), torch.arange(8.0).reshape(2, 4)
+    call([chunk(router, good), chunk(router.bfloat16(), good.half())])
+    bad = good.clone()
+    bad[1, 2] = float("nan")
+    with pytest.raises(CkptkitError, match=r"NaN or infinity in 1 parameter\(s\): module\.linear\.weight"):
+        call([chunk(router, good), chunk(router, bad)])
+    with pytest.raises(CkptkitError, match=r"all one number in module\.mlp\.router\.weight") as raised:
+        call([chunk(torch.zeros(2, 4), good)])
+    assert ("ref_" if before else "step 1 of rollout 3") in raised.value.message
+
+
+def test_save_that_is_sound_passes_and_one_that_lost_a_file_stops_the_job(
+    releases: PathOf, converted: PathOf, copy_of: CopyOf, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, args = copy_of(converted(NAME)), arguments(releases(NAME))
+    iteration = str((saved / "release").rename(saved / "iter_0000010"))
+    hook("ckptkit.hooks.after_save")(args, 10, iteration, None)
+    hook("ckptkit.hooks.after_save")(args, 10, iteration, str(releases(NAME)))
+    assert capsys.readouterr() == ("", "")
+    next(Path(iteration).glob("*.distcp")).unlink()
+    with pytest.raises(CkptkitError) as raised:
+        hook("ckptkit.hooks.after_save")(args, 10, iteration, None)
+    assert any(line.startswith("CK112 ") for line in raised.value.details)
+
+
+def test_exported_save_that_lost_a_shard_stops_the_job(releases: PathOf, converted: PathOf, copy_of: CopyOf) -> None:
+    exported = copy_of(releases(NAME))
+    sorted(exported.glob("*.safetensors"))[3].unlink()
+    with pytest.raises(CkptkitError) as raised:
+        hook("ckptkit.hooks.after_save")(arguments(releases(NAME)), 10, str(converted(NAME) / "release"), str(exported))
+    assert any(line.startswith("CK102 ") for line in raised.value.details)
+
+
+def test_disk_update_that_is_sound_passes_and_a_dead_router_stops_the_job(releases: PathOf, copy_of: CopyOf) -> None:
+    version, args = copy_of(releases(NAME)), arguments(releases(NAME), update_weight_mode="full")
+    written = hook("ckptkit.hooks.after_weight_write")
+    written(args, str(version), [])
+    name = "model.layers.4.mlp.gate.weight"
+    models.edit(version, name, torch.zeros_like(models.tensors(version)[name]))
+    with pytest.raises(CkptkitError, match=name):
+        written(args, str(version), [])
+    sorted(version.glob("*.safetensors"))[3].unlink()
+    with pytest.raises(CkptkitError) as raised:
+        written(args, str(version), [])
+    assert any(line.startswith("CK102 ") for line in raised.value.details)
+
+
+def test_disk_update_of_a_dense_model_passes(releases: PathOf) -> None:
+    release = releases("qwen2-tied")
+    hook("ckptkit.hooks.after_weight_write")(arguments(release), str(release), [])
+
+
+def test_disk_update_without_multi_token_prediction_layers_passes(tmp_path: Path) -> None:
+    """Training without them sends none, whatever --hf-checkpoint has."""
+    whole = CASES["glm4_moe-mtp"]
+    save("whole", whole, tmp_path / "whole", torch.bfloat16)
+    pruned = with_tensors(whole, lambda key: not key.startswith("model.layers.12."))
+    save("whole", pruned, tmp_path / "version", torch.bfloat16)
+    args = Namespace(hf_checkpoint=str(tmp_path / "whole"))
+    hook("ckptkit.hooks.after_weight_write")(args, str(tmp_path / "version"), [])
+
+
+def test_delta_update_needs_every_file_of_its_index(tmp_path: Path) -> None:
+    """A delta is bytes under the tensors' names and an index, without a config."""
+    written, args = hook("ckptkit.hooks.after_weight_write"), Namespace(update_weight_mode="delta", hf_checkpoint="/hf")
+    written(args, str(tmp_path), [])  # before the first update the directory is empty
+    file = tmp_path / "model-00000-of-00001.safetensors"
+    save_file({"w": torch.zeros(4, dtype=torch.uint8)}, file)
+    index = {"metadata": {"delta_encoding": "xor"}, "weight_map": {"w": file.name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    written(args, str(tmp_path), [])
+    index["weight_map"] = {"w": file.name, "lost": file.name}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CkptkitError, match="disagree about lost"):
+        written(args, str(tmp_path), [])
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CkptkitError, match=file.name):
+        written(args, str(tmp_path), [])
+
+
+def test_only_rank_0_looks_at_a_disk_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
+    hook("ckptkit.hooks.after_weight_write")(Namespace(hf_checkpoint=None), "/absent", [])
+
+
+def verl(*overrides: str) -> tuple[int, str]:
+    """Exit code and standard error of a driver that imports the module as verl does, with these overrides."""
+    code = "import importlib; importlib.import_module('ckptkit.hooks_verl'); print('imported')"
+    done = python("-c", code, *overrides)
+    assert (done.returncode == 0) == ("imported" in done.stdout)
+    return done.returncode, done.stderr
+
+
+def test_verl_launch_is_checked_by_its_overrides(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+    path, prefix = converted(NAME) / "release", "actor_rollout_ref.actor.megatron"
+    model = f"actor_rollout_ref.model.path={releases(NAME)}"
+    switch, directory = f"{prefix}.use_dist_checkpointing=True", f"{prefix}.dist_checkpointing_path="
+    code, said = verl(model, switch, f"{directory}{path}")
+    assert code == 0
+    assert said == f"ckptkit: preflight of {path}, {releases(NAME)}: passed\n"
+    code, said = verl(model, switch, f"{directory}{path}", f"{prefix}.tensor_model_parallel_size=2")
+    assert code == 0
+    assert f"{path}, {releases(NAME)}: inconclusive; CK717: " in said  # a size that is not read
+    code, said = verl(model, switch, f"{directory}{path.parent}")
+    assert code == 1
+    assert "CK711" in said
+    broken = shutil.copytree(releases(NAME), tmp_path / "broken")
+    sorted(broken.glob("*.safetensors"))[2].unlink()
+    code, said = verl(f"actor_rollout_ref.model.path={broken}")
+    assert code == 1
+    assert "CK102" in said
+
+
+def test_verl_process_without_overrides_checks_nothing() -> None:
+    assert verl() == (0, "")
+    assert verl("--node-ip-address=10.0.0.7") == (0, "")
+
+
+def test_verl_model_that_is_no_directory_is_said() -> None:
+    code, said = verl("actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B")
+    assert (code, "is no directory here" in said) == (0, True)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_example_is_sound_as_far_as_it_can_be_run(number: int) -> None:
+    language, block = BLOCKS[number]
+    if language == "yaml":
+        commands = yaml.safe_load(block)
+        assert commands["spec" if "spec" in commands else "jobs"]
+    else:
+        done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+    for words in re.findall(r"ckptkit preflight (.*)|ckptkit, preflight, (.*)\]", block):
+        options = set(re.findall(r"(?<![\w-])--[a-z-]+", "".join(words)))
+        command = cli.get_command(cli.make_context("ckptkit", ["--help"], resilient_parsing=True), "preflight")
+        assert command is not None
+        assert options
+        assert options <= {name for option in command.params for name in option.opts}
+    for path in re.findall(r"ckptkit\.hooks\.\w+", block):
+        hook(path)
+
+
+def test_every_hook_is_in_the_table() -> None:
+    assert set(re.findall(r"`ckptkit\.hooks\.(\w+)`", TEXT)) == set(SIGNATURES)

@@ -1,0 +1,206 @@
+"""`diff` of checkpoints in every format: releases, quantized ones, what Megatron saves, and the command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from families import CASES
+from families.case import save
+from fixture_types import CopyOf, PathOf
+from processes import ckptkit as ckptkit_command
+from tied import with_head
+
+import ckptkit
+from ckptkit import CkptkitError
+from ckptkit.app.api import convert, quantize
+from quant.formats.scheme import QuantScheme
+from verify.diff.diff import diff
+from verify.diff.result import Diff
+from verify.diff.text import lines
+
+UNKNOWN = {"model_type": "of no family"}
+
+
+def moves(found: Diff) -> list[tuple[str, int]]:
+    return [(move.text, len(move.names)) for move in found.moves]
+
+
+def test_checkpoint_against_its_conversion_is_equal(releases: PathOf, converted: PathOf) -> None:
+    hf, megatron = releases("glm4_moe"), converted("glm4_moe")
+    for a, b in (
+        (hf, megatron),
+        (megatron, hf),
+        (megatron / "release", megatron),
+        (hf, releases("glm4_moe", fused=True)),
+    ):
+        found = ckptkit.diff(a, b)
+        assert (found.status, len(found.equal)) == ("equal", len(models.tensors(hf)))
+
+
+def test_legacy_checkpoint_is_compared_with_its_release(saved: Path, releases: PathOf) -> None:
+    found = diff(saved / "legacy, two chunks a stage", releases("qwen2-tied"))
+    assert (found.status, found.counts["equal"]) == ("equal", 146)
+    assert found.formats == ("Megatron legacy (mp_rank_*)", "HF")
+
+
+def test_padded_vocabulary_is_noted(saved: Path, releases: PathOf) -> None:
+    found = diff(saved / "dense, layers stacked", releases("qwen2-untied"))
+    assert found.status == "equal"
+    assert [note for note in found.notes if "pad the vocabulary" in note] != []
+
+
+def test_int4_against_its_source_differs_by_half_a_step_at_most(releases: PathOf, tmp_path: Path) -> None:
+    quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7"))
+    found = diff(tmp_path / "int4", releases("qwen3_moe"))
+    plain = models.tensors(releases("qwen3_moe"))
+    assert found.formats[0].startswith("HF, ")
+    assert "dequantized" in found.formats[0]
+    assert found.status == "different"
+    assert found.counts["moved"] == found.counts["only_a"] == found.counts["only_b"] == 0
+    assert all(name.endswith("_proj.weight") for name in (pair.name for pair in found.differing))
+    for pair in found.differing:
+        far, largest = pair.distance, float(plain[pair.name].float().abs().max())
+        assert far is not None
+        assert far.cosine is not None
+        # A group's step is its largest weight / 7; rounding is half of it, and bfloat16 rounds the result.
+        assert 0 < far.largest <= (largest / 7) * 0.52 + largest / 256
+        assert far.cosine > 0.98
+
+
+def swap(path: Path, first: str, second: str) -> None:
+    found = models.tensors(path)
+    models.edit(path, first, found[second])
+    models.edit(path, second, found[first])
+
+
+def test_exchanges_of_layers_experts_and_projections_are_named(
+    releases: PathOf, converted: PathOf, copy_of: CopyOf
+) -> None:
+    path = copy_of(releases("glm4_moe"))
+    expert = "model.layers.{}.mlp.experts.{}.{}_proj.weight"
+    for name in [name for name in models.tensors(path) if name.startswith("model.layers.3.")]:
+        swap(path, name, name.replace(".3.", ".8.", 1))
+    for kind in ("gate", "up", "down"):
+        swap(path, expert.format(5, 3, kind), expert.format(5, 7, kind))
+    for layer in (6, 7):
+        swap(path, expert.format(layer, 3, "gate"), expert.format(layer, 3, "up"))
+    found = diff(path, converted("glm4_moe"))
+    in_layer = sum(name.startswith("model.layers.3.") for name in models.tensors(path))
+    assert moves(found) == [
+        ("layers 3 and 8 are exchanged", 2 * in_layer),
+        ("experts 3 and 7 are exchanged", 6),
+        ("gate_proj and up_proj are exchanged", 4),
+    ]
+    assert found.counts["differing"] == 0
+    assert "model.layers.5.mlp.experts.{3,7}.gate_proj.weight" in "\n".join(lines(found))
+
+
+def test_tied_output_layer_stored_once_is_redundant_only_where_it_repeats_the_embedding(
+    releases: PathOf, tmp_path: Path
+) -> None:
+    plain = releases("qwen2-tied")
+    repeated = with_head(plain, tmp_path / "repeated", "qwen2-tied")
+    for a, b in ((repeated, plain), (plain, repeated)):
+        found = diff(a, b)
+        assert (found.status, list(found.redundant)) == ("equal", ["lm_head.weight"])
+    stale = models.tensors(plain)["model.embed_tokens.weight"] + 1
+    found = diff(with_head(plain, tmp_path / "stale", "qwen2-tied", stale), plain)
+    assert (found.status, [pair.name for pair in found.only_a]) == ("different", ["lm_head.weight"])
+
+
+def test_rounded_router_bias_is_noted(releases: PathOf, copy_of: CopyOf) -> None:
+    path, name = copy_of(releases("glm4_moe")), "model.layers.4.mlp.gate.e_score_correction_bias"
+    models.edit(path, name, models.tensors(path)[name].to(torch.bfloat16))
+    found = diff(path, releases("glm4_moe"))
+    assert found.status == "equal"
+    assert [note for note in found.notes if name in note and "CK203" in note] != []
+
+
+def test_config_that_differs_is_noted(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    found = diff(path, releases("qwen2-tied"))
+    assert found.status == "equal"
+    assert [note for note in found.notes if "rms_norm_eps 0.5 and" in note] != []
+
+
+def test_models_of_no_family_are_compared_under_the_names_on_disk(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("glm4_moe", fused=True))
+    config = json.loads((path / "config.json").read_text()) | UNKNOWN
+    (path / "config.json").write_text(json.dumps(config))
+    found = diff(path, path)
+    assert (found.status, len(found.equal)) == ("equal", len(models.tensors(path)))
+    assert [note for note in found.notes if "of no family" in note] != []
+
+
+def test_megatron_without_a_config_is_compared_under_the_names_on_disk(
+    converted: PathOf, copy_of: CopyOf, releases: PathOf
+) -> None:
+    path = copy_of(converted("qwen2-tied"))
+    shutil.rmtree(path / "hf")
+    found = diff(path, path)
+    assert found.status == "equal"
+    assert "decoder.layers.11.mlp.linear_fc2.weight" in found.equal
+    assert [note for note in found.notes if "names are those on disk" in note] != []
+    for a, b in ((path, releases("qwen2-tied")), (releases("qwen2-tied"), path)):
+        assert (diff(a, b).status, diff(a, b).notes) == ("equal", [])
+    assert diff(path, converted("qwen2-tied"), hf=releases("qwen2-tied")).status == "equal"
+
+
+def test_vision_tower_from_the_other_side_is_noted(tmp_path: Path) -> None:
+    save("vision", CASES["qwen3_vl-tied"], tmp_path / "hf", torch.bfloat16)
+    convert(tmp_path / "hf", tmp_path / "megatron")
+    found = diff(tmp_path / "hf", tmp_path / "megatron")
+    assert (found.status, [note for note in found.notes if "not compared" in note]) == ("equal", [])
+    shutil.rmtree(tmp_path / "megatron" / "hf")
+    shutil.rmtree(tmp_path / "megatron" / "carried")
+    found = diff(tmp_path / "hf", tmp_path / "megatron")
+    (note,) = (note for note in found.notes if "so not compared" in note)
+    assert "visual." in note
+
+
+def test_int4_release_is_equal_to_its_megatron_conversion(releases: PathOf, tmp_path: Path) -> None:
+    quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7"))
+    convert(tmp_path / "int4", tmp_path / "megatron")
+    for a, b in ((tmp_path / "int4", tmp_path / "megatron"), (tmp_path / "megatron", tmp_path / "int4")):
+        found = diff(a, b)
+        assert (found.status, found.counts["equal"]) == ("equal", len(models.tensors(releases("qwen3_moe"))))
+
+
+def test_hf_of_no_family_against_megatron_is_an_error(releases: PathOf, converted: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(converted("glm4_moe"))
+    config = json.loads((path / "hf/config.json").read_text()) | UNKNOWN
+    (path / "hf/config.json").write_text(json.dumps(config))
+    with pytest.raises(CkptkitError, match="of no family"):
+        diff(path, releases("glm4_moe"))
+
+
+def test_quantized_format_of_another_tool_is_an_error(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": {"quant_method": "quanto"}}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CkptkitError, match="quanto"):
+        diff(path, releases("qwen2-tied"))
+
+
+def test_command_prints_verdict_or_json_and_exits_by_it(releases: PathOf, converted: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    name = "model.layers.3.mlp.up_proj.weight"
+    models.edit(path, name, models.tensors(path)[name] * 2)
+    done = ckptkit_command("diff", path, converted("qwen2-tied"))
+    assert (done.returncode, done.stdout.splitlines()[0]) == (1, "DIFFERENT  1 differing, of 146 tensors")
+    done = ckptkit_command("diff", path, path, "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["schema"], report["status"]) == (0, "ckptkit-diff/1", "equal")
+    assert report["counts"]["equal"] == 146
+    shard = next(path.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-8])
+    done = ckptkit_command("diff", path, converted("qwen2-tied"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert shard.name in done.stderr

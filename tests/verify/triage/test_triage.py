@@ -1,0 +1,236 @@
+"""`triage`: a snippet of each symptom as its program prints it, sound runs, and logs of any size and content."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import time
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from processes import ckptkit as ckptkit_command
+from processes import python
+from triage_lines import CLEAN, SNIPPETS
+
+import ckptkit
+from ckptkit import CkptkitError
+from ckptkit.app.cli import _MODULES
+from verify.check import all_checks
+from verify.triage.scan import TABLE, Found
+from verify.triage.triage import Triage, triage
+
+PREFIX = "\x1b[36m(MegatronTrainRayActor pid=4711, ip=10.0.0.7)\x1b[0m "
+
+
+def of(tmp_path: Path, text: str) -> Triage:
+    log = tmp_path / "train.log"
+    log.write_text(text)
+    return triage([log])
+
+
+def keys(found: Triage) -> list[str]:
+    return [sign.symptom.key for sign in (*found.causes, *found.effects)]
+
+
+@pytest.mark.parametrize("key", SNIPPETS)
+def test_snippet_shows_its_symptom_and_no_other(key: str, tmp_path: Path) -> None:
+    snippet = "\n".join(PREFIX + line for line in SNIPPETS[key].split("\n"))
+    found = of(tmp_path, f"{CLEAN['slime']}{snippet}\n")
+    assert keys(found) == [key]
+    (sign,) = (*found.causes, *found.effects)
+    assert sign.places[0].line == CLEAN["slime"].count("\n") + snippet.count("\n") + 1
+    assert "\x1b" not in sign.places[0].text
+
+
+def test_every_symptom_has_a_snippet_and_a_key_of_its_own() -> None:
+    assert sorted(symptom.key for symptom in TABLE) == sorted(SNIPPETS)
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_log_of_a_sound_run_shows_nothing(name: str, tmp_path: Path) -> None:
+    found = of(tmp_path, CLEAN[name])
+    assert keys(found) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ("    iteration 1/ 10 | lm loss: nan | grad norm: nan |", "not-finite"),
+        ("Unexpected result nan (message='found NaN in local grad norm for bucket #0 in backward pass')", "not-finite"),
+        ("step:1 - actor/ppo_kl:1.71 - actor/grad_norm:3.0", "kl-large"),
+        ("step:1 - actor/ppo_kl:0.0 - actor/grad_norm:np.float64(nan)", "not-finite"),
+        ("step:7 - response_length/clip_ratio:1.0 - actor/ppo_kl:0.0", "never-stops"),
+        ("ValueError: Weight input_size_per_partition = 1001 is not divisible by group_size = 32.", "tile"),
+        ("- MISSING:\tthose params were newly initialized because missing from the checkpoint.", "newly-initialized"),
+        ("KeyError: 'rope_scaling'", "rope-missing"),
+        ('\tUnexpected key(s) in state_dict: "model.layers.48.eh_proj.weight". ', "state-dict-keys"),
+    ],
+)
+def test_other_forms_of_a_message_are_known_too(line: str, key: str, tmp_path: Path) -> None:
+    assert keys(of(tmp_path, line)) == [key]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 12: {'train/ppo_kl': 1.9, 'train/grad_norm': 0.1}",  # not the first step
+        "step 0: {'train/ppo_kl': 3e-05, 'train/kl_loss': 0.0}",  # jitter of kernels
+        "step:1 - actor/ppo_kl:0.02 - actor/grad_norm:0.1",  # an average over several updates
+        "rollout 0: {'rollout/log_probs': -0.3112, 'rollout/ref_log_probs': -0.3114}",
+        "rollout 3: {'rollout/log_probs': -1.8, 'rollout/ref_log_probs': -0.4}",
+        "step 2: {'train/train_rollout_logprob_abs_diff': 0.031}",
+        "rollout 0: {'rollout/truncated': 0.98}",
+        "step 5: {'train/reward_std': nan, 'train/grad_norm': 0.1}",  # of one sample
+        "17 is not divisible by 4",
+    ],
+)
+def test_numbers_of_a_sound_run_are_no_symptom(line: str, tmp_path: Path) -> None:
+    assert keys(of(tmp_path, line)) == []
+
+
+def test_memory_that_ran_out_long_after_loading_is_not_about_loading(tmp_path: Path) -> None:
+    loading, memory = SNIPPETS["cuda-oom-loading"].rsplit("\n", 1)
+    assert keys(of(tmp_path, f"{loading}\n{'another line' + chr(10)}{memory}")) == ["cuda-oom-loading"]
+    assert keys(of(tmp_path, loading + "\nanother line" * 100 + "\n" + memory)) == ["cuda-oom"]
+
+
+def test_effects_come_after_causes_and_lines_are_counted(tmp_path: Path) -> None:
+    log = "\n".join([SNIPPETS["ray-actor-died"], *[SNIPPETS["name-dropped"]] * 5])
+    found = of(tmp_path, log)
+    assert ([sign.symptom.key for sign in found.causes], [sign.symptom.key for sign in found.effects]) == (
+        ["name-dropped"],
+        ["ray-actor-died"],
+    )
+    assert (found.causes[0].count, [place.line for place in found.causes[0].places]) == (5, [2, 3, 4])
+
+
+def test_what_was_loaded_is_quoted(tmp_path: Path) -> None:
+    found = of(tmp_path, CLEAN["slime"])
+    assert [place.text for place in found.loaded] == [
+        "successfully loaded checkpoint from /ckpt/qwen3 [ t 1/2, p 1/1 ] at iteration 0"
+    ]
+
+
+def test_message_anywhere_in_a_line_of_any_length_is_found_once() -> None:
+    message = SNIPPETS["name-dropped"].encode()
+    for before in (0, 65_000, 65_500, 65_536, 131_000, 400_000):
+        found = Found()
+        found.scan(BytesIO(b"x" * before + message + b"y" * 70_000 + b"\nlast"), "log")
+        assert [(symptom.key, count) for symptom, count in found.counts.items()] == [("name-dropped", 1)]
+        assert found.lines == 2
+
+
+def test_number_at_the_end_of_a_piece_is_not_read_before_it_is_whole() -> None:
+    head = b"step 0: {'train/ppo_kl': "
+    found = Found()
+    found.scan(BytesIO(b"x" * (65_536 - len(head) - 2) + b" " + head + b"1.9e-07, 'train/grad_norm': 0.1}"), "log")
+    assert found.counts == {}
+
+
+def test_memory_does_not_grow_with_the_log() -> None:
+    class Endless(BytesIO):
+        left = 40_000
+
+        def readline(self, size: int | None = -1, /) -> bytes:
+            self.left -= 1
+            return SNIPPETS["name-dropped"].encode() + b" " * 900 + b"\n" if self.left > 0 else b""
+
+    found = Found()
+    found.scan(Endless(), "warm")
+    tracemalloc.start()
+    found.scan(Endless(), "log")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.lines == 2 * 39_999
+    assert most < 1_000_000
+
+
+HOSTILE = ["a" * 60_000, "/" * 60_000, "1" * 60_000, "Some weights of " * 4_000, "step 0: {" * 7_000, "\x1b[" * 30_000]
+HOSTILE += ["step 0: {" + "a/" * 30_000, "value from checkpoint (" * 2_500, "size mismatch for " * 3_000]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_line_takes_no_longer_than_it_is_long(text: str) -> None:
+    began = time.process_time()
+    Found().scan(BytesIO(text.encode() + b" is not equal newly initialized is not divisible by\n"), "log")
+    assert time.process_time() - began < 2
+
+
+def test_no_pattern_repeats_without_bound() -> None:
+    for symptom in TABLE:
+        plain = re.sub(r"\\.|\[[^\]]*\]", "", symptom.pattern or "")
+        assert not set("*+") & set(plain), symptom.key
+        assert all(int(most) <= 1200 for most in re.findall(r"\{\d+,(\d+)\}", plain)), symptom.key
+
+
+def test_commands_and_codes_exist() -> None:
+    codes = {check.code for check in all_checks()}
+    for symptom in TABLE:
+        assert set(symptom.codes) <= codes, symptom.key
+        if not symptom.command.startswith("none: "):
+            assert symptom.command.split()[0] == "ckptkit"
+            assert symptom.command.split()[1] in _MODULES, symptom.key
+
+
+@pytest.mark.parametrize("content", ["absent", "directory", "empty", "gzip", "binary"])
+def test_log_that_cannot_be_read_is_an_error(content: str, tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    if content == "directory":
+        log.mkdir()
+    elif content != "absent":
+        log.write_bytes({"empty": b"", "gzip": gzip.compress(b"text"), "binary": b"\0\1\2"}[content])
+    with pytest.raises(CkptkitError) as raised:
+        ckptkit.triage([log])
+    assert "train.log" in raised.value.message
+    assert raised.value.hint
+
+
+def test_log_may_be_a_pipe(tmp_path: Path) -> None:
+    """As a shell's `<(kubectl logs ...)` is one."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(pipe.write_text, f"first line\n{SNIPPETS['name-dropped']}\n")
+        found = triage([pipe])
+        assert written.result() > 0
+    assert (keys(found), found.lines) == (["name-dropped"], 2)
+
+
+def test_no_log_is_an_error() -> None:
+    with pytest.raises(CkptkitError, match="no log"):
+        triage([])
+
+
+def test_command_reads_standard_input_escapes_and_exits_by_what_it_finds(tmp_path: Path) -> None:
+    clean = tmp_path / "clean.log"
+    clean.write_text(CLEAN["slime"])
+    done = ckptkit_command("triage", clean)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, f"no known symptom in {clean} (12 lines)")
+    log = SNIPPETS["name-dropped"] + " \x1b]0;title\x07\x1b[2J\u202e\x07\n"
+    done = python("-m", "ckptkit", "triage", clean, "-", given=log)
+    assert done.returncode == 1
+    assert "standard input:1: " in done.stdout
+    assert "CK503" in done.stdout
+    assert not set("\x1b\x07\u202e") & set(done.stdout)
+    done = python("-m", "ckptkit", "triage", "-", "--json", given=log)
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["schema"], report["lines"]) == (1, "ckptkit-triage/1", 1)
+    assert [symptom["key"] for symptom in report["symptoms"]] == ["name-dropped"]
+    done = ckptkit_command("triage", tmp_path / "absent.log")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_triage_imports_nothing_heavy(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("text\n")
+    code = "import sys, ckptkit; ckptkit.triage(sys.argv[1:]); print(sorted(sys.modules))"
+    loaded = python("-c", code, log).stdout
+    assert "verify.triage.scan" in loaded
+    assert not {
+        name for name in ("torch", "transformers", "converters", "quant", "verify.run") if f"'{name}'" in loaded
+    }

@@ -1,0 +1,83 @@
+"""`diff`: compares two checkpoints of any formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import summarize
+from verify.diff.moved import moves_of, whose_bits
+from verify.diff.pairs import Pair, pairs_of
+from verify.diff.result import Diff, badness
+from verify.diff.sides import Sides, config_of, fp32_state, left_behind, opened, tied_names
+
+
+def diff(a: str | Path, b: str | Path, *, hf: str | Path | None = None, exact: bool = False) -> Diff:
+    """Compares two checkpoints, tensor by tensor under HF names; each may be HF, quantized HF, torch_dist or legacy.
+
+    `hf` gives the config of a Megatron checkpoint that has none beside it; without it, that of the other side does.
+    `exact`: a tensor in another dtype is a difference even where a cast makes it equal. Raises CkptkitError where one
+    cannot be opened or read. Memory holds a few groups of tensors, and of all others a digest.
+    """
+    return compare(opened(a, b, hf), str(a), str(b), exact=exact)
+
+
+def compare(sides: Sides, a: str, b: str, *, exact: bool = False) -> Diff:
+    """The same of two checkpoints that are open."""
+    pairs = {pair.name: pair for pair in pairs_of(sides.a, sides.b)}
+    if not pairs:
+        raise CkptkitError(f"{a} and {b} hold no tensor", "check the paths")
+    redundant = _redundant(sides, pairs)
+    found = [pair for pair in pairs.values() if pair.name not in redundant]
+    whose = whose_bits(found)
+    renamed = {other for name, other in whose.items() if pairs[name].state == "only_a"}
+    left = [pair for pair in found if pair.name not in whose and pair.name not in renamed]
+    cast = [pair for pair in left if pair.state == "cast"]
+    return Diff(
+        version=version("ckptkit"),
+        a=a,
+        b=b,
+        formats=sides.formats,
+        exact=exact,
+        nbytes=sum(pair.nbytes for pair in pairs.values()),
+        equal=[pair.name for pair in left if pair.state == "equal"],
+        cast=cast,
+        redundant=sorted(redundant),
+        moves=list(moves_of(found, whose)),
+        differing=sorted((pair for pair in left if pair.state == "differing"), key=badness, reverse=True),
+        only_a=[pair for pair in left if pair.state == "only_a"],
+        only_b=[pair for pair in left if pair.state == "only_b"],
+        notes=[*sides.notes, *_rounded(sides.a, cast)],
+    )
+
+
+def _redundant(sides: Sides, pairs: Mapping[str, Pair]) -> set[str]:
+    """Names that one side lacks and that follow from the rest: an output layer that repeats the embedding, and so on.
+
+    An output layer is one only where the side that stores it has the embedding's own bits in it.
+    """
+    alone = {name for name, pair in pairs.items() if pair.state in ("only_a", "only_b")}
+    found: set[str] = set()
+    for config in (config_of(sides.a), config_of(sides.b)):
+        found |= alone & left_behind(config)
+        tied = tied_names(config)
+        if tied and tied[0] in alone and tied[1] in pairs:
+            head, embedding = (pairs[name] for name in tied)
+            contents = (
+                (head.content_a, embedding.content_a) if head.a is not None else (head.content_b, embedding.content_b)
+            )
+            found |= {head.name} if contents[0] == contents[1] else set()
+    return found
+
+
+def _rounded(checkpoint: Checkpoint, cast: Sequence[Pair]) -> Iterator[str]:
+    """Yields a note for state that must stay float32 and was cast to something narrower."""
+    state = fp32_state(config_of(checkpoint))
+    if names := [pair.name for pair in cast if pair.name in state]:
+        yield (
+            f"{summarize(names)}: state that must stay float32 is narrower on one side, which changes routing; "
+            "`ckptkit verify --source` judges it (CK203)"
+        )

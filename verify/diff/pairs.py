@@ -1,0 +1,116 @@
+"""One pass over two checkpoints: what stands under each name on either side, with digests instead of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.progress import progress
+from ckptkit.core.specs import TensorSpec
+from verify.diff.distance import Distance, common_dtype, distance
+from verify.evidence.extremes import digest_of, same_bytes
+from verify.evidence.reading import threads
+from verify.evidence.values import common_groups
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+State = Literal["equal", "cast", "differing", "only_a", "only_b"]
+# What tells equal content: the shape, and the digest of the bytes.
+Content = tuple[tuple[int, ...], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What stands under a name: the specs on both sides (None: nothing), their content, and how they compare.
+
+    Where the dtypes differ, the contents are those in the narrower one. `constant`: every element of a side is the same
+    number, so that equal bits under another name prove nothing. `distance`: of differing tensors of one shape.
+    """
+
+    name: str
+    a: TensorSpec | None
+    b: TensorSpec | None
+    content_a: Content | None
+    content_b: Content | None
+    state: State
+    constant: bool = False
+    distance: Distance | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were read for it."""
+        return sum(spec.nbytes for spec in (self.a, self.b) if spec)
+
+
+def pairs_of(a: Checkpoint, b: Checkpoint) -> Iterator[Pair]:
+    """Yields a pair for each name of either side, those of `a` first. Both are read once, a few groups at a time.
+
+    Raises CkptkitError as reading does.
+    """
+    names_a, names_b = a.specs, b.specs
+    both = list(common_groups(a, b))
+    rest = [left for group in b.groups if (left := tuple(name for name in group if name not in names_a))]
+    sizes = [sum(names_a[name].nbytes for name in group) for group in both]
+    sizes += [sum(names_b[name].nbytes for name in group) // 2 for group in rest]
+    total = sum(spec.nbytes for specs in (names_a, names_b) for spec in specs.values())
+    look = partial(_look, a, b, names_a, names_b)
+    with progress("comparing", total) as advance, threads(max(sizes, default=0)) as pool:
+        for pairs in pool.map(look, [*both, *rest]):
+            advance(sum(pair.nbytes for pair in pairs))
+            yield from pairs
+
+
+def _look(
+    a: Checkpoint,
+    b: Checkpoint,
+    specs_a: Mapping[str, TensorSpec],
+    specs_b: Mapping[str, TensorSpec],
+    names: Sequence[str],
+) -> list[Pair]:
+    """The pairs of names that are read together."""
+    left = a.read([name for name in names if name in specs_a])
+    right = b.read([name for name in names if name in specs_b])
+    return [_pair(name, specs_a.get(name), specs_b.get(name), left.get(name), right.get(name)) for name in names]
+
+
+def _pair(name: str, spec_a: TensorSpec | None, spec_b: TensorSpec | None, a: Tensor | None, b: Tensor | None) -> Pair:
+    if b is None and a is not None:
+        return Pair(name, spec_a, None, content_of(a), None, "only_a", _constant(a))
+    if a is None and b is not None:
+        return Pair(name, None, spec_b, None, content_of(b), "only_b", _constant(b))
+    assert a is not None  # a name of neither side is never looked at
+    assert b is not None
+    if same_bytes(a, b):
+        content = content_of(a)
+        return Pair(name, spec_a, spec_b, content, content, "equal")
+    narrow_a, narrow_b = _narrowed(a, b)
+    content_a, content_b = content_of(narrow_a), content_of(narrow_b)
+    if content_a == content_b and narrow_a.dtype == narrow_b.dtype:
+        return Pair(name, spec_a, spec_b, content_a, content_b, "cast")
+    far = distance(a, b) if a.shape == b.shape else None
+    return Pair(name, spec_a, spec_b, content_a, content_b, "differing", _constant(a), far)
+
+
+def _narrowed(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the dtype that they are compared in: the narrower one; of float16 and bfloat16, whichever is a cast."""
+    import torch
+
+    if (dtype := common_dtype(a, b)) is not None:
+        return a.to(dtype), b.to(dtype)
+    if {a.dtype, b.dtype} == {torch.float16, torch.bfloat16}:
+        return (a.to(b.dtype), b) if same_bytes(a.to(b.dtype), b) else (a, b.to(a.dtype))
+    return a, b
+
+
+def content_of(tensor: Tensor) -> Content:
+    """Shape and digest of a contiguous tensor."""
+    return tuple(tensor.shape), digest_of(tensor)
+
+
+def _constant(tensor: Tensor) -> bool:
+    flat = tensor.reshape(-1)
+    return not flat.numel() or bool((flat == flat[0]).all())

@@ -1,0 +1,162 @@
+"""What `diff` found, as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckptkit.core.specs import fold
+from verify.diff.distance import Distance
+from verify.diff.moved import Move
+from verify.diff.pairs import Pair
+from verify.evidence.folding import alike
+
+SCHEMA = "ckptkit-diff/1"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Tensors that differ and whose names differ in layer and expert numbers only; `worst` is the one furthest off."""
+
+    names: tuple[str, ...]
+    worst: Pair
+    largest: float
+    mean: float
+    cosine: float | None
+    relative: float
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Two checkpoints compared. Each name of either side is in exactly one of the lists.
+
+    `equal`: the same bits. `cast`: the same after a cast to the narrower dtype; equal too, unless `exact`. `redundant`:
+    only on one side, and following from the rest (a tied output layer, rotary frequencies); equal too. `moves`: bits
+    that stand under another name in B. `differing`: the rest of what both have, the worst first. `notes`: what was not
+    compared, or needs a second look.
+    """
+
+    version: str
+    a: str
+    b: str
+    formats: tuple[str, str]
+    exact: bool
+    nbytes: int
+    equal: Sequence[str]
+    cast: Sequence[Pair]
+    redundant: Sequence[str]
+    moves: Sequence[Move]
+    differing: Sequence[Pair]
+    only_a: Sequence[Pair]
+    only_b: Sequence[Pair]
+    notes: Sequence[str] = ()
+
+    @property
+    def status(self) -> Literal["equal", "different"]:
+        """Whether all tensors are equal."""
+        wrong = (self.moves, self.differing, self.only_a, self.only_b, self.cast if self.exact else ())
+        return "different" if any(wrong) else "equal"
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many tensors there are of each kind, renamed ones counted once."""
+        return {
+            "equal": len(self.equal),
+            "cast": len(self.cast),
+            "redundant": len(self.redundant),
+            "moved": sum(len(move.names) for move in self.moves),
+            "differing": len(self.differing),
+            "only_a": len(self.only_a),
+            "only_b": len(self.only_b),
+        }
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """The differing tensors folded, the worst kind first."""
+        pairs = {pair.name: pair for pair in self.differing}
+        kinds = [_kind([pairs[name] for name in names]) for names in alike(pairs)]
+        return sorted(kinds, key=lambda kind: (-kind.relative, -kind.largest, kind.names))
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON: `ckptkit-diff/1`, which only ever gains keys. Numbers that are not finite are null."""
+        return {
+            "schema": SCHEMA,
+            "version": self.version,
+            "a": {"path": self.a, "format": self.formats[0]},
+            "b": {"path": self.b, "format": self.formats[1]},
+            "status": self.status,
+            "exact": self.exact,
+            "counts": {**self.counts, "bytes_read": self.nbytes},
+            "cast": [_specs(pair) for pair in self.cast],
+            "redundant": list(self.redundant),
+            "moved": [{"what": move.text, "a": list(move.names), "b": list(move.others)} for move in self.moves],
+            "kinds": [_kind_json(kind) for kind in self.kinds],
+            "differing": [_specs(pair) | _numbers(pair.distance) for pair in self.differing],
+            "only_a": [_specs(pair) for pair in self.only_a],
+            "only_b": [_specs(pair) for pair in self.only_b],
+            "notes": list(self.notes),
+        }
+
+
+def badness(pair: Pair) -> tuple[float, float]:
+    """Orders differing tensors: other shapes first, then by the mean difference in standard deviations of A."""
+    if pair.distance is None:
+        return math.inf, math.inf
+    return pair.distance.relative, pair.distance.largest
+
+
+def _kind(pairs: Sequence[Pair]) -> Kind:
+    known = [pair.distance for pair in pairs if pair.distance is not None]
+    elements = sum(one.elements for one in known)
+    cosines = [one.cosine for one in known if one.cosine is not None]
+    return Kind(
+        names=tuple(pair.name for pair in pairs),
+        worst=max(pairs, key=badness),
+        largest=max((one.largest for one in known), default=math.nan),
+        mean=sum(one.mean * one.elements for one in known) / elements if elements else math.nan,
+        cosine=min(cosines, default=None),
+        relative=max(badness(pair)[0] for pair in pairs),
+    )
+
+
+def _kind_json(kind: Kind) -> dict[str, Any]:
+    return {
+        "tensors": fold(kind.names),
+        "count": len(kind.names),
+        "max": _finite(kind.largest),
+        "mean": _finite(kind.mean),
+        "cosine": kind.cosine,
+        "relative": _finite(kind.relative),
+        "worst": kind.worst.name,
+    }
+
+
+def _specs(pair: Pair) -> dict[str, Any]:
+    return {"name": pair.name} | dict(_side(pair))
+
+
+def _side(pair: Pair) -> Iterator[tuple[str, Any]]:
+    for side, spec in (("a", pair.a), ("b", pair.b)):
+        if spec is not None:
+            yield side, {"dtype": spec.dtype, "shape": list(spec.shape)}
+
+
+def _numbers(far: Distance | None) -> dict[str, Any]:
+    if far is None:
+        return {}
+    return {
+        "elements": far.elements,
+        "unequal": far.unequal,
+        "not_finite": far.not_finite,
+        "max": _finite(far.largest),
+        "mean": _finite(far.mean),
+        "cosine": far.cosine,
+        "std": _finite(far.std),
+        "relative": _finite(far.relative),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

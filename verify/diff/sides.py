@@ -1,0 +1,164 @@
+"""Opens two checkpoints of any formats, so that tensors with the same meaning have the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import summarize
+from ckptkit.core.unused import refuse_hf
+from ckptkit.formats.detect import Location, locate
+from ckptkit.formats.hf.reader import has_weights
+from ckptkit.formats.hf.side_files import is_quantized
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from converters.megatron.legacy import LegacyCheckpoint
+from converters.open import open_megatron
+from converters.planner import dims_of, rules_in, rules_of, tied_head
+from converters.registry import family_of
+from converters.stored import as_stored
+from verify.evidence.hf_files import HfFiles
+from verify.evidence.plain import plain
+from verify.evidence.values import in_hf_space
+
+# Keys of a config.json that say nothing about the model.
+_SILENT = {"_name_or_path", "compression_config", "dtype", "quantization_config", "torch_dtype", "transformers_version"}
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Both checkpoints, under common names. `formats` says what lies at each path; `notes`, what is not compared."""
+
+    a: Checkpoint
+    b: Checkpoint
+    formats: tuple[str, str]
+    notes: tuple[str, ...]
+
+
+def opened(a: str | Path, b: str | Path, hf: str | Path | None = None) -> Sides:
+    """Opens both, quantized HF weights dequantized. `hf`: the config of a Megatron checkpoint that has none beside it.
+
+    Two checkpoints of one kind (both HF, or both Megatron) that cannot be brought to common HF names keep the names
+    that they have on disk, and a note says why. Raises CkptkitError where one cannot be opened, and where HF and
+    Megatron cannot be brought together.
+    """
+    places = locate(a), locate(b)
+    if "megatron" not in (places[0].kind, places[1].kind):
+        refuse_hf(hf, a)
+    stored = [_open(place, hf, other) for place, other in (places, places[::-1])]
+    sides, why = _under_common_names(stored, places)
+    notes = [*why, *_padding(stored, places), *_borrowed(stored, sides, places), *_configs(stored)]
+    return Sides(sides[0], sides[1], (_words(places[0]), _words(places[1])), tuple(notes))
+
+
+def _open(place: Location, hf: str | Path | None, other: Location) -> Checkpoint:
+    if place.kind == "hf":
+        return plain(place.path)
+    beside = (place.root / "hf" / "config.json").exists()
+    return open_megatron(place, hf or (other.path if other.kind == "hf" and not beside else None))
+
+
+def _words(place: Location) -> str:
+    if place.kind == "megatron":
+        return "Megatron legacy (mp_rank_*)" if place.legacy else "Megatron torch_dist"
+    config = HfFiles(place.path).config
+    if not config or not is_quantized(config):
+        return "HF"
+    from quant.formats.dequantize import format_of
+
+    return f"HF, {format_of(config).words}, dequantized"
+
+
+def _under_common_names(
+    stored: list[Checkpoint], places: tuple[Location, Location]
+) -> tuple[list[Checkpoint], list[str]]:
+    a, b = stored
+    try:
+        sides = [in_hf_space(a, places[0].path, b.specs), in_hf_space(b, places[1].path, a.specs)]
+    except CkptkitError as error:
+        if places[0].kind != places[1].kind:
+            raise
+        return stored, [f"names are those on disk, since they cannot be brought to common ones: {error.message}"]
+    return sides, []
+
+
+def _padding(stored: list[Checkpoint], places: tuple[Location, Location]) -> Iterator[str]:
+    """Yields a note for a Megatron side whose vocabulary is padded: the padding has no place under HF names."""
+    for checkpoint, place in zip(stored, places, strict=True):
+        config = config_of(checkpoint)
+        if place.kind != "megatron" or not supported(config):
+            continue
+        rules = rules_in(as_stored(config, checkpoint.specs), checkpoint.specs)
+        rows = {
+            checkpoint.specs[rule.megatron].shape[0] - rule.megatron_shape[0]
+            for rule in rules
+            if rule.mapping.vocab and rule.megatron in checkpoint.specs
+        }
+        if any(rows):
+            yield f"{max(rows)} rows that pad the vocabulary of {place.path} are not compared"
+
+
+def _borrowed(stored: list[Checkpoint], sides: list[Checkpoint], places: tuple[Location, Location]) -> Iterator[str]:
+    """Yields a note for tensors that Megatron does not hold (a vision tower) and that come from another directory."""
+    for checkpoint, side, place in zip(stored, sides, places, strict=True):
+        if not isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)) or side is checkpoint:
+            continue
+        hf, config = checkpoint.hf_path, config_of(checkpoint)
+        if not has_weights(hf) or hf.absolute().is_relative_to(place.root):
+            continue
+        if names := [name for name in side.specs if family_of(config).carries(name)]:
+            yield f"{summarize(names, 3)}: not in {place.path}, and taken from {hf}, so not compared"
+
+
+def _configs(stored: list[Checkpoint]) -> Iterator[str]:
+    """Yields a note where the configs describe different models, which equal tensors do not show."""
+    a, b = map(config_of, stored)
+    differ = sorted(key for key in {*a, *b} - _SILENT if a.get(key) != b.get(key))
+    if a and b and differ:
+        said = [f"{key} {_short(a.get(key))} and {_short(b.get(key))}" for key in differ[:5]]
+        rest = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
+        yield f"config.json differs, which this comparison does not judge: {', '.join(said)}{rest}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def config_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The HF config of a checkpoint; empty where a Megatron one has none, so that its names are those on disk."""
+    try:
+        return checkpoint.config
+    except CkptkitError:
+        return {}
+
+
+def supported(config: Mapping[str, Any]) -> bool:
+    """Whether the config is of a supported family and complete."""
+    try:
+        dims_of(config)
+    except CkptkitError:
+        return False
+    return True
+
+
+def tied_names(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """HF names of the output layer and of the embedding that it repeats; None where they are not tied, or unknown."""
+    return tied_head(config) if supported(config) else None
+
+
+def left_behind(config: Mapping[str, Any]) -> frozenset[str]:
+    """HF names that Megatron does not hold because they follow from the config, such as rotary frequencies."""
+    return family_of(config).dropped(dims_of(config)) if supported(config) else frozenset()
+
+
+def fp32_state(config: Mapping[str, Any]) -> frozenset[str]:
+    """HF names of state that must stay in float32, such as a router's selection bias."""
+    return (
+        frozenset(name for rule in rules_of(config) for name in rule.hf if rule.mapping.fp32)
+        if supported(config)
+        else frozenset()
+    )

@@ -1,0 +1,112 @@
+"""Goes through logs line by line, in bounded memory, and collects where each symptom stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from verify.triage.engine import ENGINE
+from verify.triage.loading import LOADING
+from verify.triage.machine import MACHINE
+from verify.triage.metrics import LEADS, METRICS, metric_symptoms
+from verify.triage.symptom import NEAR, Symptom
+
+# Of a line the first symptom counts, so particular ones stand before general ones.
+TABLE = (*LOADING, *ENGINE, *MACHINE, *METRICS)
+
+_PIECE = 1 << 16  # bytes of a line that are looked at together
+_OVERLAP = 512  # bytes of a piece that the next one repeats, so that no message is cut in two
+_SHOWN = 300  # characters of a line that are kept
+_PLACES = 3  # lines of a symptom that are kept
+_ANSI = re.compile(rb"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,512}(?:\x07|\x1b\\))")
+_LOADED = re.compile(
+    r"successfully loaded checkpoint from .{1,300}|Load checkpoint from HuggingFace model into Megatron .{1,300}"
+)
+
+
+_NEEDLES = [(needle, symptom) for symptom in TABLE for needle in symptom.needles]
+_NEAR = [(fragment, symptom) for symptom in TABLE for fragment in symptom.near]
+_FRAGMENTS = {fragment for fragment, _ in (*_NEEDLES, *_NEAR)}
+# Most lines have none of these, and are looked at once.
+_TELLING = re.compile("|".join(map(re.escape, sorted({*_FRAGMENTS, *LEADS, "loaded checkpoint", "into Megatron"}))))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of a log: file as the user named it, number from 1, and its beginning."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.text}"
+
+
+@dataclass
+class Found:
+    """What was found: for each symptom the number of lines and the first of them; lines that say what was loaded."""
+
+    lines: int = 0
+    counts: dict[Symptom, int] = field(default_factory=dict)
+    places: dict[Symptom, list[Place]] = field(default_factory=dict)
+    loaded: list[Place] = field(default_factory=list)
+    _near: dict[Symptom, int] = field(default_factory=dict)
+    _last: dict[Symptom, tuple[str, int]] = field(default_factory=dict)
+
+    def add(self, symptom: Symptom, place: Place) -> None:
+        """Counts a line that has a symptom. Pieces of a line overlap, so it may come twice in a row."""
+        kept = self.places.setdefault(symptom, [])
+        if self._last.get(symptom) == (place.file, place.line):
+            return
+        self._last[symptom] = place.file, place.line
+        self.counts[symptom] = self.counts.get(symptom, 0) + 1
+        if len(kept) < _PLACES:
+            kept.append(place)
+
+    def scan(self, log: BinaryIO, name: str) -> None:
+        """Reads a log to its end. Lines of any length are looked at piece by piece."""
+        self._near.clear()
+        for number, text, is_start in _pieces(log):
+            self.lines += is_start
+            if _TELLING.search(text):
+                self._look(text, name, number)
+
+    def _look(self, text: str, name: str, number: int) -> None:
+        for fragment, symptom in _NEAR:
+            if fragment in text:
+                self._near[symptom] = number
+        for symptom in _symptoms_of(text, number, self._near):
+            self.add(symptom, Place(name, number, _beginning(text, symptom)))
+        if len(self.loaded) < _PLACES and (match := _LOADED.search(text)) is not None:
+            self.loaded.append(Place(name, number, match[0].strip()))
+
+
+def _symptoms_of(text: str, number: int, near: dict[Symptom, int]) -> list[Symptom]:
+    for needle, symptom in _NEEDLES:
+        if needle in text and symptom.matches(text) and (not symptom.near or number - near.get(symptom, -NEAR) < NEAR):
+            return [symptom]
+    return metric_symptoms(text)
+
+
+def _beginning(text: str, symptom: Symptom) -> str:
+    """The part of a line to show: its beginning, or what is around the message in a long one."""
+    text = text.strip()
+    if len(text) <= _SHOWN:
+        return text
+    at = min((text.find(needle) for needle in symptom.needles if needle in text), default=0)
+    start = max(0, at - _SHOWN // 3)
+    return ("..." if start else "") + text[start : start + _SHOWN] + "..."
+
+
+def _pieces(log: BinaryIO) -> Iterator[tuple[int, str, bool]]:
+    """Yields a line's number, its text without colours (a long one in overlapping pieces), and whether it begins it."""
+    number, before = 0, b""
+    while piece := log.readline(_PIECE):
+        number += not before
+        text = _ANSI.sub(b"", before + piece).decode(errors="replace")
+        # At the end of the log a line may lack its break, without which nobody knows that a number is whole.
+        yield number, text if len(piece) == _PIECE else text.rstrip("\n") + "\n", not before
+        before = b"" if piece.endswith(b"\n") else piece[-_OVERLAP:]

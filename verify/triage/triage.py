@@ -1,0 +1,121 @@
+"""`triage`: which known symptoms the logs of a job show, and which command proves or rules out each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ckptkit.core.errors import CkptkitError
+from verify.triage.scan import Found, Place
+from verify.triage.symptom import Symptom
+
+SCHEMA = "ckptkit-triage/1"
+STDIN = "-"
+_COMPRESSED = {b"\x1f\x8b": "zcat", b"\x28\xb5\x2f\xfd": "zstdcat", b"\xfd7zXZ": "xzcat"}
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A symptom that was found: how many lines have it, and the first of them."""
+
+    symptom: Symptom
+    count: int
+    places: Sequence[Place]
+
+
+@dataclass(frozen=True)
+class Triage:
+    """What logs show: `causes` and `effects` in the order of the logs, and lines that say what was `loaded`."""
+
+    version: str
+    logs: Sequence[str]
+    lines: int
+    causes: Sequence[Sign]
+    effects: Sequence[Sign]
+    loaded: Sequence[Place]
+
+    @property
+    def found(self) -> bool:
+        """Whether there is a known symptom."""
+        return bool(self.causes or self.effects)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON: `ckptkit-triage/1`, which only ever gains keys."""
+        return {
+            "schema": SCHEMA,
+            "version": self.version,
+            "logs": list(self.logs),
+            "lines": self.lines,
+            "symptoms": [_sign_json(sign) for sign in (*self.causes, *self.effects)],
+            "loaded": [vars(place) for place in self.loaded],
+        }
+
+
+def triage(logs: Sequence[str | Path]) -> Triage:
+    """Looks for known symptoms in logs of trainers and engines; `-` is standard input.
+
+    Memory does not grow with the logs. Raises CkptkitError where one cannot be read, is empty, or is no text.
+    """
+    if not logs:
+        raise CkptkitError("no log to look at", "give the log of the trainer, or `-` for standard input")
+    found = Found()
+    for log in logs:
+        before = found.lines
+        with _opened(log) as stream:
+            found.scan(stream, _name(log))
+        if found.lines == before:
+            raise CkptkitError(f"{_name(log)} is empty", "give the log of the job; of a Ray job, that of its driver")
+    signs = [Sign(symptom, count, found.places[symptom]) for symptom, count in found.counts.items()]
+    return Triage(
+        version=version("ckptkit"),
+        logs=[_name(log) for log in logs],
+        lines=found.lines,
+        causes=[sign for sign in signs if not sign.symptom.effect],
+        effects=[sign for sign in signs if sign.symptom.effect],
+        loaded=found.loaded,
+    )
+
+
+def _name(log: str | Path) -> str:
+    return "standard input" if str(log) == STDIN else str(log)
+
+
+@contextmanager
+def _opened(log: str | Path) -> Iterator[BinaryIO]:
+    if str(log) == STDIN:
+        yield sys.stdin.buffer
+        return
+    try:
+        with Path(log).open("rb") as stream:
+            _refuse_binary(stream.peek(), log)  # a pipe cannot be read twice
+            yield stream
+    except OSError as error:
+        hint = "give the file of a log, or `-` for standard input"
+        raise CkptkitError(f"{log}: {error.strerror or error}", hint) from error
+
+
+def _refuse_binary(head: bytes, log: str | Path) -> None:
+    for magic, program in _COMPRESSED.items():
+        if head.startswith(magic):
+            raise CkptkitError(f"{log} is compressed", f"{program} {log} | ckptkit triage -")
+    if b"\0" in head:
+        raise CkptkitError(f"{log} is no text", "give the log of the job")
+
+
+def _sign_json(sign: Sign) -> dict[str, Any]:
+    symptom = sign.symptom
+    return {
+        "key": symptom.key,
+        "title": symptom.title,
+        "effect": symptom.effect,
+        "count": sign.count,
+        "places": [vars(place) for place in sign.places],
+        "meaning": symptom.meaning,
+        "command": symptom.command,
+        "codes": list(symptom.codes),
+    }
