@@ -73,6 +73,23 @@ def quantized(
     return View(source, Plan(tuple(steps), source.specs, where=where, config=written))
 
 
+def rl_names(source: Checkpoint) -> frozenset[str]:
+    """The names of an INT4 checkpoint that an RL engine can be updated with: only routed experts are packed.
+
+    SGLang cannot take other INT4 layers a second time, and slime's training rounds nothing else. Raises CkptkitError
+    where the model has no routed experts.
+    """
+    experts = class_tree(as_stored(source.config, source.specs)).experts
+    if not experts:
+        raise CkptkitError(
+            "--preset rl packs routed experts alone, since SGLang cannot be updated with other INT4 layers; this model "
+            "has none",
+            "serve it in BF16, or leave out the preset where the engine is never updated",
+        )
+    packed = {f"{module}.weight" for module in experts}
+    return frozenset(name.removesuffix(".weight") + PACKED if name in packed else name for name in source.specs)
+
+
 def _check_joined(packed: Sequence[str]) -> None:
     """Raises CkptkitError for a packed shared expert that SGLang keeps among the routed ones."""
     if packed:

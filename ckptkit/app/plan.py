@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -182,11 +182,15 @@ def _hf_plan(
 ) -> ConversionPlan:
     layout = layout_for(view, layout)
     if options.scheme is not None:
-        from quant.planner import packed_less, quantized, quantized_layout
+        from quant.planner import packed_less, quantized, quantized_layout, rl_names
 
         before = view
         like = HfCheckpoint(here[options.like]) if options.like else None
-        names = like.specs if like else packed_less(reference.specs, options.scheme.ignore) if reference else None
+        names: Collection[str] | None = like.specs if like else None
+        if options.preset:
+            names = rl_names(view)
+        elif reference and not like:
+            names = packed_less(reference.specs, options.scheme.ignore)
         view = quantized(
             view,
             str(side_files),

@@ -42,6 +42,8 @@ class RunOptions:
     dialect: how Megatron's tensors are named: "mcore" (None means this) as megatron-core does, "slime" as slime's
         modules do. On the way back the names tell it.
     scheme: how weights are quantized to INT4; None: they are not.
+    preset: "rl" packs only what an engine can be updated with: routed experts, as slime's training rounds them. None:
+        all that may be packed.
     readers: those of `quant.selection.readers.READERS` who must agree on what is packed.
     tp: a tensor parallel size that SGLang's INT4 kernels must be able to load.
     device: what quantizes, "cpu" or "cuda"; the bytes are the same.
@@ -62,6 +64,7 @@ class RunOptions:
     dialect: str | None = None
     scheme: QuantScheme | None = None
     like: str | None = None
+    preset: Literal["rl"] | None = None
     readers: tuple[str, ...] = ALL_READERS
     tp: int | None = None
     device: str = "cpu"
@@ -90,8 +93,26 @@ class RunOptions:
         if self.dialect is not None and self.dialect not in DIALECTS:
             raise CkptkitError(f"unknown dialect {self.dialect!r}", f"choose one of {', '.join(DIALECTS)}")
         if self.scheme is None:
-            spelled = {"like": "--like", "tp": "--tp", "readers": "--reader", "device": "--device"}
+            spelled = {
+                "like": "--like",
+                "preset": "--preset",
+                "tp": "--tp",
+                "readers": "--reader",
+                "device": "--device",
+            }
             refuse_int4_options([option for name, option in spelled.items() if self._is_given(name)])
+
+        elif self.preset:
+            self._check_preset(self.scheme)
+
+    def _check_preset(self, scheme: QuantScheme) -> None:
+        if self.like:
+            raise CkptkitError("--like and --preset both say what is packed", "give one of them")
+        if not scheme.symmetric or scheme.grid != "qmax7":
+            raise CkptkitError(
+                "--preset rl is symmetric and on the qmax7 grid, as training rounds weights",
+                "leave out --asymmetric, --grid and --search",
+            )
 
     def _is_given(self, name: str) -> bool:
         (default,) = (one.default for one in fields(self) if one.name == name)
@@ -114,7 +135,7 @@ class RunOptions:
     def command(self) -> list[str]:
         """The command line of these options, less what changes no byte: for the manifest and for --resume."""
         words = ["ckptkit", self.verb, self.src]
-        for name in ("hf", "dtype", "dialect", "like", "tp", "max_shard_size"):
+        for name in ("hf", "dtype", "dialect", "like", "preset", "tp", "max_shard_size"):
             if self._is_given(name):
                 words += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
         if self._is_given("readers"):
@@ -137,6 +158,7 @@ class GivenOptions(TypedDict, total=False):
     dtype: str
     dialect: str | None
     like: str | Path | None
+    preset: Literal["rl"] | None
     readers: Sequence[str] | None
     tp: int | None
     device: str

@@ -139,7 +139,19 @@ parallel = _together(
         for name, what in (("tp", "Tensor"), ("pp", "Pipeline"), ("ep", "Expert"))
     )
 )
-INT4 = ("group_size", "grid", "asymmetric", "search", "scale_dtype", "like", "tp", "readers", "device", "ignore")
+INT4 = (
+    "group_size",
+    "grid",
+    "asymmetric",
+    "search",
+    "scale_dtype",
+    "like",
+    "preset",
+    "tp",
+    "readers",
+    "device",
+    "ignore",
+)
 int4 = _together(
     click.option(
         "--group-size",
@@ -168,6 +180,12 @@ int4 = _together(
         help="What scales are stored in; auto: the weight's own dtype.",
     ),
     click.option("--like", type=PATH_OR_URL, help="INT4 checkpoint of the same model: pack what it has packed."),
+    click.option(
+        "--preset",
+        type=click.Choice(["rl"]),
+        help="rl: pack routed experts alone, symmetric and on the qmax7 grid, as slime's training rounds them and "
+        "SGLang takes them again at every update.",
+    ),
     click.option(
         "--tp", type=click.IntRange(1), help="Tensor parallel size that SGLang's INT4 kernels must be able to load."
     ),

@@ -23,6 +23,7 @@ INT4 = [
     ["--search", "none"],  # also where it says what is so anyway
     ["--scale-dtype", "auto"],
     ["--like", "{like}"],
+    ["--preset", "rl"],
     ["--tp", "4"],
     ["--reader", "sglang"],
     ["--device", "cpu"],
