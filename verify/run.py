@@ -134,7 +134,11 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
     _refuse_legacy(subject.path)
     if subject.rollout_data is not None:
         subject.once(recording_of)
-    elif subject.rollout_temperature is not None:
+    if subject.rollout_temperature is not None and not subject.rollout_temperature > 0:
+        raise CkptkitError(
+            f"a temperature of {subject.rollout_temperature:g}", "it is above 0; leave it out for greedy"
+        )
+    if subject.rollout_data is None and subject.rollout_temperature is not None:
         raise CkptkitError("a temperature without a rollout", "give the rollout too (--rollout-data)")
     with suppress(Skip):
         if "megatron" in subject.against and usable_config(subject) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -80,8 +81,34 @@ def test_prompts_of_other_lengths_fail(judge: Judge, text: str, tokens: str, act
 
 
 def test_options_that_no_file_records_are_tried_and_named(judge: Judge) -> None:
-    found = judge([prompted(ASKED, f"{RENDERED}T"), prompted(ASKED, "<bos>hello<eos>")])
+    answered = [*ASKED, {"role": "assistant", "content": "he"}]
+    found = judge([prompted(ASKED, f"{RENDERED}T"), prompted(answered, "<bos>hello<eos><bos>he")])
     assert found == ("passed", "", [])
+
+
+def test_prompt_that_ends_before_the_models_turn_is_a_warning(judge: Judge) -> None:
+    status, _, (finding,) = judge([prompted(ASKED, RENDERED), prompted(ASKED, "<bos>hello<eos>")])
+    assert (status, finding.severity) == ("passed", "warning")
+    assert finding.actual == "1 of 2, first sample 1, are equal with add_generation_prompt=False only"
+
+
+def test_text_with_the_tokenizers_own_special_tokens_is_a_warning(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch, recorded: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "special"
+    shutil.copytree(recorded.path, path)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    bos = {"SpecialToken": {"id": "<bos>", "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<bos>": {"id": "<bos>", "ids": [2], "tokens": ["<bos>"]}},
+    }
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    status, _, (finding,) = judge([prompted("hello", "<bos>hello")], path=path)
+    assert (status, finding.severity) == ("passed", "warning")
+    assert finding.actual == "1 of 1, first sample 0, are equal with add_special_tokens=True only"
 
 
 def test_messages_that_the_template_refuses_fail(judge: Judge) -> None:
@@ -99,6 +126,17 @@ def test_what_sglang_alone_renders_otherwise_is_a_warning(judge: Judge) -> None:
     status, _, (finding,) = judge([prompted(ASKED, RENDERED)], sglang=[other])
     assert (status, finding.severity) == ("passed", "warning")
     assert finding.actual == "'B' (1) at token 7 in SGLang's chat endpoint"
+
+
+def test_messages_that_sglang_alone_refuses_are_a_warning(judge: Judge) -> None:
+    status, _, (finding,) = judge([prompted(ASKED, RENDERED)], sglang=[Rendering(0, refused="no such role")])
+    assert (status, finding.severity) == ("passed", "warning")
+    assert finding.actual == "it refuses those of sample 0: no such role"
+
+
+def test_options_that_sglang_was_not_told_are_no_warning(judge: Judge) -> None:
+    other = Rendering(0, 8, "the end", "'T' (1)", "hello")
+    assert judge([prompted(ASKED, f"{RENDERED}T")], sglang=[other]) == ("passed", "", [])
 
 
 def test_prompt_that_sglang_renders_and_transformers_does_not_passes(judge: Judge) -> None:

@@ -15,12 +15,14 @@ import torch
 from click.testing import CliRunner
 from rollout_files import COUNT, PROMPT, RESPONSE, Sample, log_probs_of, samples, write
 
-from ckptkit.app.api import convert
+from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
+from quant.formats.scheme import QuantScheme
 from verify.evidence.subject import Subject
 from verify.report import CheckResult, Finding
 from verify.run import verify
+from verify.witnesses.rollouts import run as rollout_run
 from verify.witnesses.rollouts.gap import gap, neighbours
 from verify.witnesses.rollouts.recorded import read_recording
 from verify.witnesses.rollouts.run import parts_of
@@ -59,8 +61,9 @@ def test_rollout_of_the_checkpoint_passes(judge: Any, recorded: Any) -> None:
 
 
 def test_command_line_passes_a_sound_rollout(recorded: Any, tmp_path: Path) -> None:
-    file = write(tmp_path / "rollout.pt", recorded.samples())
-    run = CliRunner().invoke(cli, ["verify", str(recorded.path), "--json", "--rollout-data", str(file)])
+    given = samples(recorded.tokens, log_probs_of(recorded.path, recorded.tokens, 0.7))
+    options = ["--rollout-data", str(write(tmp_path / "rollout.pt", given)), "--rollout-temperature", "0.7"]
+    run = CliRunner().invoke(cli, ["verify", str(recorded.path), "--json", *options])
     report = json.loads(run.stdout)
     assert (run.exit_code, report["status"], report["findings"]) == (0, "passed", [])
     checks = {one["code"]: one for one in report["checks"]}
@@ -109,7 +112,13 @@ def test_temperature_in_the_file_is_used(judge: Any, recorded: Any, metadata: Ma
     given = samples(recorded.tokens, log_probs_of(recorded.path, recorded.tokens, 0.7), metadata=metadata)
     assert judge(given) == ("passed", "", [])
     status, _, (finding,) = judge(recorded.samples(metadata=metadata))
-    assert status == "failed"
+    assert (status, finding.severity) == ("passed", "warning")
+    assert finding.actual.startswith("they fit at a temperature of 1, and 0.7 is stated: mean ")
+
+
+def test_another_temperature_than_the_option_says_fails(judge: Any, recorded: Any) -> None:
+    status, _, (finding,) = judge(recorded.samples(), rollout_temperature=0.7)
+    assert (status, finding.severity) == ("failed", "error")
     assert finding.actual.startswith("they fit at a temperature of 1, and 0.7 is stated: mean ")
 
 
@@ -185,6 +194,16 @@ def test_too_few_tokens_are_not_judged(judge: Any, recorded: Any) -> None:
     status, reason, _ = judge(given)
     assert status == "skipped"
     assert "24 tokens are too few" in reason
+    assert "24 tokens are too few" in judge(recorded.samples()[:1])[1]
+
+
+def test_checkpoint_that_computes_no_numbers_fails(judge: Any, recorded: Any, tmp_path: Path) -> None:
+    path = tmp_path / "broken"
+    shutil.copytree(recorded.path, path)
+    name = "model.layers.3.mlp.down_proj.weight"
+    models.edit(path, name, models.tensors(path)[name] * math.nan)
+    _, _, (finding,) = judge(recorded.samples(), path=path)
+    assert finding.actual == "transformers computes nan for recorded tokens"
 
 
 def test_samples_with_images_are_left_out(judge: Any, recorded: Any) -> None:
@@ -197,6 +216,25 @@ def test_samples_with_images_are_left_out(judge: Any, recorded: Any) -> None:
     status, reason, _ = judge(given)
     assert status == "skipped"
     assert reason.endswith("rollout.pt can be computed again: it has images or other media")
+
+
+def test_gap_that_the_guides_call_jitter_is_a_warning(judge: Any, recorded: Any, tmp_path: Path) -> None:
+    models.save("qwen2-untied", tmp_path / "flat")  # logits so small that bfloat16 hardly rounds them
+    log_probs = [[value - 0.012 for value in one] for one in log_probs_of(tmp_path / "flat", recorded.tokens)]
+    status, _, (finding,) = judge(samples(recorded.tokens, log_probs), path=tmp_path / "flat")
+    assert (status, finding.severity) == ("passed", "warning")
+    assert "a KL below 0.0001 is jitter of kernels by miles' debugging guide" in finding.hint
+
+
+def test_int4_checkpoint_is_told_from_the_release_that_it_was_made_of(
+    judge: Any, recorded: Any, tmp_path: Path
+) -> None:
+    int4 = tmp_path / "int4"
+    quantize(recorded.path, int4, QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*", "lm_head")))
+    # Here transformers unpacks the weights by itself, with compressed-tensors.
+    given = samples(recorded.tokens, log_probs_of(int4, recorded.tokens))
+    assert judge(given, path=int4) == ("passed", "", [])
+    assert judge(recorded.samples(), path=int4)[0] == "failed"
 
 
 def test_megatron_checkpoint_is_judged_through_its_hf_view(judge: Any, recorded: Any, tmp_path: Path) -> None:
@@ -255,7 +293,9 @@ def test_trainers_file_tells_which_side_is_wrong(judge: Any, recorded: Any, tmp_
     assert finding.expected.startswith("log-probabilities of the trainer within 3 times")
 
 
-def test_a_spread_of_samples_and_their_first_4096_tokens_are_computed_again(recorded: Any, tmp_path: Path) -> None:
+def test_a_spread_of_samples_is_computed_again_as_far_as_the_model_reads(
+    monkeypatch: pytest.MonkeyPatch, recorded: Any, tmp_path: Path
+) -> None:
     long = Sample(tokens=[5] * 300, response_length=270, rollout_log_probs=[-1.0] * 270)
     file = write(tmp_path / "long.pt", [long] * 40)
     parts = parts_of(Subject(recorded.path, rollout_data=file))
@@ -263,6 +303,8 @@ def test_a_spread_of_samples_and_their_first_4096_tokens_are_computed_again(reco
     assert [part.index for part in parts] == [0, 2, 5, 7, 10, 12, 15, 17, 20, 22, 25, 27, 30, 32, 35, 37]
     assert {(len(part.tokens), part.first, len(part.mask)) for part in parts} == {(256, 30, 226)}
     assert {len(part.recorded["rollout_log_probs"]) for part in parts} == {226}
+    monkeypatch.setattr(rollout_run, "_TOKENS", 1100)
+    assert [part.index for part in parts_of(Subject(recorded.path, rollout_data=file))] == [0, 10, 20, 30]
 
 
 def test_response_without_a_prompt_is_judged_from_its_second_token(recorded: Any, tmp_path: Path) -> None:
@@ -290,3 +332,5 @@ def test_a_rollout_file_that_is_none_ends_the_run_before_weights_are_read(record
         verify(recorded.path, rollout_data=tmp_path / "empty.pt")
     with pytest.raises(CkptkitError, match="temperature without a rollout"):
         verify(recorded.path, rollout_temperature=0.7)
+    with pytest.raises(CkptkitError, match="a temperature of 0"):
+        verify(recorded.path, rollout_data=write(tmp_path / "a.pt", recorded.samples()), rollout_temperature=0)

@@ -11,7 +11,7 @@ from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.report import Severity
-from verify.witnesses.rollouts.job import Rendering
+from verify.witnesses.rollouts.job import TWICE_SPECIAL, UNFINISHED, Rendering
 from verify.witnesses.rollouts.run import home_of, prompts_of, run_sglang_templates, run_templates
 
 
@@ -46,23 +46,20 @@ def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
         *_assumed(renderings),
     ]
     in_sglang = _in_sglang(subject, tally)
-    for at, found in enumerate(renderings):
-        if found.refused:
-            yield Issue(
-                "messages that the chat template takes",
-                f"it refuses those of sample {found.index}: {found.refused}",
-                "the prompt was rendered by another template: copy it from the release",
-                file=path,
-            )
-            return
-        if found.at is not None and not _is_equal(in_sglang.get(found.index)):
-            rest = sum(one.at is not None for one in renderings[at:])
-            yield _other_tokens(found, f"; {rest} of {len(renderings)} prompts differ", "error", subject)
-            break
-    for found in in_sglang.values():
-        if not _is_equal(found) and not found.refused:
-            yield _other_tokens(found, " in SGLang's chat endpoint", "warning", subject)
-            return
+    for found in [one for one in renderings if one.refused][:1]:
+        yield Issue(
+            "messages that the chat template takes",
+            f"it refuses those of sample {found.index}: {found.refused}",
+            "the prompt was rendered by another template: copy it from the release",
+            file=path,
+        )
+    others = [one for one in renderings if one.at is not None and not _is_equal(in_sglang.get(one.index))]
+    for found in others[:1]:
+        yield _other_tokens(found, f"; {len(others)} of {len(renderings)} prompts differ", "error", subject)
+    yield from _seldom_meant(renderings, subject)
+    equal = {one.index for one in renderings if _is_equal(one) and not one.assumed}
+    for found in [one for one in in_sglang.values() if one.index in equal and not _is_equal(one)][:1]:
+        yield _only_in_sglang(found, subject)
 
 
 def _is_equal(found: Rendering | None) -> bool:
@@ -76,7 +73,10 @@ def _in_sglang(subject: Subject, tally: Tally) -> Mapping[int, Rendering]:
         tally.note(f"recorded prompts were compared with transformers' rendering alone, not with SGLang's: {reason}")
         return {}
     if found:
-        tally.facts["prompts of the rollout"].append(f"{len(found)} rendered by SGLang's chat endpoint too")
+        same = sum(map(_is_equal, found))
+        tally.facts["prompts of the rollout"].append(
+            f"{len(found)} of messages rendered by SGLang's chat endpoint too, {same} of them with the recorded tokens"
+        )
     return {one.index: one for one in found}
 
 
@@ -91,6 +91,24 @@ def _assumed(renderings: Sequence[Rendering]) -> list[str]:
     return lines
 
 
+def _seldom_meant(renderings: Sequence[Rendering], subject: Subject) -> Iterator[Issue]:
+    """Prompts that can be explained, and that slime and miles themselves would not make."""
+    ways = {
+        UNFINISHED: "they end before the header of the model's own turn, which the template adds when it is asked to",
+        TWICE_SPECIAL: "the tokenizer added special tokens, and a template that writes them too gives them twice",
+    }
+    for way, what in ways.items():
+        if found := [one.index for one in renderings if one.assumed == way]:
+            yield Issue(
+                "prompts made as slime and miles make them",
+                f"{len(found)} of {len(renderings)}, first sample {found[0]}, are equal with {way} only",
+                what,
+                file=subject.rollout_data,
+                severity="warning",
+                count=len(found),
+            )
+
+
 def _other_tokens(found: Rendering, where: str, severity: Severity, subject: Subject) -> Issue:
     return Issue(
         f"the tokens that were recorded for sample {found.index}: {found.recorded} behind {found.before!r}",
@@ -98,4 +116,16 @@ def _other_tokens(found: Rendering, where: str, severity: Severity, subject: Sub
         "compare tokenizer and chat template with the release, and the job's --apply-chat-template-kwargs",
         file=subject.rollout_data,
         severity=severity,
+    )
+
+
+def _only_in_sglang(found: Rendering, subject: Subject) -> Issue:
+    if found.at is not None:
+        return _other_tokens(found, " in SGLang's chat endpoint", "warning", subject)
+    return Issue(
+        "messages that SGLang's chat endpoint takes, as the chat template does",
+        f"it refuses those of sample {found.index}: {found.refused}",
+        "send SGLang token ids instead of messages",
+        file=subject.rollout_data,
+        severity="warning",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ FURTHEST_SAMPLE = 10.0  # times the noise, of one sample's mean: a few tokens sc
 _LEAST_NOISE = 1e-4  # nats a token
 _ABOVE_ZERO = 1e-3  # nats that rounding may put the log-probability of a certain token above 0
 _FEW, _SHORT = 32, 8  # tokens of all samples, and of one, below which a mean says little
+_SAME_TEMPERATURE = 0.03  # relative: nobody sets another one as near, and a small gap of any kind may look so
 _JITTER, _CONFIGURATION = 1e-4, 1.0  # KL, by miles' debugging guide (docs/developer/debug.md)
 _OFF_TEMPLATE = -0.8  # nats a token, of an instruct model's own answers, by slime's and miles' guides
 
@@ -174,10 +176,19 @@ def _judged(subject: Subject, recording: Recording, side: _Side, tally: Tally) -
             f"the checkpoint gives these tokens {side.given:.3f} nats each",
         ]
     )
-    if apart.mean <= FURTHEST * side.unit:
-        yield from _samples_too_far(subject, recording, side)
+    if not math.isfinite(side.given):
+        yield Issue(
+            "finite log-probabilities from the checkpoint itself, in float32",
+            f"transformers computes {side.given} for recorded tokens",
+            "verify the checkpoint without the rollout first: its values or its config are broken",
+            file=subject.path,
+        )
+    elif not math.isfinite(side.noise.mean):
+        raise Unable(f"transformers computes no numbers in {side.dtype}, so the noise of that is not known")
     elif apart.tokens < _FEW:
         raise Unable(f"{apart.tokens} tokens are too few to judge a mean difference of {apart.mean:.4f} nats by")
+    elif apart.mean <= FURTHEST * side.unit:
+        yield from _samples_too_far(subject, recording, side)
     else:
         yield _too_far(subject, recording, side)
 
@@ -187,12 +198,16 @@ def _too_far(subject: Subject, recording: Recording, side: _Side) -> Issue:
     expected = (
         f"log-probabilities of {side.who} within {FURTHEST:g} times the noise of {side.dtype} (mean {side.unit:.4f})"
     )
-    if (found := _shifted(side) or _at_other_temperature(subject, recording, side)) is not None:
-        return Issue(expected, f"{found[0]}: {side.apart}", found[1], file=recording.path)
+    if (shifted := _shifted(side)) is not None:
+        return Issue(expected, f"{shifted[0]}: {side.apart}", shifted[1], file=recording.path)
+    if (heated := _at_other_temperature(subject, recording, side)) is not None:
+        # What metadata calls a temperature may be none; an option is meant.
+        severity: Severity = "warning" if subject.rollout_temperature is None else "error"
+        return Issue(expected, f"{heated[0]}: {side.apart}", heated[1], file=recording.path, severity=severity)
     times = f"{side.apart.mean / side.unit:.1f} times"
     if doubt := _doubt(subject, recording, side):
         raise Unable(f"{times} the noise away ({side.apart}), but {doubt}")
-    severity: Severity = "warning" if side.apart.k3 < _JITTER else "error"
+    severity = "warning" if side.apart.k3 < _JITTER else "error"
     hint = _what_next(side, recording)
     return Issue(expected, f"{times}: {side.apart}", hint, file=recording.path, severity=severity)
 
@@ -213,7 +228,10 @@ def _shifted(side: _Side) -> tuple[str, str] | None:
 def _at_other_temperature(subject: Subject, recording: Recording, side: _Side) -> tuple[str, str] | None:
     """As `_shifted`, where they fit at another temperature than is stated. Raises Unable where none is stated."""
     told = {part.temperature for part in side.parts}
-    if not side.best.mean <= FURTHEST * side.unit * max(1.0, max(told) / side.best.temperature):
+    # At a lower temperature logits are larger, and so is their noise.
+    unit = side.unit * min(max(1.0, max(told) / side.best.temperature), 2.0)
+    near = all(abs(side.best.temperature / one - 1) < _SAME_TEMPERATURE for one in told)
+    if near or not side.best.mean <= FURTHEST * unit:
         return None
     if subject.rollout_temperature is None and all(one.temperature is None for one in recording.samples):
         raise Unable(

@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+# Ways to make a prompt that are seldom meant, as `Rendering.assumed` says them.
+UNFINISHED, TWICE_SPECIAL = "add_generation_prompt=False", "add_special_tokens=True"
+
 
 @dataclass(frozen=True)
 class Part:

@@ -31,6 +31,7 @@ _CLASSES = re.compile(
     r"|(slime|miles)\.utils\.types\.(Sample(\.(Status|SpecInfo|PrefixCacheInfo))?|AdapterRef|RewardSpec)"
     r"|copyreg\._reconstructor|builtins\.object"
 )
+_HOTTEST = 2  # what chat endpoints take as a temperature; in metadata more is another one
 _SAME = "record it anew with --save-debug-rollout-data"
 
 
@@ -186,7 +187,7 @@ def _temperature(metadata: Mapping[str, Any]) -> float | None:
     asked = metadata.get("sampling_params")
     for holder in (metadata, asked if isinstance(asked, dict) else {}):
         value = holder.get("temperature")
-        if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _HOTTEST:
             return float(value) or 1.0  # SGLang gives log-probabilities of a greedy choice without scaling
     return None
 

@@ -55,8 +55,7 @@ def parts_of(subject: Subject) -> Sequence[Part]:
         reasons = dict.fromkeys(filter(None, (one.hindered for one in recording.samples)))
         why = "; ".join(reasons) or f"none has written and recorded tokens among its first {longest}"
         raise Unable(f"no sample of {recording.path} can be computed again: {why}")
-    count = min(len(usable), _SAMPLES)
-    return list(_within([usable[place * len(usable) // count] for place in range(count)]))
+    return next(parts for parts in _spread(usable) if sum(len(part.tokens) for part in parts) <= _TOKENS)
 
 
 def _part(sample: RecordedSample, longest: int, temperature: float | None) -> Part:
@@ -71,12 +70,10 @@ def _part(sample: RecordedSample, longest: int, temperature: float | None) -> Pa
     return Part(sample.index, tokens, first, temperature or sample.temperature or 1.0, recorded, mask)
 
 
-def _within(parts: Sequence[Part]) -> Iterator[Part]:
-    room = _TOKENS
-    for part in parts:
-        room -= len(part.tokens)
-        if room >= 0:
-            yield part
+def _spread(parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
+    """Evenly spaced ones: as many as may be, then fewer and fewer."""
+    for count in range(min(len(parts), _SAMPLES), 0, -1):
+        yield [parts[place * len(parts) // count] for place in range(count)]
 
 
 def run_recompute(subject: Subject) -> tuple[Sequence[Part], Recomputed]:
