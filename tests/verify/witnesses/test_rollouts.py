@@ -15,9 +15,10 @@ import torch
 from click.testing import CliRunner
 from rollout_files import COUNT, PROMPT, RESPONSE, Sample, log_probs_of, samples, write
 
-from ckptkit.app.api import convert
+from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
+from quant.formats.scheme import QuantScheme
 from verify.evidence.subject import Subject
 from verify.report import CheckResult, Finding
 from verify.run import verify
@@ -223,6 +224,17 @@ def test_gap_that_the_guides_call_jitter_is_a_warning(judge: Any, recorded: Any,
     status, _, (finding,) = judge(samples(recorded.tokens, log_probs), path=tmp_path / "flat")
     assert (status, finding.severity) == ("passed", "warning")
     assert "a KL below 0.0001 is jitter of kernels by miles' debugging guide" in finding.hint
+
+
+def test_int4_checkpoint_is_told_from_the_release_that_it_was_made_of(
+    judge: Any, recorded: Any, tmp_path: Path
+) -> None:
+    int4 = tmp_path / "int4"
+    quantize(recorded.path, int4, QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*", "lm_head")))
+    # Here transformers unpacks the weights by itself, with compressed-tensors.
+    given = samples(recorded.tokens, log_probs_of(int4, recorded.tokens))
+    assert judge(given, path=int4) == ("passed", "", [])
+    assert judge(recorded.samples(), path=int4)[0] == "failed"
 
 
 def test_megatron_checkpoint_is_judged_through_its_hf_view(judge: Any, recorded: Any, tmp_path: Path) -> None:
