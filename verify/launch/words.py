@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +26,14 @@ class Word:
 
 
 @dataclass(frozen=True)
+class UnresolvedWord(Word):
+    """A word that is not known, as it is written, and why. `anything`: it may be any number of words, options too."""
+
+    why: str = ""
+    anything: bool = False
+
+
+@dataclass(frozen=True)
 class LaunchText:
     """What a launch says, read and never run.
 
@@ -40,3 +48,14 @@ class LaunchText:
     unresolved: tuple[str, ...] = ()
     issues: tuple[Issue, ...] = ()
     overrides: Mapping[str, Word] = field(default_factory=dict)
+
+
+def known_words(words: Sequence[Word]) -> list[Word]:
+    """The words without those that are not known, and without the options whose values those are."""
+    known: list[Word] = []
+    for word in words:
+        if not isinstance(word, UnresolvedWord):
+            known.append(word)
+        elif not word.text.startswith("--") and not word.anything and known and known[-1].text.startswith("--"):
+            known.pop()
+    return known
