@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from verify.launch import slime, verl
+from verify.launch import slime
 from verify.launch.sides import Side
-from verify.launch.unread import overrides, unread
+from verify.launch.stacks.launched import Stacked
+from verify.launch.unread import unread
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The paths of a launch, as given, and the words of its command line."""
+    """The paths of a launch, as given, and the words of its command line; `stack` is what its settings say."""
 
     hf_checkpoint: Path | None = None
     load: Path | None = None
     ref_load: Path | None = None
     ckpt_step: int | None = None
     words: tuple[str, ...] = ()
+    stack: Stacked | None = None
 
     @property
     def unread(self) -> list[str]:
         """A line for everything among the words that matters and is not read."""
+        if self.stack:
+            return list(self.stack.unread)
         named = {
             "--hf-checkpoint": self.hf_checkpoint,
             "--load": self.load,
@@ -31,18 +34,14 @@ class Launch:
             "--ckpt-step": self.ckpt_step,
         }
         given = frozenset(option for option, value in named.items() if value is not None)
-        loaded = frozenset(os.path.abspath(path) for path in (self.load, self.ref_load) if path)
-        return unread(self.words, given, loaded)
+        return unread(self.words, given)
 
 
 def sides_of(launch: Launch) -> list[Side]:
-    """Every side that the launch says something about. One that is configured by overrides is verl's."""
+    """Every side that the launch says something about."""
+    if launch.stack:
+        return list(launch.stack.sides)
     load, ref_load, step = launch.load, launch.ref_load, launch.ckpt_step
-    sides = []
-    if overrides(launch.words):
-        sides += [verl.trainer("actor", "--load", load)] if load else []
-        sides += [verl.trainer("reference", "--ref-load", ref_load)] if ref_load else []
-    else:
-        sides += [slime.actor(load, ref_load, step)] if load or ref_load else []
-        sides += [slime.trainer("reference", "--ref-load", ref_load, step)] if ref_load else []
+    sides = [slime.actor(load, ref_load, step)] if load or ref_load else []
+    sides += [slime.trainer("reference", "--ref-load", ref_load, step)] if ref_load else []
     return [*sides, slime.rollout(launch.hf_checkpoint)] if launch.hf_checkpoint else sides

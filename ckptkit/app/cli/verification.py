@@ -95,23 +95,27 @@ def verify(
 @common.reports
 @common.strict
 @common.as_json
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- LAUNCH ARGUMENTS]")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG.yaml] [-- LAUNCH ARGUMENTS]")
 def preflight(
     reports: tuple[Path, ...], strict: bool, as_json: bool, arguments: tuple[str, ...], **options: Any
 ) -> None:
     """Before a training job: which weights each side would really load, and whether they belong together.
 
     Reads no weights. Of the launch script's own arguments, given behind --, those about parallel sizes and pipeline
-    stages are looked at. Where others name a path or a size, as overrides of a configuration do, the report is
-    inconclusive.
+    stages are looked at. Of a job of verl, NeMo-RL or ROLL give the YAML file, or its overrides behind --: all paths
+    and sizes follow from them. Where something else names a path or a size, the report is inconclusive.
     """
     from verify.launch.preflight import preflight as run
 
-    if all(options[name] is None for name in ("hf_checkpoint", "load", "ref_load")):
+    config: Path | None = None
+    if arguments and arguments[0].lower().endswith((".yaml", ".yml")) and "=" not in arguments[0]:
+        config, arguments = Path(arguments[0]), arguments[1:]
+    settings = config or any("=" in word and not word.startswith("-") for word in arguments)
+    if not settings and all(options[name] is None for name in ("hf_checkpoint", "load", "ref_load")):
         raise click.UsageError("give at least one of --hf-checkpoint, --load and --ref-load")
     if arguments and not arguments[0].startswith(("-", "+", "~")) and "=" not in arguments[0]:
         raise click.UsageError(f"unexpected argument {arguments[0]!r}; launch arguments come behind --")
-    _print_report(run(arguments=arguments, **options), as_json, strict, reports)
+    _print_report(run(arguments=arguments, config=config, **options), as_json, strict, reports)
 
 
 @click.command()

@@ -90,7 +90,7 @@ def rollout_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _words(subject: Subject) -> Launch:
     launch = _launch(subject)
-    if not launch.words:
+    if not launch.words and not launch.stack:
         raise Skip("no launch arguments were given")
     return launch
 
@@ -112,9 +112,12 @@ def _words(subject: Subject) -> Launch:
 def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Options that name a checkpoint, a parallel size or a file of settings, and overrides as Hydra has them."""
     launch = _words(subject)
-    tally.compared(0, len(launch.words))
+    tally.compared(0, len(launch.words) or 1)
+    for note in launch.stack.notes if launch.stack else ():
+        tally.note(note)
     if lines := launch.unread:
         tally.facts[NOT_READ] = lines
         more = f", and {len(lines) - 1} more" if lines[1:] else ""
-        raise Unable(f"not read among the launch arguments: {lines[0]}{more}")
+        where = "in the settings of the job" if launch.stack else "among the launch arguments"
+        raise Unable(f"not read {where}: {lines[0]}{more}")
     yield from ()

@@ -1,4 +1,4 @@
-"""A configuration as the trainer sees it: files merged, overrides applied, and `${...}` resolved when a key is asked for.
+"""A configuration as the trainer sees it: files merged, overrides applied, `${...}` resolved when a key is asked for.
 
 Source: OmegaConf's grammar of interpolations; the resolvers `add`, `mul`, `div` and `max` are NeMo-RL's.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from verify.launch.settings.yaml_tree import NULL, Tree
-from verify.launch.words import Word
+from verify.launch.words import UnresolvedWord, Word
 
 _RESOLVER = re.compile(r"\s*([A-Za-z_][\w.]*):(.*)", re.DOTALL)
 _DEEPEST = 30
@@ -22,7 +22,7 @@ _NUMBERS: dict[str, Callable[[float, float], float]] = {
 }
 
 
-class Unresolved(Exception):
+class UnresolvedError(Exception):
     """A value that depends on something that is not known. Its message says on what."""
 
 
@@ -36,11 +36,11 @@ class Config:
     def find(self, key: str) -> Tree | None:
         """What a dotted key holds, interpolations resolved; None where it is absent or null.
 
-        A word keeps the place where its key is written. Raises Unresolved.
+        A word keeps the place where its key is written. Raises UnresolvedError.
         """
         node = self._node(tuple(key.split(".")), 0)
         if isinstance(node, Word) and node.text == "???":
-            raise Unresolved("??? stands for a value that the launch must give")
+            raise UnresolvedError("??? stands for a value that the launch must give")
         return None if isinstance(node, Word) and node.text == NULL else node
 
     def keys(self, prefix: str = "") -> Iterator[str]:
@@ -65,10 +65,12 @@ class Config:
 
     def _resolved(self, word: Word, at: tuple[str, ...], depth: int) -> Tree:
         """A word whose interpolations are resolved; what one names as a whole may be a mapping."""
+        if isinstance(word, UnresolvedWord):
+            raise UnresolvedError(f"{word.text}: {word.why}")
         if "${" not in word.text:
             return word
         if depth > _DEEPEST:
-            raise Unresolved(f"{word.text} goes in circles")
+            raise UnresolvedError(f"{word.text} goes in circles")
         parts = list(_parts(word.text))
         if len(parts) == 1:
             node = self._value(parts[0][1], at, depth)
@@ -82,7 +84,7 @@ class Config:
                 continue
             node = self._value(text, at, depth)
             if not isinstance(node, Word):
-                raise Unresolved(f"${{{text}}} is no single value")
+                raise UnresolvedError(f"${{{text}}} is no single value")
             yield node.text
 
     def _value(self, inner: str, at: tuple[str, ...], depth: int) -> Tree:
@@ -93,7 +95,7 @@ class Config:
         key = self._argument(inner, at, depth)
         node = self._node(_absolute(key, at), depth + 1)
         if node is None:
-            raise Unresolved(f"${{{inner}}} names no setting of this configuration")
+            raise UnresolvedError(f"${{{inner}}} names no setting of this configuration")
         return node
 
     def _argument(self, text: str, at: tuple[str, ...], depth: int) -> str:
@@ -101,7 +103,7 @@ class Config:
         if "${" in text:
             node = self._resolved(Word(text), at, depth + 1)
             if not isinstance(node, Word):
-                raise Unresolved(f"{text} is no single value")
+                raise UnresolvedError(f"{text} is no single value")
             text = node.text
         quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
         return text[1:-1] if quoted else text
@@ -110,7 +112,7 @@ class Config:
         if name == "oc.env" and arguments and (arguments[0] in self.environment or len(arguments) == 2):
             return Word(self.environment.get(arguments[0], arguments[-1]))
         if name == "oc.env" and arguments:
-            raise Unresolved(f"${{{inner}}}: the variable {arguments[0]} is not set")
+            raise UnresolvedError(f"${{{inner}}}: the variable {arguments[0]} is not set")
         if name == "oc.select" and arguments:
             node = self._node(_absolute(arguments[0], at), depth + 1)
             is_null = node is None or (isinstance(node, Word) and node.text == NULL)
@@ -120,9 +122,9 @@ class Config:
             try:
                 value = _NUMBERS[name](*(float(one) for one in arguments))
             except (ValueError, ZeroDivisionError, OverflowError) as error:
-                raise Unresolved(f"${{{inner}}} is no number: {error}") from error
+                raise UnresolvedError(f"${{{inner}}} is no number: {error}") from error
             return Word(str(int(value)) if value.is_integer() else str(value))
-        raise Unresolved(f"${{{inner}}}: the resolver {name} is not known")
+        raise UnresolvedError(f"${{{inner}}}: the resolver {name} is not known")
 
 
 def merged(base: Mapping[str, Tree], over: Mapping[str, Tree]) -> dict[str, Tree]:
@@ -169,7 +171,7 @@ def _closing(text: str, start: int) -> int:
         depth += {"{": 1, "}": -1}.get(text[index], 0)
         if not depth:
             return index
-    raise Unresolved(f"{text} has no closing brace")
+    raise UnresolvedError(f"{text} has no closing brace")
 
 
 def _arguments(text: str) -> list[str]:

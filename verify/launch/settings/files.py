@@ -1,7 +1,7 @@
 """A configuration file with those that it builds on: Hydra's defaults lists, and NeMo-RL's `defaults: parent.yaml`.
 
-Source: Hydra's defaults list; NeMo-RL `utils/config.py`. A file of the list that is not beside the others belongs to the
-installed trainer or to another machine: it is named, not guessed.
+Source: Hydra's defaults list; NeMo-RL `utils/config.py`. A file of the list that is not beside the others belongs to
+the installed trainer or to another machine: it is named, not guessed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,59 +11,19 @@ from verify.launch.arguments import LaunchArguments
 from verify.launch.settings.yaml_tree import NULL
 from verify.launch.sides import Side, path_issue
 from verify.launch.stacks.settings import Settings
+from verify.launch.stacks.sizes import Group
 
+# The options of slime and miles that do what a setting does: checks of paths are told apart by them.
 HF, LOAD, REF, STEP = "--hf-checkpoint", "--load", "--ref-load", "--ckpt-step"
-
-
-@dataclass(frozen=True)
-class Group:
-    """The GPUs of one role, and products of sizes that must divide them, by their names: `tp x pp x cp`.
-
-    `gpus` is None where they or a size are not known. `said` tells where they are written.
-    """
-
-    role: str
-    gpus: int | None
-    products: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    said: str = ""
-
-    def issues(self) -> Iterator[Issue]:
-        """Products that do not divide the GPUs."""
-        least = math.lcm(*(math.prod(sizes) for _, sizes in self.products))
-        for names, sizes in self.products if self.gpus is not None else ():
-            if self.gpus % math.prod(sizes):
-                product = f"{' x '.join(map(str, sizes))} = {math.prod(sizes)}"
-                expected = f"GPUs of the {self.role} that divide by {names} = {product}"
-                hint = f"make the GPUs a multiple of {least}, or choose other sizes"
-                yield Issue(expected, f"{self.gpus} GPUs{self.said}", hint)
-
-
-def trainer_group(
-    role: str,
-    gpus: int | None,
-    tp: int | None = 1,
-    pp: int | None = 1,
-    cp: int | None = 1,
-    ep: int | None = 1,
-    etp: int | None = None,
-    said: str = "",
-) -> Group:
-    """The group of a role that Megatron trains or evaluates; `etp` is that of tp where it is None.
-
-    Source: megatron-core `initialize_model_parallel`.
-    """
-    if gpus is None or tp is None or pp is None or cp is None or ep is None:
-        return Group(role, None)
-    inside = tp if etp is None else etp
-    experts = () if (ep, inside) == (1, tp) else (("ep x etp x pp", (ep, inside, pp)),)
-    return Group(role, gpus, (("tp x pp x cp", (tp, pp, cp)), *experts), said)
+ENGINE = "rollout engine"
 
 
 @dataclass(frozen=True)
 class Stacked:
     """A launch of verl, NeMo-RL or ROLL, as its settings say it.
 
-    `hf` is the model's HF directory, `sizes` the parallel sizes of a side by its role. `groups` are compared with
+    `hf` is the model's HF directory, `models` those of roles with another, `sizes` the parallel sizes of a side by its
+    role. `groups` are compared with
     their GPUs; `issues` are more that is wrong with sizes. `alike` are roles that start from the same weights.
     """
 
@@ -72,6 +31,7 @@ class Stacked:
     sides: tuple[Side, ...]
     hf: Path | None = None
     sizes: Mapping[str, LaunchArguments] = field(default_factory=dict)
+    models: Mapping[str, Path | None] = field(default_factory=dict)
     groups: tuple[Group, ...] = ()
     issues: tuple[Issue, ...] = ()
     alike: tuple[tuple[str, str], ...] = ()

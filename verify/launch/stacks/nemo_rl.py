@@ -16,23 +16,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ckptkit.formats.detect import TRACKER
 from verify.launch.arguments import LaunchArguments
 from verify.launch.sides import PathIssue, Side, path_issue
-from verify.launch.stacks.launched import LOAD, STEP, Group, Stacked, hf_side, iterations_in, trainer_group
+from verify.launch.stacks.launched import ENGINE, LOAD, STEP, Stacked, hf_side, iterations_in
 from verify.launch.stacks.settings import Settings
+from verify.launch.stacks.sizes import NAMES, Gpus, Group, Sizes, engine_of, places
 
 _MODEL = "policy.model_name"
 _MEGATRON = "policy.megatron_cfg"
 _GENERATION = "policy.generation"
-_SIZES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-}
 # The file that makes a directory of this format an iteration.
 _MARKS = {"megatron_bridge": "run_config.yaml", "megatron_lm": "metadata.json"}
 _STATE = "latest_train_state.pt"
@@ -56,20 +51,18 @@ def read(settings: Settings) -> Stacked:
         resumed = actor is not start
         sides += [actor, *(replace(start, role=role) for role in roles[1:])]
     train, generate = _gpus(settings)
-    sizes = LaunchArguments()
-    groups: list[Group] = []
-    if megatron:
-        sizes, group = _megatron_sizes(settings, train)
-        groups += [replace(group, role=role) for role in roles]
     rollout, engine, asked = _engine(settings, generate)
+    sizes = _sizes(settings) if megatron else Sizes()
+    groups = [sizes.group(role, train) for role in roles] if megatron else []
+    arguments = replace(sizes.arguments(engine), **_ends(settings)) if megatron else engine
     hf = settings.model(_MODEL)
     return Stacked(
         "NeMo-RL",
         (*sides, *([rollout] if rollout else [])),
         hf if hf and (hf / "config.json").exists() else None,
-        {role: replace(sizes, **engine) for role in roles} | {"rollout engine": LaunchArguments(**engine)},
-        (*groups, *([asked] if asked else [])),
-        alike=(("actor", "rollout engine"),) if megatron and not resumed else (),
+        dict.fromkeys(roles, arguments) | {ENGINE: engine},
+        groups=(*groups, *([asked] if asked else [])),
+        alike=(("actor", ENGINE),) if megatron and not resumed else (),
         unread=tuple(settings.unread),
         notes=tuple(settings.notes),
     )
@@ -129,8 +122,7 @@ def _converted(settings: Settings) -> Side | None:
     """The HF model, or the copy of it that NeMo-RL converted before."""
     model = settings.word(_MODEL)
     if not settings.resolved(_MODEL) or model is None:
-        settings.model(_MODEL)
-        return None
+        return hf_side("actor", settings, _MODEL, "--hf-checkpoint, which NeMo-RL converts at the start")
     cache = _cache(settings.config.environment)
     name = f"model_{model.text.replace('/', '_')}" if Path(model.text).exists() else model.text
     copy = cache / name / "iter_0000000"
@@ -192,60 +184,53 @@ def _no_weights(settings: Settings, key: str, weights: Path) -> PathIssue:
     return path_issue(settings.place(key), weights, "an iteration of torch_dist", "none in it", hint, about=STEP)
 
 
-def _gpus(settings: Settings) -> tuple[tuple[int | None, str], tuple[int | None, str]]:
+def _gpus(settings: Settings) -> tuple[Gpus, Gpus]:
     """The GPUs of training and of generation, which share them or part them."""
-    nodes, each = settings.size("cluster.num_nodes"), settings.size("cluster.gpus_per_node")
-    said = f": {settings.place('cluster.num_nodes')} {nodes} x {settings.place('cluster.gpus_per_node')} {each}"
+    nodes, each = settings.size("cluster.num_nodes", None), settings.size("cluster.gpus_per_node", None)
     if nodes is None or each is None:
-        return (None, ""), (None, "")
+        return Gpus(), Gpus()
+    all_of_them = Gpus(
+        nodes * each,
+        f"{settings.place('cluster.num_nodes')} {nodes} x {settings.place('cluster.gpus_per_node')} {each}",
+    )
     if settings.switch(f"{_GENERATION}.colocated.enabled", True):
-        return (nodes * each, said), (nodes * each, said)
+        return all_of_them, all_of_them
     resources = f"{_GENERATION}.colocated.resources"
-    own_nodes, own_each = settings.size(f"{resources}.num_nodes", None), settings.size(f"{resources}.gpus_per_node", None)
-    if nodes == 1 and own_each is not None:
-        less = f"{said}, less {settings.place(f'{resources}.gpus_per_node')} {own_each}"
-        return (each - own_each, less), (own_each, f": {settings.place(f'{resources}.gpus_per_node')}")
-    if own_nodes is not None:
-        less = f"{said}, less {settings.place(f'{resources}.num_nodes')} {own_nodes} nodes"
-        return ((nodes - own_nodes) * each, less), (own_nodes * each, f": {settings.place(f'{resources}.num_nodes')}")
-    return (None, ""), (None, "")
+    key = f"{resources}.{'gpus_per_node' if nodes == 1 else 'num_nodes'}"
+    own = settings.number(key)
+    if own is None:
+        return Gpus(), Gpus()
+    taken = own if nodes == 1 else own * each
+    left = Gpus(nodes * each - taken, f"{all_of_them.said}, less {taken} for generation by {settings.place(key)} {own}")
+    return left, Gpus(taken, f"{settings.place(key)} {own}")
 
 
-def _megatron_sizes(settings: Settings, train: tuple[int | None, str]) -> tuple[LaunchArguments, Group]:
-    found = {short: settings.size(f"{_MEGATRON}.{name}", None) for short, name in _SIZES.items()}
-    for short, name in _SIZES.items():
-        if found[short] is None and settings.resolved(f"{_MEGATRON}.{name}"):
-            settings.unread.append(f"{_MEGATRON}.{name} is not given, and NeMo-RL has no default for it")
-    places = ", ".join(settings.place(f"{_MEGATRON}.{name}") for name in _SIZES.values())
-    group = trainer_group("actor", train[0], **found, said=f"{train[1]}; sizes: {places}")
-    # Where it is not known, 1 refuses nothing.
-    found["etp"] = found["etp"] or 1
-    ends = {
-        "first": settings.number(f"{_MEGATRON}.num_layers_in_first_pipeline_stage"),
-        "last": settings.number(f"{_MEGATRON}.num_layers_in_last_pipeline_stage"),
-    }
-    return LaunchArguments(**{key: value for key, value in found.items() if key != "cp"}, **ends), group
+def _sizes(settings: Settings) -> Sizes:
+    """Those of Megatron; where one is not given, NeMo-RL stops, and here it is not known."""
+    for short in ("tp", "pp", "cp", "ep", "etp"):
+        key = f"{_MEGATRON}.{NAMES[short]}"
+        if settings.resolved(key) and settings.word(key) is None:
+            settings.unread.append(f"{key} is not given, and NeMo-RL has no default for it")
+    return Sizes.read(settings, lambda name: f"{_MEGATRON}.{name}")
 
 
-def _engine(
-    settings: Settings, generate: tuple[int | None, str]
-) -> tuple[Side | None, dict[str, int | None], Group | None]:
+def _ends(settings: Settings) -> dict[str, Any]:
+    names = {"first": "num_layers_in_first_pipeline_stage", "last": "num_layers_in_last_pipeline_stage"}
+    return {short: settings.number(f"{_MEGATRON}.{name}") for short, name in names.items()}
+
+
+def _engine(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArguments, Group | None]:
     backend = settings.text(f"{_GENERATION}.backend")
     if not backend or backend == "megatron":
-        return None, {}, None
+        return None, LaunchArguments(), None
     key, why = _MODEL, f"{backend} takes config and tokenizer from {_MODEL}, its weights come from the actor"
     config = f"{_GENERATION}.{backend}_cfg"
     if backend == "sglang" and settings.word(f"{config}.model_path"):
         key, why = f"{config}.model_path", f"sglang loads {config}.model_path first"
-    side = hf_side("rollout engine", settings, key, why)
-    names = ("tp_size", "pp_size", "ep_size") if backend == "sglang" else (
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "expert_parallel_size",
-    )
-    tp, pp, ep = (settings.size(f"{config}.{name}") for name in names)
+    side = hf_side(ENGINE, settings, key, why)
+    vllm = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
+    keys = [f"{config}.{name}" for name in (("tp_size", "pp_size", "ep_size") if backend == "sglang" else vllm)]
+    tp, pp, ep = (settings.size(one) for one in keys)
     if tp is None or pp is None:
-        return side, {}, None
-    where = f"{generate[1]}; {settings.place(f'{config}.{names[0]}')}"
-    group = Group("rollout engine", generate[0], (("tp x pp", (tp, pp)),), where)
-    return side, {"engine": tp * pp, "engine_pp": pp, "engine_ep": ep}, group
+        return side, LaunchArguments(), None
+    return side, engine_of(tp, pp, ep), Group(ENGINE, gpus, (("tp x pp", (tp, pp)),), places(settings, keys[:2]))

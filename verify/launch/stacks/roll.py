@@ -19,19 +19,12 @@ from pathlib import Path
 from ckptkit.formats.detect import TRACKER
 from verify.launch.arguments import LaunchArguments
 from verify.launch.sides import PathIssue, Side, path_issue
-from verify.launch.stacks.launched import LOAD, STEP, Group, Stacked, given, hf_side, trainer_group
+from verify.launch.stacks.launched import ENGINE, LOAD, STEP, Stacked, given, hf_side
 from verify.launch.stacks.settings import Settings
+from verify.launch.stacks.sizes import Gpus, Group, Sizes, engine_of, places
 
-_ROLES = {"actor": "actor_train", "reference": "reference", "rollout engine": "actor_infer", "critic": "critic"}
+_ROLES = {"actor": "actor_train", "reference": "reference", ENGINE: "actor_infer", "critic": "critic"}
 _OWN = "model_args.model_name_or_path"
-_SIZES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-}
 _MCA = "mca_config.json"
 _RANGE = re.compile(r"list\(range\((\d+)(?:,(\d+))?(?:,(\d+))?\)\)")
 _MOST_DEVICES = 1 << 17
@@ -52,6 +45,9 @@ def read(settings: Settings) -> Stacked:
         sides["actor"] = _resumed(settings, first)
         resumed = sides["actor"] is not first
     rollout, engine, asked = _engine(settings)
+    groups = [
+        _sizes(settings, role).group(role, _devices(settings, role)) for role in roles if _megatron(settings, role)
+    ]
     hf = settings.model(_key(settings, "actor")) if sides["actor"] else None
     same = all(sides.get(role) for role in ("actor", "reference")) and not resumed
     every = [*(side for side in sides.values() if side), *([rollout] if rollout else [])]
@@ -59,9 +55,9 @@ def read(settings: Settings) -> Stacked:
         "ROLL",
         tuple(every),
         hf if hf and (hf / "config.json").exists() else None,
-        {role: replace(_arguments(settings, role), **engine) for role in roles}
-        | {"rollout engine": LaunchArguments(**engine)},
-        (*(_group(settings, role) for role in roles if _megatron(settings, role)), *([asked] if asked else [])),
+        {role: _arguments(settings, role, engine) for role in roles} | {ENGINE: engine},
+        models={"critic": settings.model(_key(settings, "critic"))} if "critic" in roles else {},
+        groups=(*groups, *([asked] if asked else [])),
         alike=(("actor", "reference"),) if same else (),
         unread=tuple(settings.unread),
         notes=tuple(settings.notes),
@@ -70,14 +66,20 @@ def read(settings: Settings) -> Stacked:
 
 def _reference(settings: Settings) -> bool:
     """Whether there is one: for a KL term, whose coefficient is 0.2 where none is given; never with LoRA."""
-    if given(settings.text("actor_train.model_args.lora_target")) or settings.word("reference.strategy_args.strategy_name") is None:
+    if (
+        given(settings.text("actor_train.model_args.lora_target"))
+        or settings.word("reference.strategy_args.strategy_name") is None
+    ):
         return False
     wanted = any(settings.switch(key) for key in ("use_kl_loss", "enable_reference"))
     return wanted or settings.above_zero("init_kl_coef", 0.2)
 
 
 def _critic(settings: Settings) -> bool:
-    return settings.text("adv_estimator", "gae") == "gae" and settings.word("critic.strategy_args.strategy_name") is not None
+    return (
+        settings.text("adv_estimator", "gae") == "gae"
+        and settings.word("critic.strategy_args.strategy_name") is not None
+    )
 
 
 def _megatron(settings: Settings, role: str) -> bool:
@@ -85,7 +87,7 @@ def _megatron(settings: Settings, role: str) -> bool:
 
 
 def _one_of_three_missing(settings: Settings) -> bool:
-    return any(settings.word(f"{_ROLES[role]}.{_OWN}") is None for role in ("actor", "reference", "rollout engine"))
+    return any(settings.word(f"{_ROLES[role]}.{_OWN}") is None for role in ("actor", "reference", ENGINE))
 
 
 def _key(settings: Settings, role: str) -> str:
@@ -101,12 +103,14 @@ def _lost(settings: Settings) -> list[PathIssue]:
     if not _one_of_three_missing(settings):
         return []
     pretrain, found = settings.text("pretrain", "null"), []
-    for role in ("actor", "reference", "rollout engine"):
+    for role in ("actor", "reference", ENGINE):
         key = f"{_ROLES[role]}.{_OWN}"
         word = settings.word(key)
         if word and word.text != pretrain:
             expected = f"the model that the {role} loads"
-            actual = f"{word.text}, which ROLL replaces by pretrain = {pretrain}, since another role has none of its own"
+            actual = (
+                f"{word.text}, which ROLL replaces by pretrain = {pretrain}, since another role has none of its own"
+            )
             hint = "give all three of actor_train, actor_infer and reference, or only pretrain"
             found.append(path_issue(settings.place(key), Path(word.text), expected, actual, hint, about=LOAD))
     return found
@@ -121,7 +125,9 @@ def _initial(settings: Settings, role: str) -> Side | None:
     dist = side.path / "iter_0000001" / "dist_model"
     if (dist / "metadata.json").exists():
         return Side(role, "megatron", dist, f"{_MCA} in {key}, so ROLL takes the Megatron weights beside it")
-    settings.unread.append(f"{settings.place(key)} {side.path}: whether its files of one rank each count is not looked at")
+    settings.unread.append(
+        f"{settings.place(key)} {side.path}: whether its files of one rank each count is not looked at"
+    )
     return side
 
 
@@ -131,7 +137,9 @@ def _resumed(settings: Settings, start: Side) -> Side:
     if word is None or word.text.lower() == "false":
         return start
     if word.text.lower() == "true":
-        settings.unread.append(f"{settings.place(key)} true: the last step is looked for when the job starts; give its path")
+        settings.unread.append(
+            f"{settings.place(key)} true: the last step is looked for when the job starts; give its path"
+        )
         return start
     path, place = Path(word.text), settings.place(key)
     expected = f"a directory with {TRACKER}"
@@ -146,54 +154,41 @@ def _resumed(settings: Settings, start: Side) -> Side:
     return start
 
 
-def _arguments(settings: Settings, role: str) -> LaunchArguments:
-    prefix = f"{_ROLES[role]}.strategy_args.strategy_config"
+def _config(role: str, name: str) -> str:
+    return f"{_ROLES[role]}.strategy_args.strategy_config.{name}"
+
+
+def _sizes(settings: Settings, role: str) -> Sizes:
+    return Sizes.read(settings, lambda name: _config(role, name))
+
+
+def _arguments(settings: Settings, role: str, engine: LaunchArguments) -> LaunchArguments:
+    """All that cuts the model of a role."""
     if not _megatron(settings, role):
-        return LaunchArguments()
-    found = {
-        short: settings.size(f"{prefix}.{name}", None if short in ("etp", "vpp") else 1)
-        for short, name in _SIZES.items()
-        if short != "cp"
-    }
-    return LaunchArguments(
-        **found,
-        embedding=settings.switch(f"{prefix}.account_for_embedding_in_pipeline_split"),
-        loss=settings.switch(f"{prefix}.account_for_loss_in_pipeline_split"),
-        layout=settings.text(f"{prefix}.pipeline_model_parallel_layout") or None,
+        return engine
+    return replace(
+        _sizes(settings, role).arguments(engine),
+        embedding=settings.switch(_config(role, "account_for_embedding_in_pipeline_split")),
+        loss=settings.switch(_config(role, "account_for_loss_in_pipeline_split")),
+        layout=settings.text(_config(role, "pipeline_model_parallel_layout")) or None,
     )
 
 
-def _group(settings: Settings, role: str) -> Group:
-    prefix = f"{_ROLES[role]}.strategy_args.strategy_config"
-    devices, said = _devices(settings, role)
-    sizes = {
-        short: settings.size(f"{prefix}.{name}", None if short == "etp" else 1)
-        for short, name in _SIZES.items()
-        if short != "vpp"
-    }
-    places = [settings.place(f"{prefix}.{name}") for name in _SIZES.values()]
-    written = ", ".join(place for place in places if place.endswith(")"))
-    return trainer_group(role, devices, **sizes, said=f"{said}; sizes: {written}" if written else said)
-
-
-def _devices(settings: Settings, role: str) -> tuple[int | None, str]:
+def _devices(settings: Settings, role: str) -> Gpus:
     """How many GPUs `device_mapping` names. It is Python, of which lists and ranges are understood."""
     key = f"{_ROLES[role]}.device_mapping"
     if not settings.resolved(key):
-        return None, ""
+        return Gpus()
     if (word := settings.word(key)) is None:
-        count = sum(1 for one in settings.config.keys(key) if one.startswith(f"{key}."))
+        count = sum(1 for _ in settings.config.keys(key))
         if not count:
             settings.unread.append(f"{key} is not given, so the number of GPUs is not known")
-        return count or None, f": {key}"
-    count = 0
-    for part in re.sub(r"\s", "", word.text).replace(")+[", ")+ [").split("+"):
-        found = _count(part.strip())
-        if found is None:
-            settings.unread.append(f"{settings.place(key)} {word.text}: only lists and ranges are understood")
-            return None, ""
-        count += found
-    return count, f": {settings.place(key)} {word.text}"
+        return Gpus(count or None, key)
+    parts = [_count(part) for part in re.sub(r"\s", "", word.text).split("+")]
+    if None in parts:
+        settings.unread.append(f"{settings.place(key)} {word.text}: only lists and ranges are understood")
+        return Gpus()
+    return Gpus(sum(part or 0 for part in parts), f"{settings.place(key)} {word.text}")
 
 
 def _count(text: str) -> int | None:
@@ -202,29 +197,26 @@ def _count(text: str) -> int | None:
         return len(range(*numbers)) if max(numbers) < _MOST_DEVICES and numbers[2:] != [0] else None
     try:
         value = ast.literal_eval(text) if len(text) < _MOST_DEVICES else None
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         return None
     return len(value) if isinstance(value, list) else None
 
 
-def _engine(settings: Settings) -> tuple[Side | None, dict[str, int | None], Group | None]:
-    prefix = _ROLES["rollout engine"]
+def _engine(settings: Settings) -> tuple[Side | None, LaunchArguments, Group | None]:
+    prefix = _ROLES[ENGINE]
     name = settings.text(f"{prefix}.strategy_args.strategy_name")
     if not name:
-        return None, {}, None
-    key = _key(settings, "rollout engine")
-    dummy = settings.text(f"{prefix}.strategy_args.strategy_config.load_format") == "dummy"
+        return None, LaunchArguments(), None
+    key = _key(settings, ENGINE)
+    dummy = settings.text(_config(ENGINE, "load_format")) == "dummy"
     weights = "its weights come from the actor" if dummy else "its first weights too"
-    side = hf_side("rollout engine", settings, key, f"{name} takes config and tokenizer from {key}, {weights}")
-    config = f"{prefix}.strategy_args.strategy_config"
-    if name == "vllm":
-        tp, pp = settings.size(f"{config}.tensor_parallel_size"), settings.size(f"{config}.pipeline_parallel_size")
-        where = f"{config}.tensor_parallel_size"
-    else:
-        tp, pp = settings.size(f"{prefix}.num_gpus_per_worker"), 1
-        where = f"{prefix}.num_gpus_per_worker"
+    side = hf_side(ENGINE, settings, key, f"{name} takes config and tokenizer from {key}, {weights}")
+    keys = [_config(ENGINE, "tensor_parallel_size"), _config(ENGINE, "pipeline_parallel_size")]
+    if name != "vllm":
+        keys = [f"{prefix}.num_gpus_per_worker"]
+    tp, *rest = (settings.size(one) for one in keys)
+    pp = rest[0] if rest else 1
     if tp is None or pp is None:
-        return side, {}, None
-    devices, said = _devices(settings, "rollout engine")
-    group = Group("rollout engine", devices, (("tp x pp", (tp, pp)),), f"{said}; {settings.place(where)}")
-    return side, {"engine": tp * pp, "engine_pp": pp}, group
+        return side, LaunchArguments(), None
+    group = Group(ENGINE, _devices(settings, ENGINE), (("tp x pp", (tp, pp)),), places(settings, keys))
+    return side, engine_of(tp, pp), group

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.settings.config import Config, Unresolved
+from verify.launch.settings.config import Config, UnresolvedError
 from verify.launch.words import Word
 
 _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
@@ -19,10 +20,13 @@ _HUB, _REMOTE = re.compile(r"[\w-][\w.-]*/[\w.-]+"), re.compile(r"[a-z][a-z0-9+.
 class Settings:
     """A configuration with a list of what it was asked for in vain: values that cannot be resolved, or are not local.
 
-    `unread` has a line for each; the report is inconclusive where there is one.
+    `unread` has a line for each; the report is inconclusive where there is one. `stand_in` is the directory that the
+    command line gives for the model of the keys `stands_for`, where these name none on this machine.
     """
 
     config: Config
+    stand_in: Path | None = None
+    stands_for: frozenset[str] = frozenset()
     unread: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _unresolved: set[str] = field(default_factory=set)
@@ -31,7 +35,7 @@ class Settings:
         """The value of a key; None where it is absent, null, a mapping, or cannot be resolved."""
         try:
             node = self.config.find(key)
-        except Unresolved as reason:
+        except UnresolvedError as reason:
             if key not in self._unresolved:
                 self._unresolved.add(key)
                 self.unread.append(f"{key}: {reason}")
@@ -94,8 +98,21 @@ class Settings:
     def model(self, key: str) -> Path | None:
         """The local directory of a model; None where there is none, with a line in `unread` that says why.
 
-        A name on a hub is downloaded by the trainer, so nobody can say here what it will hold.
+        A name on a hub is downloaded by the trainer, so nobody can say here what it will hold. Raises CkptkitError
+        where the setting names one directory and the command line another.
         """
+        stand_in = self.stand_in if key in self.stands_for else None
+        said = len(self.unread)
+        found = self._model(key)
+        if found is None and stand_in:
+            del self.unread[said:]
+            return stand_in
+        if found and stand_in and os.path.abspath(found) != os.path.abspath(stand_in):
+            hint = "leave --hf-checkpoint out"
+            raise CkptkitError(f"--hf-checkpoint {stand_in}, but {self.place(key)} says {found}", hint)
+        return found
+
+    def _model(self, key: str) -> Path | None:
         if not self.resolved(key):
             return None
         if (word := self.word(key)) is None:
@@ -107,7 +124,9 @@ class Settings:
             self._say(f"{self.place(key)} {word.text}: not on this machine; copy it here and give its directory")
             return None
         if _HUB.fullmatch(word.text):
-            self._say(f"{self.place(key)} {word.text}: a name on a model hub; give a local directory of it instead")
+            self._say(
+                f"{self.place(key)} {word.text}: a name on a model hub; give a local copy of it as --hf-checkpoint"
+            )
             return None
         return Path(word.text)
 

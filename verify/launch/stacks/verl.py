@@ -21,18 +21,9 @@ from ckptkit.formats.detect import TRACKER
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
 from verify.launch.sides import PathIssue, Side, path_issue
-from verify.launch.stacks.launched import (
-    LOAD,
-    REF,
-    STEP,
-    Group,
-    Stacked,
-    given,
-    hf_side,
-    torch_dist_side,
-    trainer_group,
-)
+from verify.launch.stacks.launched import ENGINE, LOAD, REF, STEP, Stacked, given, hf_side, torch_dist_side
 from verify.launch.stacks.settings import Settings
+from verify.launch.stacks.sizes import NAMES, Gpus, Group, Sizes, engine_of, places
 
 _AR = "actor_rollout_ref"
 _MODEL = f"{_AR}.model.path"
@@ -43,15 +34,6 @@ _ROLES = {
     "reference": (_MODEL, f"{_AR}.ref.megatron", REF),
     "critic": (_CRITIC_MODEL, "critic.megatron", LOAD),
 }
-_SIZES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-}
-_TRANSFORMER = "override_transformer_config"
 # What changes a model, or loads another one, and is not read.
 _ELSEWHERE = re.compile(
     r"^(?:actor_rollout_ref|critic)\.model\.(?:lora_adapter_path|lora\.adapter_path|hf_config_path|override_config\.model)|"
@@ -84,13 +66,13 @@ def read(settings: Settings, megatron: bool) -> Stacked:
     """
     megatron = _is_megatron(settings, megatron)
     roles = ["actor", *(["reference"] if _reference(settings) else []), *(["critic"] if _critic(settings) else [])]
-    gpus, said = _gpus(settings)
-    sizes = {role: _sizes(settings, role) for role in roles} if megatron else {}
-    groups = [_group(settings, role, gpus, said) for role in roles] if megatron else []
+    gpus = _gpus(settings)
+    groups = [_sizes(settings, role).group(role, gpus) for role in roles] if megatron else []
     first = {role: _initial(settings, role) if megatron else _from_hf(settings, role) for role in roles}
     resumed = _resumed(settings)
     sides = [_after(settings, resumed, role, side, megatron) for role, side in first.items() if side]
-    rollout, engine, asked = _rollout(settings, gpus, said)
+    rollout, engine, asked = _rollout(settings, gpus)
+    sizes = {role: _arguments(settings, role, engine) for role in roles} if megatron else {}
     settings.not_looked_at(_ELSEWHERE)
     _notes(settings, roles)
     same = first.get("actor"), first.get("reference")
@@ -100,7 +82,8 @@ def read(settings: Settings, megatron: bool) -> Stacked:
         "verl",
         (*sides, *([rollout] if rollout else [])),
         hf if hf and (hf / "config.json").exists() else None,
-        {role: replace(one, **engine) for role, one in sizes.items()} | {"rollout engine": LaunchArguments(**engine)},
+        sizes | {ENGINE: engine},
+        {"critic": settings.model(_CRITIC_MODEL)} if "critic" in roles else {},
         (*groups, asked),
         tuple(_unlike(settings, roles)) if megatron else (),
         alike,
@@ -138,15 +121,19 @@ def _critic(settings: Settings) -> bool:
 
 def _notes(settings: Settings, roles: Sequence[str]) -> None:
     if "reference" not in roles and settings.word(f"{_AR}.ref.megatron.dist_checkpointing_path"):
-        why = "the reference is the actor without its adapter" if _lora(settings) else (
-            "neither use_kl_loss nor use_kl_in_reward asks for one"
+        why = (
+            "the reference is the actor without its adapter"
+            if _lora(settings)
+            else ("neither use_kl_loss nor use_kl_in_reward asks for one")
         )
         settings.notes.append(f"no reference is loaded: {why}")
     if not settings.text("algorithm.adv_estimator") and "critic" not in roles:
         settings.notes.append(f"algorithm.adv_estimator is not given; verl's default, gae, also loads {_CRITIC_MODEL}")
     key = f"{_AR}.actor.megatron.use_mbridge"
     if settings.word(key) and not settings.switch(key):
-        settings.notes.append(f"{settings.place(key)} is false: verl stops at that since it loads through a bridge only")
+        settings.notes.append(
+            f"{settings.place(key)} is false: verl stops at that since it loads through a bridge only"
+        )
 
 
 def _from_hf(settings: Settings, role: str) -> Side | None:
@@ -163,7 +150,9 @@ def _initial(settings: Settings, role: str) -> Side | None:
         return None
     if settings.switch(switch):
         if word is None:
-            issue = path_issue(settings.place(switch), Path(), f"{key} with it", "no such setting", f"give {key}", about=about)
+            issue = path_issue(
+                settings.place(switch), Path(), f"{key} with it", "no such setting", f"give {key}", about=about
+            )
             return Side(role, None, None, f"verl stops: {key} is not given", (issue,))
         why = f"verl loads the directory of {key} itself"
         return torch_dist_side(role, settings.place(key), Path(word.text), why, "verl", about)
@@ -248,22 +237,21 @@ def _after(settings: Settings, resumed: _Resumed, role: str, side: Side, megatro
     nested = (root / "model").is_dir()
     path = root / "model" / name if nested else root / name
     old = "" if nested else " (in the layout that verl of 2026 asks to migrate)"
-    whole = (path / ("config.json" if name == "huggingface" else ".metadata")).exists()
-    if whole:
-        kind = "hf" if name == "huggingface" else "megatron"
-        return Side(role, kind, path, f"{resumed.why}{old}", side.issues)
+    is_hf = name == "huggingface"
+    if (path / ("config.json" if is_hf else ".metadata")).exists():
+        return Side(role, "hf" if is_hf else "megatron", path, f"{resumed.why}{old}", side.issues)
     actual = "no such directory" if not path.exists() else "no checkpoint in it"
     expected, hint = f"the {role}'s weights of this step", f"choose another step, or change {key}"
     issue = path_issue("trainer.resume_mode", path, expected, actual, hint, about=STEP)
     return Side(role, None, None, f"verl stops: {path} holds no checkpoint", (*side.issues, issue))
 
 
-def _gpus(settings: Settings) -> tuple[int | None, str]:
+def _gpus(settings: Settings) -> Gpus:
     nodes, each = settings.size("trainer.nnodes"), settings.size("trainer.n_gpus_per_node", 8)
     if nodes is None or each is None:
-        return None, ""
-    said = f": {settings.place('trainer.nnodes')} {nodes} x {settings.place('trainer.n_gpus_per_node')} {each}"
-    return nodes * each, said
+        return Gpus()
+    said = f"{settings.place('trainer.nnodes')} {nodes} x {settings.place('trainer.n_gpus_per_node')} {each}"
+    return Gpus(nodes * each, said)
 
 
 def _size_key(settings: Settings, role: str, name: str) -> str:
@@ -272,16 +260,15 @@ def _size_key(settings: Settings, role: str, name: str) -> str:
     return f"{_AR}.actor.megatron.{name}" if role == "reference" and settings.word(own) is None else own
 
 
-def _sizes(settings: Settings, role: str) -> LaunchArguments:
-    found = {
-        short: settings.size(_size_key(settings, role, name), None if short in ("etp", "vpp") else 1)
-        for short, name in _SIZES.items()
-        if short != "cp"
-    }
-    over = f"{_size_key(settings, role, _TRANSFORMER)}"
-    over = f"{_AR}.actor.megatron.{_TRANSFORMER}" if role == "reference" else over
-    return LaunchArguments(
-        **found,
+def _sizes(settings: Settings, role: str) -> Sizes:
+    return Sizes.read(settings, lambda name: _size_key(settings, role, name))
+
+
+def _arguments(settings: Settings, role: str, engine: LaunchArguments) -> LaunchArguments:
+    """All that cuts the model of a role."""
+    over = f"{_ROLES['actor' if role == 'reference' else role][1]}.override_transformer_config"
+    return replace(
+        _sizes(settings, role).arguments(engine),
         first=settings.number(f"{over}.num_layers_in_first_pipeline_stage"),
         last=settings.number(f"{over}.num_layers_in_last_pipeline_stage"),
         embedding=settings.switch(f"{over}.account_for_embedding_in_pipeline_split"),
@@ -290,50 +277,33 @@ def _sizes(settings: Settings, role: str) -> LaunchArguments:
     )
 
 
-def _group(settings: Settings, role: str, gpus: int | None, said: str) -> Group:
-    sizes = {
-        short: settings.size(_size_key(settings, role, name), None if short == "etp" else 1)
-        for short, name in _SIZES.items()
-        if short != "vpp"
-    }
-    places = [settings.place(_size_key(settings, role, name)) for name in _SIZES.values()]
-    written = [place for place in places if place.endswith(")")]
-    return trainer_group(role, gpus, **sizes, said=said + (f"; sizes: {', '.join(written)}" if written else ""))
-
-
 def _unlike(settings: Settings, roles: Sequence[str]) -> Iterator[Issue]:
     """Sizes of the reference or the critic that differ from the actor's.
 
     Megatron's groups are made once in a process, by whichever role is built first; what another role says is lost.
     """
     for role in roles[1:]:
-        for name in _SIZES.values():
+        for name in NAMES.values():
             here, there = f"{_ROLES[role][1]}.{name}", f"{_AR}.actor.megatron.{name}"
-            default = None if name.startswith(("expert_tensor", "virtual")) else 1
+            default = None if name in (NAMES["etp"], NAMES["vpp"]) else 1
             if settings.word(here) is None and role == "reference":
                 continue
             other, actors = settings.size(here, default), settings.size(there, default)
             if settings.resolved(here) and settings.resolved(there) and other != actors:
+                expected, actual = f"{settings.place(there)} = {actors}", f"{settings.place(here)} = {other}"
                 hint = "give both the same size: roles in one process share the groups of the first"
-                yield Issue(f"{settings.place(there)} = {actors}", f"{settings.place(here)} = {other}", hint, severity="warning")
+                yield Issue(expected, actual, hint, severity="warning")
 
 
-def _rollout(settings: Settings, gpus: int | None, said: str) -> tuple[Side | None, dict[str, int | None], Group]:
+def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArguments, Group]:
     prefix = f"{_AR}.rollout"
     name = settings.text(f"{prefix}.name") or "the engine"
     dummy = "dummy" in settings.text(f"{prefix}.load_format", "dummy")
     weights = "its weights come from the actor" if dummy else "its first weights too"
-    side = hf_side("rollout engine", settings, _MODEL, f"{name} takes config and tokenizer from {_MODEL}, {weights}")
-    tp = settings.size(f"{prefix}.tensor_model_parallel_size", 2)
-    dp = settings.size(f"{prefix}.data_parallel_size")
-    pp = settings.size(f"{prefix}.pipeline_model_parallel_size")
-    ep = settings.size(f"{prefix}.expert_parallel_size", None)
-    known = None not in (tp, dp, pp)
-    where = settings.place(f"{prefix}.tensor_model_parallel_size")
-    products = (("tp x dp x pp", (tp or 1, dp or 1, pp or 1)),)
-    group = Group("rollout engine", gpus if known else None, products, f"{said}; {where}")
-    engine = {"engine": (tp or 1) * (pp or 1), "engine_pp": pp, "engine_ep": ep} if known else {}
-    return side, engine, group
-
-
-
+    side = hf_side(ENGINE, settings, _MODEL, f"{name} takes config and tokenizer from {_MODEL}, {weights}")
+    keys = [f"{prefix}.{one}_size" for one in ("tensor_model_parallel", "data_parallel", "pipeline_model_parallel")]
+    tp, dp, pp = settings.size(keys[0], 2), settings.size(keys[1]), settings.size(keys[2])
+    if tp is None or dp is None or pp is None:
+        return side, LaunchArguments(), Group(ENGINE)
+    group = Group(ENGINE, gpus, (("tp x dp x pp", (tp, dp, pp)),), places(settings, keys))
+    return side, engine_of(tp, pp, settings.size(f"{prefix}.expert_parallel_size", None)), group
