@@ -31,7 +31,7 @@ def _stack(subject: Subject) -> Stacked:
 def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Nodes x GPUs against tp x pp x cp and ep x etp x pp of every role; sizes that roles of one process share."""
     stack = _stack(subject)
-    groups = [group for group in stack.groups if group.gpus is not None]
+    groups = [group for group in stack.groups if group.gpus.count is not None and group.products]
     if not groups and not stack.issues:
         raise Skip("the number of GPUs, or a size, is not known")
     for group in groups:

@@ -55,10 +55,9 @@ def _value(text: str, word: Word) -> Tree:
     text = text.strip()
     if _MAPPING.fullmatch(text):
         try:
-            tree = parse(re.sub(r":(?=\S)", ": ", text))
-        except CkptkitError as error:
-            raise CkptkitError(f"{word.text} ({word.place}): no mapping that Hydra reads", error.hint) from error
-        return _placed(tree, word)
+            return _placed(parse(re.sub(r":(?=\S)", ": ", text)), word)
+        except CkptkitError:
+            return replace(word, text=text)  # text in braces, which is a value too
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         quote = text[0]
         return replace(word, text=text[1:-1].replace(f"\\{quote}", quote))

@@ -188,6 +188,7 @@ def _gpus(settings: Settings) -> tuple[Gpus, Gpus]:
     """The GPUs of training and of generation, which share them or part them."""
     nodes, each = settings.size("cluster.num_nodes", None), settings.size("cluster.gpus_per_node", None)
     if nodes is None or each is None:
+        _missing(settings, "cluster.num_nodes", "cluster.gpus_per_node")
         return Gpus(), Gpus()
     all_of_them = Gpus(
         nodes * each,
@@ -205,12 +206,15 @@ def _gpus(settings: Settings) -> tuple[Gpus, Gpus]:
     return left, Gpus(taken, f"{settings.place(key)} {own}")
 
 
-def _sizes(settings: Settings) -> Sizes:
-    """Those of Megatron; where one is not given, NeMo-RL stops, and here it is not known."""
-    for short in ("tp", "pp", "cp", "ep", "etp"):
-        key = f"{_MEGATRON}.{NAMES[short]}"
+def _missing(settings: Settings, *keys: str) -> None:
+    for key in keys:
         if settings.resolved(key) and settings.word(key) is None:
             settings.unread.append(f"{key} is not given, and NeMo-RL has no default for it")
+
+
+def _sizes(settings: Settings) -> Sizes:
+    """Those of Megatron. NeMo-RL stops where one is not given."""
+    _missing(settings, *(f"{_MEGATRON}.{NAMES[short]}" for short in ("tp", "pp", "cp", "ep", "etp")))
     return Sizes.read(settings, lambda name: f"{_MEGATRON}.{name}")
 
 

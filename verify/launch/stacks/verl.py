@@ -38,6 +38,8 @@ _ROLES = {
 _ELSEWHERE = re.compile(
     r"^(?:actor_rollout_ref|critic)\.model\.(?:lora_adapter_path|lora\.adapter_path|hf_config_path|override_config\.model)|"
     r"\.dist_checkpointing_prefix$|\.override_mcore_model_config\.|^reward(?:_model)?\.(?:.*\.)?(?:model\.path|model_path)$|"
+    r"\.override_transformer_config\.(?:num_layers|mtp_num_layers|hidden_size|ffn_hidden_size|num_attention_heads|"
+    r"num_query_groups|kv_channels|num_moe_experts|moe_ffn_hidden_size|moe_router_topk|vocab_size)$|"
     r"^distillation\..*model_path$|^trainer\.default_hdfs_dir$|load_checkpoint_path$"
 )
 # Files of verl itself, whose settings are those that are taken where a launch says nothing.
