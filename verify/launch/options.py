@@ -95,4 +95,6 @@ NEIGHBOURS = frozenset(
     }
 )
 OPTIONS = frozenset({*MODEL, *SWITCHES, *GPUS, *PATHS, *MODULES})
-SWITCH_NAMES = frozenset(name for table in (MODEL, SWITCHES, GPUS) for name, one in table.items() if one[1] in (True, False))
+SWITCH_NAMES = frozenset(
+    name for table in (MODEL, SWITCHES, GPUS) for name, one in table.items() if one[1] in (True, False)
+)

@@ -13,7 +13,9 @@ _FILE = re.compile(r"(?:pre)?train\w*\.py")
 _MODULE = re.compile(r"(?:[\w.]+\.)?(?:(?:pre)?train\w*|main_ppo\w*|main_\w*trainer)")
 _LAUNCHER = re.compile(r"python[\d.]*|torchrun|deepspeed|accelerate|uv|ray")
 # Commands that name a trainer and start none.
-_OTHERS = frozenset({"echo", "printf", "pkill", "kill", "killall", "pgrep", "grep", "ls", "cat", "cp", "mv", "rm", "sed"})
+_OTHERS = frozenset(
+    {"echo", "printf", "pkill", "kill", "killall", "pgrep", "grep", "ls", "cat", "cp", "mv", "rm", "sed"}
+)
 _RUNS_TEXT = frozenset({"bash", "sh", "ssh", "srun", "docker", "ray", "nohup", "kubectl", "su", "sudo", "tmux"})
 _INNER = re.compile(r"(?:python[\d.]*|torchrun)\s[^\n]*(?:train\w*\.py|main_ppo)", re.DOTALL)
 _SET = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
