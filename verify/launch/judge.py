@@ -15,13 +15,20 @@ from verify.report import CheckResult, Report
 from verify.run import choose
 
 
-def judged(launched: Subject, sides: Sequence[Side], subjects: Iterable[Subject]) -> Report:
-    """The report of a launch: `launched` stands for it as a whole, `subjects` for the directories that it loads."""
+def judged(
+    launched: Subject, sides: Sequence[Side], subjects: Iterable[Subject], notes: Sequence[str] = ()
+) -> Report:
+    """The report of a launch: `launched` stands for it as a whole, `subjects` for the directories that it loads.
+
+    `notes` are printed with what the checks remark.
+    """
     checks = all_checks()
     outcome = run_checks(launched, choose(launched, [one for one in checks if one.stage == "launch"])[0])
     for subject in subjects:
         wanted = [one for one in checks if one.stage == "headers" or one.preflight]
         outcome.add(run_checks(subject, choose(subject, wanted)[0]))
+    if notes:
+        outcome.facts[NOTES] = [*notes, *outcome.facts.get(NOTES, [])]
     return Report(
         version=version("ckptkit"),
         command=("ckptkit", "preflight"),

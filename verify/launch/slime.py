@@ -4,7 +4,7 @@ Source: slime `utils/arguments.py` and `backends/megatron_utils/checkpoint.py`, 
 - `--load` counts as Megatron only with a tracker file in it, as HF only with a supported config.json; otherwise the
   actor silently takes `--ref-load` instead.
 - Megatron reads the tracker: `release`, or a number N for `iter_N`. `--ckpt-step N` replaces a number; 0 means none.
-  The reference, without an option of its own, takes the same step.
+  The reference takes the same step, unless `--ref-ckpt-step` gives it another.
 - Without a tracker slime and miles stop: with an assertion where the directory is empty or absent, else because it is
   no HF directory. Only of a directory called `iter_NNNNNNN` they take Megatron's word, which prints a warning and
   trains from random weights, as Megatron-LM's own scripts do of any directory.
@@ -23,8 +23,17 @@ _ROLLOUT = "rollout engine"
 _VERL = " (verl loads it itself: say so behind --, by its use_dist_checkpointing and dist_checkpointing_path)"
 
 
-def actor(load: Path | None, ref_load: Path | None, step: int | None) -> Side:
-    """The actor: `--load`, or `--ref-load` where that holds no checkpoint."""
+def actor(
+    load: Path | None,
+    ref_load: Path | None,
+    step: int | None,
+    ref_step: int | None = None,
+    option: str = "--ref-load",
+) -> Side:
+    """The actor: `--load`, or `ref_load`, which `option` gives, where that holds no checkpoint.
+
+    It then takes the step of the reference, where that has one of its own.
+    """
     if load and (load / TRACKER).exists():
         return trainer("actor", "--load", load, step)
     if load and is_supported_hf(load):
@@ -33,8 +42,8 @@ def actor(load: Path | None, ref_load: Path | None, step: int | None) -> Side:
     if ref_load is None:
         why = f"--load {load} holds no checkpoint and --ref-load is not given, so slime and miles stop"
         return Side("actor", None, None, why, issues)
-    side = trainer("actor", "--ref-load", ref_load, step)
-    why = f"--load {load} holds no checkpoint, so --ref-load is taken" if load else "--load is not given"
+    side = trainer("actor", option, ref_load, step if ref_step is None else ref_step)
+    why = f"--load {load} holds no checkpoint, so {option} is taken" if load else "--load is not given"
     return replace(side, why=f"{why}; {side.why}", issues=(*issues, *side.issues))
 
 

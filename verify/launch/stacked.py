@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
@@ -12,19 +12,21 @@ from verify.launch.judge import judged
 from verify.launch.launch import Launch
 from verify.launch.stacks.launched import ENGINE, Stacked
 from verify.launch.stacks.which import agreed
-from verify.launch.words import Word
+from verify.launch.words import LaunchText
 from verify.report import Report
 
 
 def preflight_stack(
     stacked: Stacked,
-    words: Sequence[Word],
+    text: LaunchText,
     load: Path | None = None,
     ref_load: Path | None = None,
     ckpt_step: int | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Report:
-    """The report of a job by its settings. Paths and `sizes` (tp, pp, ep) of the command line may only confirm these.
+    """The report of a job by its settings; `text` is what its command line says.
+
+    Paths and `sizes` (tp, pp, ep) that preflight was given may only confirm them.
 
     Raises CkptkitError where they say something else.
     """
@@ -36,7 +38,7 @@ def preflight_stack(
         said = getattr(actor, name)
         if given != 1 and said is not None and given != said:
             raise CkptkitError(f"--{name} {given}, but by the settings of the job it is {said}", f"leave --{name} out")
-    launch = Launch(stacked.hf, words=tuple(word.text for word in words), stack=stacked)
+    launch = Launch(stacked.hf, text=text, stack=stacked)
     launched = Subject(stacked.hf or Path(), launch=launch, arguments=actor)
     return judged(launched, stacked.sides, _subjects(stacked))
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from verify.launch.arguments import READ, pairs
+from verify.launch.options import GPUS
 
 # Hydra's overrides of a configuration of no stack that is known: `actor.rollout.tp_size=4`, `+a.b=c`, `~a.b`.
 _OVERRIDE = re.compile(r"(?:[+~]{1,2}\w[\w@/:-]*(?:\.[\w@/:-]+)*(?:=|$)|[A-Za-z_][\w@/:-]*(?:\.[\w@/:-]+)+=)")
@@ -18,12 +19,9 @@ _SIZE = re.compile(r"--(?:.*-)?(?:parallel-size|(?:tp|pp|ep|etp|vpp)(?:-size)?)"
 # Sizes that cut no weight.
 _HARMLESS = frozenset({"--context-parallel-size", "--sglang-data-parallel-size", "--sglang-moe-data-parallel-size"})
 _PATHS = frozenset({"--hf-checkpoint", "--load", "--ref-load", "--ckpt-step"})
-_OTHER_PATHS = frozenset(
-    {
-        *("--ref-ckpt-step", "--critic-load", "--opd-teacher-load", "--opd-teacher-ckpt-step"),
-        *("--pretrained-checkpoint", "--lora-adapter-path"),
-    }
-)
+# Looked at where a launch gives them; preflight has no options for these.
+_FROM_WORDS = frozenset({"--ref-ckpt-step", "--critic-load", "--opd-teacher-load", "--opd-teacher-ckpt-step"})
+_OTHER_PATHS = frozenset({"--pretrained-checkpoint", "--lora-adapter-path"})
 _FILES = frozenset(
     {
         *("--config", "--config-path", "--config-name", "--custom-config-path", "--megatron-config-path"),
@@ -48,11 +46,11 @@ def unread(words: Sequence[str], given: frozenset[str]) -> list[str]:
         usual = name.replace("_", "-")
         if usual in _PATHS and usual not in given:
             lines[f"{said}: give it to preflight itself, before --"] = None
-        elif usual in _OTHER_PATHS:
+        elif usual in _OTHER_PATHS or (usual in _FROM_WORDS and usual not in given):
             lines[f"{said}: what it names is not looked at; verify it by itself"] = None
         elif usual in _FILES:
             lines[f"{said}: the settings of this file are not read"] = None
-        elif name not in READ and _SIZE.fullmatch(usual) and usual not in _HARMLESS:
+        elif name not in READ and name not in GPUS and _SIZE.fullmatch(usual) and usual not in _HARMLESS:
             lines[f"{said}: no parallel size that is read"] = None
     left = overrides(words)
     matter = [word for word in left if _MATTERS.search(word.partition("=")[0])]

@@ -57,8 +57,9 @@ def load_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     unless=unless_skipped(_launch),
 )
 def reference_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """`--ref-load` has a tracker that resolves, or is a supported HF directory."""
-    yield from _issues(subject, tally, "--ref-load")
+    """`--ref-load` has a tracker that resolves, or is a supported HF directory; so have a critic's and a teacher's."""
+    for option in ("--ref-load", "--critic-load", "--opd-teacher-load"):
+        yield from _issues(subject, tally, option)
 
 
 @check(
@@ -92,7 +93,7 @@ def rollout_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _words(subject: Subject) -> Launch:
     launch = _launch(subject)
-    if not launch.words and not launch.stack:
+    if not launch.text.words and not launch.text.unresolved and not launch.stack:
         raise Skip("no launch arguments were given")
     return launch
 
@@ -114,7 +115,7 @@ def _words(subject: Subject) -> Launch:
 def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Options that name a checkpoint, a parallel size or a file of settings, and overrides as Hydra has them."""
     launch = _words(subject)
-    tally.compared(0, len(launch.words) or 1)
+    tally.compared(0, len(launch.text.words) or 1)
     for note in launch.stack.notes if launch.stack else ():
         tally.note(note)
     if lines := launch.unread:

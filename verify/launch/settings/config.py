@@ -43,7 +43,7 @@ class Config:
             raise UnresolvedError("??? stands for a value that the launch must give")
         return None if isinstance(node, Word) and node.text == NULL else node
 
-    def keys(self, prefix: str = "") -> Iterator[str]:
+    def names(self, prefix: str = "") -> Iterator[str]:
         """The dotted key of every word, those of lists with their index."""
         node: Tree | None = self.tree if isinstance(self.tree, dict) else dict(self.tree)
         for key in filter(None, prefix.split(".")):

@@ -6,7 +6,9 @@ import operator
 import re
 from collections.abc import Callable
 
-_TOKEN = re.compile(r"\s*(?:(\d+#\w+|0[xX][0-9a-fA-F]+|\d+)|\$?\{?([A-Za-z_]\w*)\}?|(\*\*|\+\+|--|<<|>>|[<>=!]=|&&|\|\||[-+*/%&|^]=|.))")
+_TOKEN = re.compile(
+    r"\s*(?:(\d+#\w+|0[xX][0-9a-fA-F]+|\d+)|\$?\{?([A-Za-z_]\w*)\}?|(\*\*|\+\+|--|<<|>>|[<>=!]=|&&|\|\||[-+*/%&|^]=|.))"
+)
 _LEVELS: tuple[dict[str, Callable[[int, int], int]], ...] = (
     {"||": lambda a, b: int(bool(a or b))},
     {"&&": lambda a, b: int(bool(a and b))},

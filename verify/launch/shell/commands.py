@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from verify.launch.shell.expand import script_directory, separators, unknown
-from verify.launch.shell.values import Gap, Shell, Value, Variable
+from verify.launch.shell.values import Gap, Shell, TooMuchError, Value, Variable
 
 # True or False: whether the command succeeded; None: nobody knows.
 Result = bool | None
@@ -74,17 +75,22 @@ def _formatted(form: str, arguments: list[str]) -> str | None:
         return None
     left, text = list(arguments), ""
     for _ in range(len(arguments) + 1):
-        text += _FORMAT.sub(lambda found: "%" if found[1] else found[0] % _converted(found[0], left), form)
+        text += _FORMAT.sub(lambda found: "%" if found[1] else _converted(found[0], left), form)
         if not left or "%" not in form.replace("%%", ""):
             return text
     return None
 
 
-def _converted(directive: str, left: list[str]) -> str | int:
+def _converted(directive: str, left: list[str]) -> str:
     given = left.pop(0) if left else ""
-    if directive[-1] not in "di":
-        return given
-    return int(given) if re.fullmatch(r"-?\d{1,18}", given) else 0
+    if directive[-1] == "q":
+        return shlex.quote(given)
+    width, kind = directive[1:-1], directive[-1]
+    if len(width) > 4:
+        raise TooMuchError("printf with a width of more than 9999")
+    if kind == "s":
+        return f"%{width}s" % given
+    return f"%{width}d" % (int(given) if re.fullmatch(r"-?\d{1,18}", given) else 0)
 
 
 def _cd(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
@@ -125,9 +131,7 @@ def _absolute(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     return True, True
 
 
-def _read(
-    shell: Shell, command: str, words: Sequence[Value], here: Value | None, line: int
-) -> tuple[bool, Result]:
+def _read(shell: Shell, command: str, words: Sequence[Value], here: Value | None, line: int) -> tuple[bool, Result]:
     """`read -ra NAME <<< TEXT`; names that are read from anything else become unknown."""
     flags = "".join(word.text[1:] for word in words if word.text.startswith("-"))
     names = [word.text for word in words if re.fullmatch(r"[A-Za-z_]\w*", word.text)]

@@ -210,6 +210,10 @@ def _listed(shell: Shell, part: Parameter, run: Run | None = None) -> list[Value
         return [_length(part, values or [])]
     if part.operator in (":-", "-", ":=", "=", ":+", "+", ":?", "?"):
         return _defaulted(shell, part, values, run)
+    if values is None and part.index in ("@", "*") and not shell.unresolved:
+        # No array comes from the environment: one that the script does not set is empty.
+        shell.empty.setdefault(part.name, str(shell.file or "the text"))
+        return []
     if values is None:
         return [unknown(part.source, "set neither in the script nor in the environment")]
     if not part.operator:
@@ -307,7 +311,9 @@ def _changed(shell: Shell, part: Parameter, value: Value, run: Run | None) -> Va
     elif operator in ("/", "//"):
         pattern, _, new = part.argument.partition("/")
         pattern = re.sub(r"\\(.)", r"\1", pattern) if "*" not in pattern and "?" not in pattern else ""
-        changed = text.replace(pattern, new, -1 if operator == "//" else 1) if pattern and "$" not in part.argument else None
+        changed = (
+            text.replace(pattern, new, -1 if operator == "//" else 1) if pattern and "$" not in part.argument else None
+        )
     elif operator == ":" and re.fullmatch(r"\s*\d+(?::\d+)?", part.argument):
         start, _, count = part.argument.strip().partition(":")
         changed = text[int(start) :][: int(count) if count else None]

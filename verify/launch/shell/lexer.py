@@ -162,8 +162,8 @@ class Lexer:
             return Substitution(text, self.text[start : self.position], quoted, line)
         if self.peek(3) == "$((":
             self.take(3)
-            if (text := self._calculation()) is not None:
-                return Arithmetic(text, self.text[start : self.position])
+            if (calculation := self._calculation()) is not None:
+                return Arithmetic(calculation, self.text[start : self.position])
             self.position, self.line = start, line
         if self.peek(2) == "$(":
             self.take()

@@ -306,9 +306,7 @@ class _Parser:
     def _assignment(self) -> re.Match[str] | None:
         return _ASSIGNED.match(self.lexer.text, self.lexer.position)
 
-    def _assign(
-        self, found: re.Match[str], assignments: list[Assignment], words: list[ShellWord]
-    ) -> list[ShellWord]:
+    def _assign(self, found: re.Match[str], assignments: list[Assignment], words: list[ShellWord]) -> list[ShellWord]:
         """Reads an assignment; behind `export` and its like the name also stays a word."""
         line, name, append = self.lexer.line, found[1], bool(found[3])
         self.lexer.take(len(found[0]))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from verify.issue import Issue
+from verify.launch.nearest import nearest
 from verify.launch.options import OPTIONS, SWITCH_NAMES
 from verify.launch.shell.parser import parse
 from verify.launch.shell.run import follow
@@ -66,6 +67,10 @@ def _without_trainer(shell: Shell, place: str, arguments: Sequence[str]) -> Laun
     if len(shell.lost) == 1 and not shell.unresolved:
         words, line, file = shell.lost[0]
         return _launch(shell, Start(words, (), {}, line, file), arguments)
+    if shell.stopped:
+        said = f"{place}: it ends at {shell.stopped[-1]} before a trainer starts"
+        hint = "set the variables that it asks for in the environment of this command, as for the job"
+        raise CkptkitError(said, hint)
     hint = "give the script that runs `python3 train.py ...`, or paste that command into a file"
     raise CkptkitError(f"{place}: no command starts a trainer (train.py, train_async.py, pretrain_gpt.py)", hint)
 
@@ -75,7 +80,7 @@ def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
     words = (*_words(start.words, unresolved), *(Word(text) for text in arguments))
     environment = {name: _word(value) for name, value in start.environment.items()}
     environment |= dict(_runtime(start.before, unresolved))
-    return LaunchText(words, environment, tuple(unresolved), tuple(_lost(shell)))
+    return LaunchText(words, environment, tuple(unresolved), (*_lost(shell), *_misspelled(shell)))
 
 
 def _word(value: Value) -> Word:
@@ -146,3 +151,16 @@ def _lost(shell: Shell) -> Iterator[Issue]:
             "end the line above with `\\`, without a comment in between",
             file=file,
         )
+
+
+def _misspelled(shell: Shell) -> Iterator[Issue]:
+    """Arrays that are set nowhere, where one is that differs in a letter: bash expands them to nothing."""
+    for name, file in shell.empty.items():
+        meant = nearest(name, (one for one, value in shell.variables.items() if value.array and value.values), 1)
+        if meant is not None and len(name) > 3:
+            yield Issue(
+                f"an array that is set, such as ${{{meant}[@]}}",
+                f"${{{name}[@]}} is set nowhere, so none of its words reach the trainer",
+                f"correct the name: {meant}",
+                file=file,
+            )

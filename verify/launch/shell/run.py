@@ -50,8 +50,7 @@ def follow(shell: Shell, nodes: Sequence[Node]) -> tuple[Flow, Result]:
     for number, node in enumerate(nodes):
         flow, result = _node(shell, node)
         if flow == "maybe":
-            rest = nodes[number + 1 :]
-            _either(shell, [lambda one: follow(one, rest)[0], _nothing], shell.place(node.line))
+            _either(shell, [_body(nodes[number + 1 :]), _nothing], shell.place(node.line))
             return "maybe", None
         if flow:
             return flow, result
@@ -62,7 +61,7 @@ def _nothing(_: Shell) -> Flow:
     return ""
 
 
-def _node(shell: Shell, node: Node) -> tuple[Flow, Result]:  # noqa: PLR0911 - one arm for each kind of command
+def _node(shell: Shell, node: Node) -> tuple[Flow, Result]:
     shell.step()
     match node:
         case Simple():
@@ -185,11 +184,7 @@ def _case(shell: Shell, node: Case) -> tuple[Flow, Result]:
 
 
 def _loop(shell: Shell, node: For | ForArithmetic | While) -> Flow:
-    flow: Flow
-    if isinstance(node, For):
-        flow = _for(shell, node)
-    else:
-        flow = _while(shell, node)
+    flow = _for(shell, node) if isinstance(node, For) else _while(shell, node)
     return flow if flow in ("exit", "return", "maybe") else ""
 
 
@@ -331,12 +326,12 @@ def _assign_element(shell: Shell, assignment: Assignment, value: Value, before: 
     shell.assign_array(assignment.name, tuple(values))
 
 
-def _command(
-    shell: Shell, node: Simple, words: list[Value], given: dict[str, Value]
-) -> tuple[Flow, Result]:
+def _command(shell: Shell, node: Simple, words: list[Value], given: dict[str, Value]) -> tuple[Flow, Result]:
     """One command with its words; `given` are the variables that only it sees."""
     name = words[0].text
     if name in ("exit", "return", "break", "continue"):
+        if name == "exit":
+            shell.stopped.append(shell.place(node.line))
         return name, True  # type: ignore[return-value]
     if name in shell.functions:
         return _call(shell, shell.functions[name], words)

@@ -195,17 +195,4 @@ class Test:
     line: int
 
 
-Node = (
-    Simple
-    | Pipeline
-    | AndOr
-    | If
-    | For
-    | ForArithmetic
-    | While
-    | Case
-    | Group
-    | Function
-    | Calculation
-    | Test
-)
+Node = Simple | Pipeline | AndOr | If | For | ForArithmetic | While | Case | Group | Function | Calculation | Test

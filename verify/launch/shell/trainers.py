@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 
 from verify.launch.shell.values import Shell, Start, Value
 
-# slime, miles and Megatron-LM start a file, verl and others a module.
-_FILE = re.compile(r"(?:pre)?train\w*\.py")
+# slime, miles, Megatron-LM, NeMo-RL and ROLL start a file, verl and others a module.
+_FILE = re.compile(r"(?:pre)?train\w*\.py|run_\w*(?:grpo|ppo|dpo|sft|distillation|rm)\w*\.py|start_\w+_pipeline\.py")
 _MODULE = re.compile(r"(?:[\w.]+\.)?(?:(?:pre)?train\w*|main_ppo\w*|main_\w*trainer)")
 _LAUNCHER = re.compile(r"python[\d.]*|torchrun|deepspeed|accelerate|uv|ray")
 # Commands that name a trainer and start none.
-_OTHERS = frozenset({"echo", "printf", "pkill", "kill", "killall", "pgrep", "grep", "ls", "cat", "cp", "mv", "rm", "sed"})
+_OTHERS = frozenset(
+    {"echo", "printf", "pkill", "kill", "killall", "pgrep", "grep", "ls", "cat", "cp", "mv", "rm", "sed"}
+)
 _RUNS_TEXT = frozenset({"bash", "sh", "ssh", "srun", "docker", "ray", "nohup", "kubectl", "su", "sudo", "tmux"})
 _INNER = re.compile(r"(?:python[\d.]*|torchrun)\s[^\n]*(?:train\w*\.py|main_ppo)", re.DOTALL)
 _SET = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)

@@ -74,7 +74,8 @@ class Shell:
     """The state of a shell that is only imagined.
 
     `directory` is None where a `cd` could not be followed. `unresolved` has a line for everything that may have
-    changed anything and could not be followed. `steps` is shared by all shells of a script.
+    changed anything and could not be followed, `empty` the arrays that are expanded and set nowhere, `stopped` the
+    places where the script ends itself. These, `starts`, `lost` and `steps` are shared by all branches.
     """
 
     file: Path | None
@@ -91,6 +92,8 @@ class Shell:
     steps: list[int] = field(default_factory=lambda: [0])
     depth: int = 0
     arguments_used: bool = False
+    empty: dict[str, str] = field(default_factory=dict)
+    stopped: list[str] = field(default_factory=list)
 
     def step(self) -> None:
         """Counts one command. Raises TooMuchError after `MOST_STEPS`."""

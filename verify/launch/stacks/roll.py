@@ -180,7 +180,7 @@ def _devices(settings: Settings, role: str) -> Gpus:
     if not settings.resolved(key):
         return Gpus()
     if (word := settings.word(key)) is None:
-        count = sum(1 for _ in settings.config.keys(key))
+        count = sum(1 for _ in settings.config.names(key))
         if not count:
             settings.unread.append(f"{key} is not given, so the number of GPUs is not known")
         return Gpus(count or None, key)

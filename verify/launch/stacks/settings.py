@@ -132,7 +132,7 @@ class Settings:
 
     def not_looked_at(self, pattern: re.Pattern[str]) -> None:
         """Adds a line for every key that matches, is given, and neither false, empty nor null."""
-        for key in self.config.keys():
+        for key in self.config.names():
             if pattern.search(key) and (word := self.word(key)) and word.text.lower() not in ("false", "", "{}", "[]"):
                 self._say(f"{self.place(key)} {word.text}: not looked at")
 

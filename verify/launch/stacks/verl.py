@@ -98,7 +98,7 @@ def _is_megatron(settings: Settings, named: bool) -> bool:
     strategy = settings.text(f"{_AR}.actor.strategy") or settings.text("model_engine")
     if strategy:
         return strategy == "megatron"
-    return named or any(key.startswith(f"{_AR}.actor.megatron.") for key in settings.config.keys())
+    return named or any(key.startswith(f"{_AR}.actor.megatron.") for key in settings.config.names())
 
 
 def _lora(settings: Settings) -> bool:

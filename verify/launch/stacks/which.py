@@ -15,7 +15,7 @@ from verify.launch.settings.yaml_tree import Tree
 from verify.launch.stacks import nemo_rl, roll, verl
 from verify.launch.stacks.launched import Stacked
 from verify.launch.stacks.settings import Settings
-from verify.launch.words import Word
+from verify.launch.words import LaunchText, UnresolvedWord, Word
 
 # How Hydra, NeMo-RL and ROLL are told their file of settings.
 _FOLDER = frozenset({"--config-path", "-cp", "--config-dir", "-cd", "--config_path"})
@@ -89,6 +89,13 @@ def agreed(stacked: Stacked, load: Path | None, ref_load: Path | None) -> None:
         if side is None or os.path.abspath(path) != os.path.abspath(side.path or ""):
             said = f"no {role} is loaded" if side is None else f"the {role} loads {side.path}"
             raise CkptkitError(f"{option} {path}, but by the settings of {stacked.name} {said}", f"leave {option} out")
+
+
+def unresolved_besides(text: LaunchText) -> list[str]:
+    """What could not be resolved of a launch's text, less overrides: one that decides something is told by its key."""
+    overrides = (word for word in text.words if isinstance(word, UnresolvedWord) and is_override(word.text))
+    known = {f"{word.place}: {word.text}: {word.why}" for word in overrides}
+    return [line for line in text.unresolved if line not in known]
 
 
 def _named(words: Sequence[Word]) -> _Named:

@@ -81,7 +81,7 @@ def passes(report: Report) -> bool:
 
 
 def test_a_first_run_converts_the_model_and_passes(base: Path, hf: Path) -> None:
-    report = preflight(config=model(base, hf))
+    report = preflight(script=model(base, hf))
     assert passes(report)
     why = "policy.model_name, which NeMo-RL converts at the start"
     engine = "vllm takes config and tokenizer from policy.model_name, its weights come from the actor"
@@ -95,7 +95,7 @@ def test_a_first_run_converts_the_model_and_passes(base: Path, hf: Path) -> None
 def test_a_checkpoint_of_megatron_with_sizes_passes(base: Path, hf: Path, converted: PathOf) -> None:
     sizes = "{tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, expert_model_parallel_size: 4}"
     checkpoint = f"pretrained_checkpoint: {{path: {converted(NAME)}, format: megatron_lm}}"
-    report = preflight(config=model(base, hf, f"  {checkpoint}\n  megatron_cfg: {sizes}\n"))
+    report = preflight(script=model(base, hf, f"  {checkpoint}\n  megatron_cfg: {sizes}\n"))
     assert passes(report)
     path = converted(NAME) / "release"
     why = "the tracker says release: of policy.pretrained_checkpoint.path"
@@ -106,12 +106,12 @@ def test_a_checkpoint_of_megatron_with_sizes_passes(base: Path, hf: Path, conver
 def test_a_converted_copy_is_loaded_instead_of_the_model(base: Path, hf: Path, converted: PathOf) -> None:
     copy = base.parent / "copies" / f"model_{str(hf).replace('/', '_')}" / "iter_0000000"
     shutil.copytree(converted(NAME) / "release", copy)
-    report = preflight(config=model(base, hf))
+    report = preflight(script=model(base, hf))
     assert passes(report)
     assert loads(report)[0] == (
         f"actor loads {copy} (Megatron): the copy of policy.model_name that NeMo-RL converted before"
     )
-    again = preflight(config=base.parent / "job.yaml", arguments=["policy.megatron_cfg.force_reconvert_from_hf=True"])
+    again = preflight(script=base.parent / "job.yaml", arguments=["policy.megatron_cfg.force_reconvert_from_hf=True"])
     assert loads(again)[0].startswith(f"actor loads {hf} (HF)")
 
 
@@ -123,7 +123,7 @@ def test_a_copy_older_than_the_model_is_a_warning(
     shutil.copytree(converted(NAME) / "release", copy)
     for path in own.iterdir():
         os.utime(path, (4e9, 4e9))
-    finding = only(preflight(config=model(base, own)))
+    finding = only(preflight(script=model(base, own)))
     assert (finding.code, finding.severity) == ("CK711", "warning")
     assert finding.actual == "config.json is newer: NeMo-RL loads the copy all the same"
 
@@ -133,7 +133,7 @@ def test_a_run_resumes_from_its_last_step(base: Path, hf: Path, converted: PathO
         weights = base.parent / "results" / f"step_{step}" / "policy" / "weights"
         shutil.copytree(converted(NAME) / "release", weights / "iter_0000000")
         (weights / "latest_train_state.pt").touch()
-    report = preflight(config=model(base, hf, "checkpointing: {checkpoint_dir: results}\n"))
+    report = preflight(script=model(base, hf, "checkpointing: {checkpoint_dir: results}\n"))
     assert passes(report)
     assert loads(report)[0] == (
         "actor loads results/step_10/policy/weights/iter_0000000 (Megatron): step_10 is the last of "
@@ -144,21 +144,22 @@ def test_a_run_resumes_from_its_last_step(base: Path, hf: Path, converted: PathO
 
 def test_a_last_step_without_its_state_is_found(base: Path, hf: Path, only: OnlyFinding) -> None:
     (base.parent / "results" / "step_3" / "policy" / "weights").mkdir(parents=True)
-    finding = only(preflight(config=model(base, hf, "checkpointing: {checkpoint_dir: results}\n")))
+    finding = only(preflight(script=model(base, hf, "checkpointing: {checkpoint_dir: results}\n")))
     assert (finding.code, finding.severity, finding.file) == ("CK713", "error", "results/step_3/policy/weights")
     assert finding.actual.endswith("so the run goes on at step_3 with the weights of its start")
 
 
 def test_generation_on_gpus_of_its_own_passes(base: Path, hf: Path) -> None:
     text = "  generation: {colocated: {enabled: false, resources: {num_nodes: 1, gpus_per_node: 8}}}\n"
-    report = preflight(config=model(base, hf, f"{text}cluster: {{num_nodes: 3}}\n"))
+    report = preflight(script=model(base, hf, f"{text}cluster: {{num_nodes: 3}}\n"))
     assert passes(report)
 
 
 def test_gpus_left_for_training_are_compared(base: Path, hf: Path, only: OnlyFinding) -> None:
-    text = "  megatron_cfg: {pipeline_model_parallel_size: 4}\n  generation: {colocated: {enabled: false, resources: {gpus_per_node: 2}}}\n"
+    own = "{colocated: {enabled: false, resources: {gpus_per_node: 2}}}"
+    text = f"  megatron_cfg: {{pipeline_model_parallel_size: 4}}\n  generation: {own}\n"
     file = model(base, hf, f"{text}loss_fn: {{reference_policy_kl_penalty: 0}}\n")
-    finding = only(preflight(config=file))
+    finding = only(preflight(script=file))
     assert finding.code == "CK722"
     assert finding.expected.startswith("GPUs of the actor that divide by tp x pp x cp = 1 x 4 x 1 = 4 (")
     assert f"policy.megatron_cfg.pipeline_model_parallel_size ({file}:4)" in finding.expected
@@ -173,7 +174,7 @@ def test_sglang_and_no_megatron_pass(base: Path, hf: Path) -> None:
         "  megatron_cfg: {enabled: false}\n  generation:\n    backend: sglang\n"
         "    sglang_cfg: {model_path: '${policy.model_name}', tp_size: 2}\n"
     )
-    report = preflight(config=model(base, hf, text))
+    report = preflight(script=model(base, hf, text))
     assert passes(report)
     assert loads(report)[2] == (
         f"rollout engine loads {hf} (HF): sglang loads policy.generation.sglang_cfg.model_path first"
@@ -197,19 +198,19 @@ def test_a_checkpoint_that_nemo_rl_refuses_is_found(
     text: str, code: str, actual: str, hint: str, base: Path, hf: Path, converted: PathOf
 ) -> None:
     root = str(converted(NAME))
-    report = preflight(config=model(base, hf, f"  pretrained_checkpoint: {text.replace('RELEASE', root)}\n"))
+    report = preflight(script=model(base, hf, f"  pretrained_checkpoint: {text.replace('RELEASE', root)}\n"))
     (finding,) = report.findings
     assert (finding.code, finding.actual, finding.hint) == (code, actual.replace("RELEASE", root), hint)
 
 
 def test_a_model_that_does_not_divide_is_found(base: Path, hf: Path) -> None:
-    report = preflight(config=model(base, hf, "  megatron_cfg: {tensor_model_parallel_size: 4}\n"))
+    report = preflight(script=model(base, hf, "  megatron_cfg: {tensor_model_parallel_size: 4}\n"))
     assert ("CK703", "num_attention_heads = 10") in [(one.code, one.actual) for one in report.findings]
 
 
 def test_a_model_that_is_not_there_is_found(base: Path, only: OnlyFinding) -> None:
     file = model(base, Path("/nowhere/model"))
-    finding = only(preflight(config=file))
+    finding = only(preflight(script=file))
     assert (finding.code, finding.actual) == ("CK714", "no such directory")
     assert finding.expected == f"policy.model_name ({file}:3): an HF directory with config.json"
 
@@ -231,7 +232,7 @@ def test_a_model_that_is_not_there_is_found(base: Path, only: OnlyFinding) -> No
     ],
 )
 def test_what_cannot_be_told_makes_the_report_inconclusive(text: str, line: str, base: Path, hf: Path) -> None:
-    report = preflight(config=child(base, text.replace("MODEL", str(hf))))
+    report = preflight(script=child(base, text.replace("MODEL", str(hf))))
     assert (report.status, report.findings) == ("inconclusive", [])
     assert any(line in one for one in report.facts["not read"])
 
@@ -239,14 +240,14 @@ def test_what_cannot_be_told_makes_the_report_inconclusive(text: str, line: str,
 def test_a_file_to_inherit_from_that_is_not_there_is_inconclusive(base: Path, hf: Path) -> None:
     file = model(base, hf)
     base.unlink()
-    report = preflight(config=file)
+    report = preflight(script=file)
     assert (report.status, report.findings) == ("inconclusive", [])
     assert f"{file}:1: defaults: base.yaml: no such file beside it" in report.facts["not read"]
 
 
 def test_a_section_that_says_override_replaces_the_inherited_one(base: Path, hf: Path) -> None:
     """`cluster` loses its number of GPUs, so nothing says how many there are."""
-    report = preflight(config=model(base, hf, "cluster: {_override_: true, num_nodes: 2}\n"))
+    report = preflight(script=model(base, hf, "cluster: {_override_: true, num_nodes: 2}\n"))
     assert next(one.status for one in report.checks if one.code == "CK722") == "skipped"
     assert report.facts["not read"] == ["cluster.gpus_per_node is not given, and NeMo-RL has no default for it"]
 
@@ -254,7 +255,7 @@ def test_a_section_that_says_override_replaces_the_inherited_one(base: Path, hf:
 def test_a_yaml_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("services: {web: {}}\n")
     with pytest.raises(CkptkitError, match="has the settings of none of them: services"):
-        preflight(config=tmp_path / "a.yaml")
+        preflight(script=tmp_path / "a.yaml")
 
 
 def test_a_yaml_file_on_the_command_line(base: Path, hf: Path) -> None:

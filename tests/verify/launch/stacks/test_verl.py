@@ -55,11 +55,12 @@ def test_a_first_run_from_hf_passes(hf: Path, tmp_path: Path, monkeypatch: pytes
     assert passes(report)
     model = "actor_rollout_ref.model.path"
     bridge = f"{model}, through a bridge"
+    engine = f"sglang takes config and tokenizer from {model}, its weights come from the actor"
     anew = "resume_mode auto finds no tracker in checkpoints/verl_examples/gsm8k"
     assert loads(report) == [
         f"actor loads {hf} (HF): {bridge}; {anew}",
         f"reference loads {hf} (HF): {bridge}",
-        f"rollout engine loads {hf} (HF): sglang takes config and tokenizer from {model}, its weights come from the actor",
+        f"rollout engine loads {hf} (HF): {engine}",
     ]
 
 
@@ -121,9 +122,9 @@ def test_settings_of_a_file_with_its_defaults_pass(hf: Path, tmp_path: Path) -> 
         "  actor:\n    megatron:\n      tensor_model_parallel_size: ${mul:${cut},1}\n"
         "trainer: {nnodes: 1, n_gpus_per_node: 4, resume_mode: disable}\n"
     )
-    assert passes(preflight(config=file))
+    assert passes(preflight(script=file))
     assert passes(preflight(arguments=[f"--config-path={tmp_path}", "--config-name", "job"]))
-    report = preflight(config=file, arguments=["cut=3"])
+    report = preflight(script=file, arguments=["cut=3"])
     found = [(finding.code, finding.actual) for finding in report.findings]
     assert ("CK722", f"4 GPUs: trainer.nnodes ({file}:13) 1 x trainer.n_gpus_per_node ({file}:13) 4") in found
     assert ("CK703", "num_attention_heads = 10") in found
