@@ -74,8 +74,10 @@ GPUS: Mapping[str, tuple[str, Kind]] = {
         *("num-gpus-per-node", "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"),
         *("expert-model-parallel-size", "expert-tensor-parallel-size", "sglang-dp-size", "sglang-data-parallel-size"),
         *("sglang-ep-size", "sglang-expert-parallel-size", "sglang-ep", "sglang-pp-size"),
-        *("sglang-pipeline-parallel-size", "sglang-dp"),
+        *("sglang-pipeline-parallel-size", "sglang-dp", "sglang-moe-dense-tp-size", "sglang-moe-dp-size"),
+        *("sglang-moe-data-parallel-size", "sglang-ep-num-redundant-experts"),
     ),
+    **_named(str, "sglang-moe-a2a-backend"),
     **_named(True, "colocate", "sglang-enable-dp-attention", "debug-train-only", "debug-rollout-only"),
 }
 # What a launch loads.

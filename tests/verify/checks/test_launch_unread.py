@@ -29,7 +29,7 @@ SLIME = shlex.split(
     "--tensor-model-parallel-size 2 --sequence-parallel "
     "--pipeline-model-parallel-size 1 --context-parallel-size 2 --expert-model-parallel-size 4 "
     "--expert-tensor-parallel-size 1 "
-    "--recompute-granularity full --rollout-num-gpus-per-engine 8 --sglang-ep-size 8 --sglang-dp-size 4 --sglang-enable-dp-attention "
+    "--recompute-granularity full --rollout-num-gpus-per-engine 4 --sglang-ep-size 4 --sglang-dp-size 2 --sglang-enable-dp-attention "
     "--sglang-mem-fraction-static 0.7 "
     "--eval-prompt-data aime /data/aime.jsonl --no-load-optim --load-debug-rollout-data /data/a.pt --lr 1e-6 "
     "--save /data/out --save-interval 20 "

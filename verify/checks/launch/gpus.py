@@ -82,6 +82,13 @@ class _Sizes:
         self.engine = of("rollout_num_gpus_per_engine", 1)
         self.engine_pp, self.engine_ep, self.engine_dp = (of(name, 1) for name in _ENGINE[1:])
         self.dp_attention = bool(given.get("sglang_enable_dp_attention", False))
+        # Every backend but none makes SGLang spread experts over all ranks of an engine.
+        if given.get("sglang_moe_a2a_backend", "none") != "none":
+            self.engine_ep = self.tp_of_engine
+        moe_dp = ("sglang_moe_dp_size", "sglang_moe_data_parallel_size")
+        self.plain_experts = not any(given.get(name, 1) != 1 for name in moe_dp)
+        self.dense_tp = None if "sglang_moe_dense_tp_size" in given.places else self.tp_of_engine
+        self.redundant = of("sglang_ep_num_redundant_experts", 0) or 0
         self.where = subject.launch.text.words[0].file if subject.launch and subject.launch.text.words else None
 
     def _size(self, name: str, default: int | None) -> int | None:
@@ -159,11 +166,9 @@ class _Sizes:
         elif not dims.mla and dims.groups % attention and attention % dims.groups:
             expected = f"num_key_value_heads that divides {attention} ranks, or is divided by them"
             yield self.issue(expected, f"{dims.groups}", hint)
-        if dims.experts and dims.experts % ep:
-            actual = f"{dims.experts} experts"
-            yield self.issue(
-                f"experts that divide over sglang_ep_size = {ep}", actual, "choose another --sglang-ep-size"
-            )
+        if dims.experts and (dims.experts + self.redundant) % ep:
+            expected = f"experts that divide over sglang_ep_size = {ep}"
+            yield self.issue(expected, f"{dims.experts + self.redundant} experts", "choose another --sglang-ep-size")
         yield from self._blocks(dims, config, tp, ep)
 
     def _blocks(self, dims: ModelDims, config: Mapping[str, Any], tp: int, ep: int) -> Iterator[Issue]:
@@ -171,8 +176,8 @@ class _Sizes:
         block = quantization.get("weight_block_size")
         if quantization.get("quant_method") != "fp8" or not isinstance(block, list) or not block:
             return
-        rows = [("moe_intermediate_size", dims.expert_ffn, tp // ep)] if dims.experts else []
-        rows += [("intermediate_size", dims.ffn, tp)] if dims.dense else []
+        rows = [("moe_intermediate_size", dims.expert_ffn, tp // ep)] if dims.experts and self.plain_experts else []
+        rows += [("intermediate_size", dims.ffn, self.dense_tp)] if dims.dense and self.dense_tp else []
         for name, size, ranks in rows:
             if ranks > 1 and size and (size % ranks or (size // ranks) % block[0]):
                 expected = f"{name} whose part on each of {ranks} ranks divides by the FP8 block of {block[0]}"

@@ -57,7 +57,7 @@ def _text(script: Path) -> str:
     try:
         if script.stat().st_size > _LARGEST:
             raise CkptkitError(f"{script} has more than {_LARGEST} bytes", "give the launch script itself")
-        return script.read_text(errors="replace")
+        return script.read_bytes().decode(errors="replace")
     except OSError as error:
         raise CkptkitError(f"{script}: {error.strerror}", "give the path of the launch script") from error
 

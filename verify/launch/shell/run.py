@@ -380,7 +380,7 @@ def _source(shell: Shell, words: list[Value], line: int) -> tuple[Flow, Result]:
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise TooMuchError(f"{path} has more than {_LARGEST_FILE} bytes")
-        text = path.read_text(errors="replace") if path.is_file() else None
+        text = path.read_bytes().decode(errors="replace") if path.is_file() else None
     except OSError:
         text = None
     if text is None:
