@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
+from ckptkit.formats.detect import TRACKER
 from verify.launch import slime
 from verify.launch.model_arguments import GivenArguments, given_arguments
 from verify.launch.options import MODULES
+from verify.launch.role_files import RoleFiles, role_files
 from verify.launch.sides import Side
+from verify.launch.slime import ROLLOUT
 from verify.launch.stacks.launched import Stacked
 from verify.launch.stacks.which import unresolved_besides
 from verify.launch.unread import unread
@@ -33,7 +38,6 @@ class Launch:
     critic: Path | None = None
     teacher: Path | None = None
     teacher_step: int | None = None
-
     stack: Stacked | None = None
 
     @property
@@ -46,10 +50,32 @@ class Launch:
         """The arguments of Megatron, slime and SGLang among the words."""
         return given_arguments(self.text.words)
 
+    @cached_property
+    def files(self) -> RoleFiles:
+        """What files of settings of slime and miles say, as far as they are there."""
+        return role_files(self.text.words)
+
+    @property
+    def mode(self) -> str | None:
+        """How miles loads and sends weights, raw or bridge; None where the launch does not say it, or is slime's."""
+        return str(self.given.values["megatron_to_hf_mode"]) if "megatron_to_hf_mode" in self.given.values else None
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks on what this launch loads."""
+        if self.stack:
+            return list(self.stack.notes)
+        notes = []
+        if self.mode is None and any(side.kind == "hf" and side.role != ROLLOUT for side in sides_of(self)):
+            notes.append("slime loads the HF directory itself; miles does so with --megatron-to-hf-mode bridge only")
+        if self.critic:
+            notes.append("--critic-load is an option of miles; slime passes over it and reads --megatron-config-path")
+        return notes
+
     @property
     def bridge(self) -> bool:
         """Whether miles builds and loads the model by Megatron-Bridge, from `--hf-checkpoint`."""
-        return bool(self.given.get("megatron_to_hf_mode", "raw") == "bridge")
+        return self.mode == "bridge"
 
     @property
     def unjudged(self) -> list[str]:
@@ -72,21 +98,56 @@ class Launch:
             "--opd-teacher-ckpt-step": self.teacher_step,
         }
         given = frozenset(option for option, value in named.items() if value is not None)
-        return [*unread(self.words, given), *self.text.unresolved]
+        lines = [line for line in unread(self.words, given) if line.partition(" ")[0] not in self.files.read]
+        return [*lines, *self.files.unread, *self.text.unresolved]
 
 
 def sides_of(launch: Launch) -> list[Side]:
     """Every side that the launch says something about."""
     if launch.stack:
         return list(launch.stack.sides)
-    load, ref_load, step = launch.load, launch.ref_load, launch.ckpt_step
-    ref_step = step if launch.ref_step is None else launch.ref_step
+    return [*_trainers(launch), *([slime.rollout(launch.hf_checkpoint)] if launch.hf_checkpoint else [])]
+
+
+def _trainers(launch: Launch) -> Iterator[Side]:
+    """Actor, reference, critic and teacher, as far as the launch gives them something to load."""
+    load, ref_load, step, mode = launch.load, launch.ref_load, launch.ckpt_step, launch.mode
     fallback = ref_load or (launch.hf_checkpoint if launch.bridge else None)
     option = "--ref-load" if ref_load else "--hf-checkpoint"
-    known = load or ref_load or (fallback and launch.text.words)
-    sides = [slime.actor(load, fallback, step, launch.ref_step, option)] if known else []
-    sides += [slime.trainer("reference", "--ref-load", ref_load, ref_step)] if ref_load else []
-    sides += [slime.trainer("critic", "--critic-load", launch.critic, None)] if launch.critic else []
-    teacher, steps = launch.teacher, launch.teacher_step
-    sides += [slime.trainer("teacher", "--opd-teacher-load", teacher, steps)] if teacher else []
-    return [*sides, slime.rollout(launch.hf_checkpoint)] if launch.hf_checkpoint else sides
+    # Whoever falls back to the reference takes its step, and lends it to roles without one; not in mode bridge.
+    falls_back = load is None or not (load / TRACKER).exists()
+    shared = launch.ref_step if falls_back and launch.ref_step is not None and not launch.bridge else step
+    if load or ref_load or (fallback and launch.text.words) or launch.files.path("actor", "load"):
+        side = slime.actor(load, fallback, shared, option=option, mode=mode)
+        yield _of_file(launch, "actor", "load", "--load", shared) or side
+    reference = shared if launch.ref_step is None else launch.ref_step
+    if said := _of_file(launch, "reference", "ref_load", "--ref-load", reference):
+        yield said
+    elif ref_load:
+        yield slime.trainer("reference", "--ref-load", ref_load, reference, mode)
+    if said := _of_file(launch, "critic", "load", "--critic-load", shared):
+        yield said
+    elif launch.critic:
+        yield slime.trainer("critic", "--critic-load", launch.critic, shared)
+    if launch.teacher:
+        yield slime.trainer(
+            "teacher",
+            "--opd-teacher-load",
+            launch.teacher,
+            shared if launch.teacher_step is None else launch.teacher_step,
+            mode,
+        )
+
+
+def _of_file(launch: Launch, role: str, name: str, option: str, step: int | None) -> Side | None:
+    """The side whose path a file of settings gives; None where none does. The actor's file gives the reference's."""
+    files, of = launch.files, "actor" if role == "reference" else role
+    word = files.path(of, name)
+    if word is None or (role == "critic" and "critic" not in files.roles):
+        return None
+    own = files.step(of, "ref_ckpt_step") if role == "reference" else None
+    steps = [own, files.step(of, "ckpt_step"), step]
+    side = slime.trainer(
+        role, option, Path(word.text), next((one for one in steps if one is not None), None), launch.mode
+    )
+    return replace(side, why=f"{side.why} ({name} at {word.place})")

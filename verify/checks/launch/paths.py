@@ -116,7 +116,7 @@ def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Options that name a checkpoint, a parallel size or a file of settings, and overrides as Hydra has them."""
     launch = _words(subject)
     tally.compared(0, len(launch.text.words) or 1)
-    for note in launch.stack.notes if launch.stack else ():
+    for note in launch.notes:
         tally.note(note)
     if lines := launch.unread:
         tally.facts[NOT_READ] = lines
