@@ -106,6 +106,22 @@ def test_header_verbs_import_no_torch_for_a_megatron_checkpoint(releases: PathOf
     assert modules & (HEAVY | {"torch"}) == set()
 
 
+def test_preflight_of_a_yaml_file_imports_no_torch_and_no_hydra(
+    releases: PathOf, converted: PathOf, tmp_path: Path
+) -> None:
+    file = tmp_path / "job.yaml"
+    checkpoint = f"{{path: {converted('qwen3_moe')}, format: megatron_lm}}"
+    sizes = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    megatron = ", ".join(f"{name}_parallel_size: 1" for name in sizes)
+    file.write_text(
+        f"policy:\n  model_name: {releases('qwen3_moe')}\n  pretrained_checkpoint: {checkpoint}\n"
+        f"  megatron_cfg: {{enabled: true, {megatron}}}\ncluster: {{num_nodes: 1, gpus_per_node: 8}}\n"
+    )
+    (modules,) = loaded(["preflight", str(file)])
+    assert {"verify.launch.stacks.nemo_rl", "yaml", "ckptkit.formats.torch_dist.reader"} <= modules
+    assert modules & (HEAVY | {"torch", "hydra", "omegaconf"}) == set()
+
+
 def test_inspect_imports_no_torch_for_megatrons_legacy_format(releases: PathOf, saved: Path) -> None:
     name, _ = SAVES["legacy, experts cut"]
     (modules,) = loaded(["inspect", str(saved / "legacy, experts cut"), "--hf", str(releases(name))])

@@ -74,7 +74,7 @@ def trainer(role: str, option: str, root: Path, step: int | None, mode: str | No
         if mode == "raw" and is_supported_hf(root):
             hint = "convert it with `ckptkit convert`, or give --megatron-to-hf-mode bridge"
             issue = path_issue(option, root, f"a directory with {TRACKER}", "an HF directory, in mode raw", hint)
-            why = f"miles stops: it loads an HF directory such as {option} {root} in mode bridge only"
+            why = f"miles stops: {option} {root} is an HF directory, which it takes in mode bridge only"
             return Side(role, None, None, why, (issue,))
         return _untracked(role, option, root, step)
     # Megatron loads release/ whatever the step is.
