@@ -54,7 +54,7 @@ def preflight(
     for path in (given for given in (hf_checkpoint, load, ref_load) if given):
         refuse_url(path)
     launch, notes = launch_of(text, _path(hf_checkpoint), _path(load), _path(ref_load), ckpt_step)
-    if launch.hf_checkpoint is None and launch.load is None and launch.ref_load is None and not text.unresolved:
+    if not (launch.hf_checkpoint or launch.load or launch.ref_load or text.unresolved or text.issues):
         hint = "give at least one of --hf-checkpoint, --load and --ref-load, or a launch script"
         raise CkptkitError("nothing to look at", hint)
     said = {name: word.text for name, word in text.environment.items() if not isinstance(word, UnresolvedWord)}

@@ -41,6 +41,7 @@ Body = Callable[[Shell], Flow]
 _LARGEST_FILE = 1_000_000
 _INDEXED = re.compile(r"\[[^]]*\]\+?=")
 _DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
+_LOCAL = frozenset({"local", "declare", "typeset"})
 _QUIET = frozenset({"activate", ".bashrc", ".bash_profile", ".profile"})
 
 
@@ -260,6 +261,10 @@ def _deep(shell: Shell) -> None:
 def _simple(shell: Shell, node: Simple) -> tuple[Flow, Result]:
     words = expand(shell, node.words, substituted)
     if not words or words[0].text in _DECLARES:
+        if words and shell.locals and words[0].text in _LOCAL:
+            shell.locals[-1] |= {
+                word.text: shell.variables.get(word.text) for word in words[1:] if word.text not in shell.locals[-1]
+            }
         known = [_assign(shell, assignment) for assignment in node.assignments]
         if not words:
             return "", True if all(known) else None
@@ -278,10 +283,7 @@ def _with_assignments(shell: Shell, node: Simple, words: list[Value]) -> tuple[F
     shell.variables |= given
     outcome = _command(shell, node, words, {name: one.values[0] for name, one in given.items() if one.values})
     for name, variable in before.items():
-        if variable is None:
-            shell.variables.pop(name, None)
-        else:
-            shell.variables[name] = variable
+        shell.restore(name, variable)
     return outcome
 
 
@@ -362,7 +364,10 @@ def _call(shell: Shell, body: Node, words: list[Value]) -> tuple[Flow, Result]:
     before, used = shell.arguments, shell.arguments_used
     shell.arguments, shell.depth = tuple(words[1:]), shell.depth + 1
     _deep(shell)
+    shell.locals.append({})
     flow, result = _node(shell, body)
+    for name, variable in shell.locals.pop().items():
+        shell.restore(name, variable)
     shell.arguments, shell.depth, shell.arguments_used = before, shell.depth - 1, used
     return ("exit" if flow == "exit" else ""), result
 

@@ -34,7 +34,7 @@ class Gap:
 class Value:
     """A text, with the source of every gap where its value would stand; and where it is written.
 
-    `maybe`: it is only there if a condition holds that cannot be decided.
+    `maybe`: it is only there if a condition holds that cannot be decided. `whole`: it is never split at blanks.
     """
 
     text: str
@@ -42,6 +42,7 @@ class Value:
     file: Path | None = None
     line: int | None = None
     maybe: str = ""
+    whole: bool = False
 
     @property
     def known(self) -> bool:
@@ -75,7 +76,8 @@ class Shell:
 
     `directory` is None where a `cd` could not be followed. `unresolved` has a line for everything that may have
     changed anything and could not be followed, `empty` the arrays that are expanded and set nowhere, `stopped` the
-    places where the script ends itself. These, `starts`, `lost` and `steps` are shared by all branches.
+    places where the script ends itself, `locals` what the functions that are being called must restore. These,
+    `starts`, `lost` and `steps` are shared by all branches.
     """
 
     file: Path | None
@@ -94,6 +96,7 @@ class Shell:
     arguments_used: bool = False
     empty: dict[str, str] = field(default_factory=dict)
     stopped: list[str] = field(default_factory=list)
+    locals: list[dict[str, Variable | None]] = field(default_factory=list)
 
     def step(self) -> None:
         """Counts one command. Raises TooMuchError after `MOST_STEPS`."""
@@ -126,6 +129,13 @@ class Shell:
         if len(values) > MOST_WORDS:
             raise TooMuchError(f"${name} has more than {MOST_WORDS} words")
         self.variables[name] = Variable(values, True)
+
+    def restore(self, name: str, variable: Variable | None) -> None:
+        """Makes a variable what it was; None: not set."""
+        if variable is None:
+            self.variables.pop(name, None)
+        else:
+            self.variables[name] = variable
 
     def forget(self, name: str, why: str) -> None:
         """Makes a variable unknown."""
