@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from verify.launch.shell.read import read_script
-from verify.launch.words import UnresolvedWord
+from verify.launch.words import UnresolvedWord, known_words
 
 BASH = shutil.which("bash")
 # Prints every word of the trainer, so that bash says what it would have given to it.
@@ -208,3 +208,31 @@ def test_environment_that_is_no_json_is_unresolved() -> None:
 )
 def test_trainers_are_known_however_they_are_started(text: str, words: list[str]) -> None:
     assert [word.text for word in read_script(None, text, environment={}).words] == words
+
+
+def test_options_without_a_known_value_are_left_out_and_switches_stay() -> None:
+    text = "[ -f x ] && M=(--pp 2)\npython3 train.py --swiglu ${M[@]} --load $A --lr 1 --fp16 $EXTRA_ARGS"
+    read = read_script(None, text, environment={})
+    assert [word.text for word in known_words(read.words)] == ["--swiglu", "--lr", "1", "--fp16"]
+
+
+@pytest.mark.parametrize(
+    "words", ["--decoder-last-pipeline-num-layers $X", "--megatron-config-path $X", "--tp $X", "--load=$X"]
+)
+def test_unknown_value_of_an_option_that_matters_is_never_passed_over(words: str) -> None:
+    read = read_script(None, f"python3 train.py {words}", environment={})
+    assert len(read.unresolved) == 1
+    assert "$X" in read.unresolved[0]
+
+
+def test_int4_training_of_an_unknown_variable_is_unresolved() -> None:
+    text = "export OPEN_TRAINING_INT4_GROUP_SIZE=$SIZE\npython3 train.py --lr 1"
+    (line,) = read_script(None, text, environment={}).unresolved
+    assert line.startswith("the text:") or "OPEN_TRAINING_INT4_GROUP_SIZE" in line
+
+
+def test_relative_paths_follow_the_scripts_directory(tmp_path: Path) -> None:
+    read = read_script(None, f"cd {tmp_path}\npython3 train.py --load run --ref-load=/a --lr x", environment={})
+    assert [word.text for word in read.words] == ["--load", f"{tmp_path}/run", "--ref-load=/a", "--lr", "x"]
+    read = read_script(None, "cd $NOWHERE\npython3 train.py --load run", environment={})
+    assert "relative to a directory that is not known" in read.unresolved[0]

@@ -121,7 +121,6 @@ def _either(shell: Shell, bodies: Sequence[Body], where: str, what: str = "a con
         state.variables = merged(state, other, why)
         state.functions = other.functions | state.functions
         state.directory = state.directory if state.directory == other.directory else None
-        state.after_start |= other.after_start
     shell.take_over(state)
     flows = {flow for _, flow in left}
     return flows.pop() if len(flows) == 1 else "maybe"
@@ -152,7 +151,6 @@ def _pipeline(shell: Shell, node: Pipeline) -> tuple[Flow, Result]:
         branch = shell.branch()
         branch.output = None
         _node(branch, command)
-        shell.after_start |= branch.after_start
     if shell.output is not None:
         shell.output.append(unknown("$(... | ...)", "the output of other commands"))
     return "", None
@@ -348,7 +346,6 @@ def _command(shell: Shell, node: Simple, words: list[Value], given: dict[str, Va
         return "", None
     if start := start_of(words, shell, given, node.line):
         shell.starts.append(start)
-        shell.after_start = True
         return "", None
     if (text := inner_script(words)) is not None:
         return _inner(shell, text, node.line)

@@ -9,7 +9,7 @@ from pathlib import Path
 from verify.launch.shell.syntax import Node
 
 # A script that needs more is not read to its end.
-MOST_STEPS = 50_000
+MOST_STEPS = 20_000
 MOST_WORDS = 20_000
 MOST_CHARACTERS = 1_000_000
 DEEPEST = 25
@@ -61,13 +61,17 @@ class Variable:
 
 @dataclass(frozen=True)
 class Start:
-    """A command that starts a trainer: its words, those before them, and the variables that it sees."""
+    """A command that starts a trainer: its words, those before them, and the variables that it sees.
+
+    `directory`: where it is started; None where a `cd` could not be followed.
+    """
 
     words: tuple[Value, ...]
     before: tuple[Value, ...]
     environment: Mapping[str, Value]
     line: int
     file: Path | None
+    directory: Path | None
 
 
 @dataclass
@@ -89,7 +93,6 @@ class Shell:
     unresolved: dict[str, None] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
     lost: list[tuple[tuple[Value, ...], int, Path | None]] = field(default_factory=list)
-    after_start: bool = False
     output: list[Value] | None = None
     steps: list[int] = field(default_factory=lambda: [0])
     depth: int = 0
@@ -111,7 +114,7 @@ class Shell:
     def take_over(self, other: Shell) -> None:
         """Makes a branch's state this one's."""
         self.variables, self.functions, self.directory = other.variables, other.functions, other.directory
-        self.after_start, self.arguments = other.after_start, other.arguments
+        self.arguments = other.arguments
 
     def place(self, line: int) -> str:
         """`run.sh:12`."""
