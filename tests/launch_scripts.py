@@ -171,7 +171,7 @@ FAMILIES = {
         "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 "
         "--decoder-last-pipeline-num-layers 13 --expert-model-parallel-size 32 --expert-tensor-parallel-size 1",
         "--actor-num-nodes 16 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 64 --sglang-ep-size 64 "
-        "--sglang-dp-size 8 --sglang-enable-dp-attention",
+        "--sglang-dp-size 8 --sglang-enable-dp-attention --sglang-moe-dense-tp-size 1",
     ),
     "llama": Family(
         "meta-llama/Meta-Llama-3.1-8B",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from verify.launch.arguments import READ
 from verify.launch.patterns import frequency, sizes
 
 
@@ -96,7 +97,7 @@ NEIGHBOURS = frozenset(
         "--vocab-file",
     }
 )
-OPTIONS = frozenset({*MODEL, *SWITCHES, *GPUS, *PATHS, *MODULES})
+OPTIONS = frozenset({*MODEL, *SWITCHES, *GPUS, *PATHS, *MODULES, *READ})
 SWITCH_NAMES = frozenset(
     name for table in (MODEL, SWITCHES, GPUS) for name, one in table.items() if one[1] in (True, False)
 )

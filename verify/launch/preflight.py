@@ -59,7 +59,7 @@ def preflight(
     if stacked := read_stack(text.words, config, environment, paths[0]):
         return preflight_stack(stacked, text, *paths[1:], ckpt_step, {"tp": tp, "pp": pp, "ep": ep})
     launch, notes = launch_of(text, *paths, ckpt_step)
-    if launch.hf_checkpoint is None and launch.load is None and launch.ref_load is None and not text.unresolved:
+    if not (launch.hf_checkpoint or launch.load or launch.ref_load or text.unresolved or text.issues):
         hint = "give at least one of --hf-checkpoint, --load and --ref-load, or a launch script"
         raise CkptkitError("nothing to look at", hint)
     options = LaunchArguments.read(launch.words, environment)

@@ -53,9 +53,12 @@ class LaunchText:
 def known_words(words: Sequence[Word]) -> list[Word]:
     """The words without those that are not known, and without the options whose values those are."""
     known: list[Word] = []
+    before: Word | None = None
     for word in words:
         if not isinstance(word, UnresolvedWord):
             known.append(word)
-        elif not word.text.startswith("--") and not word.anything and known and known[-1].text.startswith("--"):
-            known.pop()
+        elif known and known[-1] is before and before.text.startswith("--") and not word.text.startswith("--"):
+            # A value whose option is the word before it.
+            known = known if word.anything else known[:-1]
+        before = word
     return known

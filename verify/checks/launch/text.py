@@ -14,7 +14,8 @@ from verify.launch.nearest import nearest
 from verify.launch.options import NEIGHBOURS, OPTIONS
 from verify.launch.words import UnresolvedWord, Word
 
-_MOST = 2
+# Letters that may differ, in a short name and in a long one.
+_FEW, _MOST, _SHORT = 1, 2, len("--ckpt-step")
 
 
 def _launch(subject: Subject) -> Launch:
@@ -47,6 +48,6 @@ def text_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name, word in named.items():
         if name in OPTIONS or name in NEIGHBOURS:
             continue
-        if (meant := nearest(name, OPTIONS, _MOST)) is not None:
+        if (meant := nearest(name, OPTIONS, _FEW if len(name) < _SHORT else _MOST)) is not None:
             hint = f"write {meant}; slime passes over what it does not know, miles and Megatron-LM stop"
             yield Issue(meant, f"{name}, at {word.place}", hint, file=word.file, severity="warning")

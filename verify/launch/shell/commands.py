@@ -71,7 +71,7 @@ def _printf(shell: Shell, words: list[Value], line: int) -> tuple[bool, Result]:
 def _formatted(form: str, arguments: list[str]) -> str | None:
     """What printf writes; None for a format that is not known. The format is used again while arguments are left."""
     form = re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[0]), form)
-    if re.search(r"%(?!%|[sdiq]|0?\d*[sd])", form):
+    if re.search(r"%(?![sdiq]|0?\d*[sd])", form.replace("%%", "")):
         return None
     left, text = list(arguments), ""
     for _ in range(len(arguments) + 1):

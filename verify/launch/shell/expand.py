@@ -95,7 +95,7 @@ def _literal(shell: Shell, text: str, quoted: bool, first: bool) -> Value:
 
 def _add_split(fields: _Fields, value: Value, quoted: bool) -> None:
     """Adds a value; an unquoted one is split at blanks, unless it has gaps, whose blanks nobody knows."""
-    if quoted or value.gaps:
+    if quoted or value.gaps or value.whole:
         fields.add(value)
         return
     blanks = separators(fields.shell)
@@ -245,7 +245,10 @@ def _positional(shell: Shell, number: int) -> list[Value] | None:
     if number == 0:
         return [Value(str(shell.file))] if shell.file else None
     shell.arguments_used = True
-    return [shell.arguments[number - 1]] if number <= len(shell.arguments) else None
+    if number <= len(shell.arguments):
+        return [shell.arguments[number - 1]]
+    # A function is called with these and no others; what a script is started with is not known for certain.
+    return [Value("")] if shell.locals else None
 
 
 def _element(shell: Shell, part: Parameter, values: Sequence[Value], run: Run | None) -> list[Value] | None:
@@ -296,7 +299,8 @@ def _argument(shell: Shell, part: Parameter, run: Run | None) -> Value:
     text = part.argument
     word = Lexer(text, str(shell.file or "the command line")).word(frozenset())
     value = joined(shell, word, run or _none)
-    return Value(value.text, value.gaps, maybe=value.maybe)
+    quoted = any(isinstance(one, Literal) and one.quoted for one in word.parts)
+    return Value(value.text, value.gaps, maybe=value.maybe, whole=quoted)
 
 
 def _changed(shell: Shell, part: Parameter, value: Value, run: Run | None) -> Value:

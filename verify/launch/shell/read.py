@@ -9,11 +9,13 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from verify.issue import Issue
+from verify.launch.arguments import QAT_FLAG, QAT_GROUP
 from verify.launch.nearest import nearest
-from verify.launch.options import OPTIONS, SWITCH_NAMES
+from verify.launch.options import OPTIONS, PATHS, SWITCH_NAMES
 from verify.launch.shell.parser import parse
 from verify.launch.shell.run import follow
 from verify.launch.shell.values import Shell, Start, TooMuchError, Value
+from verify.launch.unread import unread
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 
 _LARGEST = 4_000_000
@@ -66,7 +68,7 @@ def _without_trainer(shell: Shell, place: str, arguments: Sequence[str]) -> Laun
     """A text that is options and nothing else, as they are pasted from a log; anything else starts no trainer."""
     if len(shell.lost) == 1 and not shell.unresolved:
         words, line, file = shell.lost[0]
-        return _launch(shell, Start(words, (), {}, line, file), arguments)
+        return _launch(shell, Start(words, (), {}, line, file, shell.directory), arguments)
     if shell.stopped:
         said = f"{place}: it ends at {shell.stopped[-1]} before a trainer starts"
         hint = "set the variables that it asks for in the environment of this command, as for the job"
@@ -77,9 +79,12 @@ def _without_trainer(shell: Shell, place: str, arguments: Sequence[str]) -> Laun
 
 def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
     unresolved: dict[str, None] = dict(shell.unresolved)
-    words = (*_words(start.words, unresolved), *(Word(text) for text in arguments))
+    words = (*_words(start, unresolved), *(Word(text) for text in arguments))
     environment = {name: _word(value) for name, value in start.environment.items()}
     environment |= dict(_runtime(start.before, unresolved))
+    for name in (QAT_FLAG, QAT_GROUP):
+        if isinstance(word := environment.get(name), UnresolvedWord):
+            unresolved[f"{word.place}: {name}: {word.why}"] = None
     return LaunchText(words, environment, tuple(unresolved), (*_lost(shell), *_misspelled(shell)))
 
 
@@ -90,11 +95,11 @@ def _word(value: Value) -> Word:
     return UnresolvedWord(value.text, value.file, value.line, why)
 
 
-def _words(values: Sequence[Value], unresolved: dict[str, None]) -> Iterator[Word]:
+def _words(start: Start, unresolved: dict[str, None]) -> Iterator[Word]:
     """The words of a trainer; `unresolved` gets a line for each that is not known and that something depends on."""
     option = ""
-    for value in values:
-        word = _word(value)
+    for value in start.words:
+        word = _placed(_word(value), option, start)
         name, equals, _ = value.text.partition("=")
         if name.startswith("--"):
             option = "" if equals or name in SWITCH_NAMES else name
@@ -103,11 +108,33 @@ def _words(values: Sequence[Value], unresolved: dict[str, None]) -> Iterator[Wor
             about = option
         if isinstance(word, UnresolvedWord):
             anything = not about or (not name.startswith("--") and _may_be_options(value))
-            if anything or about in OPTIONS:
+            if anything or _matters(about):
                 said = f"{about} " if about and not anything and about != name else ""
                 unresolved[f"{word.place}: {said}{value.text}: {word.why}"] = None
             word = UnresolvedWord(word.text, word.file, word.line, word.why, anything)
         yield word
+
+
+def _matters(option: str) -> bool:
+    """Whether anything that is looked at depends on the value of an option."""
+    return option != "--save" and (option in OPTIONS or bool(unread([option, "1"], frozenset())))
+
+
+def _placed(word: Word, option: str, start: Start) -> Word:
+    """A word; a path that is relative to another directory than this one's becomes absolute."""
+    here = Path.cwd()
+    name, equals, value = word.text.partition("=")
+    if start.directory == here or isinstance(word, UnresolvedWord):
+        return word
+    if option not in PATHS and not (equals and name in PATHS):
+        return word
+    text = value if equals and name in PATHS else word.text
+    if text.startswith("--") or text.isdecimal() or Path(text).is_absolute():
+        return word
+    if start.directory is None:
+        return UnresolvedWord(word.text, word.file, word.line, "relative to a directory that is not known")
+    text = str(start.directory / text)
+    return Word(f"{name}={text}" if equals and name in PATHS else text, word.file, word.line)
 
 
 def _may_be_options(value: Value) -> bool:

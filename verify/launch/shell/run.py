@@ -41,6 +41,7 @@ Body = Callable[[Shell], Flow]
 _LARGEST_FILE = 1_000_000
 _INDEXED = re.compile(r"\[[^]]*\]\+?=")
 _DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
+_LOCAL = frozenset({"local", "declare", "typeset"})
 _QUIET = frozenset({"activate", ".bashrc", ".bash_profile", ".profile"})
 
 
@@ -120,7 +121,6 @@ def _either(shell: Shell, bodies: Sequence[Body], where: str, what: str = "a con
         state.variables = merged(state, other, why)
         state.functions = other.functions | state.functions
         state.directory = state.directory if state.directory == other.directory else None
-        state.after_start |= other.after_start
     shell.take_over(state)
     flows = {flow for _, flow in left}
     return flows.pop() if len(flows) == 1 else "maybe"
@@ -151,7 +151,6 @@ def _pipeline(shell: Shell, node: Pipeline) -> tuple[Flow, Result]:
         branch = shell.branch()
         branch.output = None
         _node(branch, command)
-        shell.after_start |= branch.after_start
     if shell.output is not None:
         shell.output.append(unknown("$(... | ...)", "the output of other commands"))
     return "", None
@@ -260,6 +259,10 @@ def _deep(shell: Shell) -> None:
 def _simple(shell: Shell, node: Simple) -> tuple[Flow, Result]:
     words = expand(shell, node.words, substituted)
     if not words or words[0].text in _DECLARES:
+        if words and shell.locals and words[0].text in _LOCAL:
+            shell.locals[-1] |= {
+                word.text: shell.variables.get(word.text) for word in words[1:] if word.text not in shell.locals[-1]
+            }
         known = [_assign(shell, assignment) for assignment in node.assignments]
         if not words:
             return "", True if all(known) else None
@@ -278,10 +281,7 @@ def _with_assignments(shell: Shell, node: Simple, words: list[Value]) -> tuple[F
     shell.variables |= given
     outcome = _command(shell, node, words, {name: one.values[0] for name, one in given.items() if one.values})
     for name, variable in before.items():
-        if variable is None:
-            shell.variables.pop(name, None)
-        else:
-            shell.variables[name] = variable
+        shell.restore(name, variable)
     return outcome
 
 
@@ -346,7 +346,6 @@ def _command(shell: Shell, node: Simple, words: list[Value], given: dict[str, Va
         return "", None
     if start := start_of(words, shell, given, node.line):
         shell.starts.append(start)
-        shell.after_start = True
         return "", None
     if (text := inner_script(words)) is not None:
         return _inner(shell, text, node.line)
@@ -362,7 +361,10 @@ def _call(shell: Shell, body: Node, words: list[Value]) -> tuple[Flow, Result]:
     before, used = shell.arguments, shell.arguments_used
     shell.arguments, shell.depth = tuple(words[1:]), shell.depth + 1
     _deep(shell)
+    shell.locals.append({})
     flow, result = _node(shell, body)
+    for name, variable in shell.locals.pop().items():
+        shell.restore(name, variable)
     shell.arguments, shell.depth, shell.arguments_used = before, shell.depth - 1, used
     return ("exit" if flow == "exit" else ""), result
 

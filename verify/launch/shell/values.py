@@ -9,7 +9,7 @@ from pathlib import Path
 from verify.launch.shell.syntax import Node
 
 # A script that needs more is not read to its end.
-MOST_STEPS = 50_000
+MOST_STEPS = 20_000
 MOST_WORDS = 20_000
 MOST_CHARACTERS = 1_000_000
 DEEPEST = 25
@@ -34,7 +34,7 @@ class Gap:
 class Value:
     """A text, with the source of every gap where its value would stand; and where it is written.
 
-    `maybe`: it is only there if a condition holds that cannot be decided.
+    `maybe`: it is only there if a condition holds that cannot be decided. `whole`: it is never split at blanks.
     """
 
     text: str
@@ -42,6 +42,7 @@ class Value:
     file: Path | None = None
     line: int | None = None
     maybe: str = ""
+    whole: bool = False
 
     @property
     def known(self) -> bool:
@@ -60,13 +61,17 @@ class Variable:
 
 @dataclass(frozen=True)
 class Start:
-    """A command that starts a trainer: its words, those before them, and the variables that it sees."""
+    """A command that starts a trainer: its words, those before them, and the variables that it sees.
+
+    `directory`: where it is started; None where a `cd` could not be followed.
+    """
 
     words: tuple[Value, ...]
     before: tuple[Value, ...]
     environment: Mapping[str, Value]
     line: int
     file: Path | None
+    directory: Path | None
 
 
 @dataclass
@@ -75,7 +80,8 @@ class Shell:
 
     `directory` is None where a `cd` could not be followed. `unresolved` has a line for everything that may have
     changed anything and could not be followed, `empty` the arrays that are expanded and set nowhere, `stopped` the
-    places where the script ends itself. These, `starts`, `lost` and `steps` are shared by all branches.
+    places where the script ends itself, `locals` what the functions that are being called must restore. These,
+    `starts`, `lost` and `steps` are shared by all branches.
     """
 
     file: Path | None
@@ -87,13 +93,13 @@ class Shell:
     unresolved: dict[str, None] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
     lost: list[tuple[tuple[Value, ...], int, Path | None]] = field(default_factory=list)
-    after_start: bool = False
     output: list[Value] | None = None
     steps: list[int] = field(default_factory=lambda: [0])
     depth: int = 0
     arguments_used: bool = False
     empty: dict[str, str] = field(default_factory=dict)
     stopped: list[str] = field(default_factory=list)
+    locals: list[dict[str, Variable | None]] = field(default_factory=list)
 
     def step(self) -> None:
         """Counts one command. Raises TooMuchError after `MOST_STEPS`."""
@@ -108,7 +114,7 @@ class Shell:
     def take_over(self, other: Shell) -> None:
         """Makes a branch's state this one's."""
         self.variables, self.functions, self.directory = other.variables, other.functions, other.directory
-        self.after_start, self.arguments = other.after_start, other.arguments
+        self.arguments = other.arguments
 
     def place(self, line: int) -> str:
         """`run.sh:12`."""
@@ -126,6 +132,13 @@ class Shell:
         if len(values) > MOST_WORDS:
             raise TooMuchError(f"${name} has more than {MOST_WORDS} words")
         self.variables[name] = Variable(values, True)
+
+    def restore(self, name: str, variable: Variable | None) -> None:
+        """Makes a variable what it was; None: not set."""
+        if variable is None:
+            self.variables.pop(name, None)
+        else:
+            self.variables[name] = variable
 
     def forget(self, name: str, why: str) -> None:
         """Makes a variable unknown."""
