@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import resource
+import time
 from pathlib import Path
 
 import pytest
 from families import CASES
 from fixture_types import PathOf
+from launch_scripts import write_headers, write_launch
 from megatron_saves import SAVES
 from processes import python
 from releases.header_only import write
@@ -120,6 +123,23 @@ def test_preflight_of_a_yaml_file_imports_no_torch_and_no_hydra(
     (modules,) = loaded(["preflight", str(file)])
     assert {"verify.launch.stacks.nemo_rl", "yaml", "ckptkit.formats.torch_dist.reader"} <= modules
     assert modules & (HEAVY | {"torch", "hydra", "omegaconf"}) == set()
+
+
+def test_preflight_of_a_script_imports_no_torch_and_takes_seconds(tmp_path: Path) -> None:
+    """DeepSeek V3, with 91,991 tensors. The clock of a busy machine is not CI's, so it allows for twice as long."""
+    root = write_headers(tmp_path / "hf", "deepseek_v3")
+    script = str(write_launch(tmp_path, "deepseek_v3", root))
+    started = time.process_time() + children()
+    (modules,) = loaded(["preflight", script, "--json"])
+    assert time.process_time() + children() - started < 6
+    assert {"verify.launch.shell.run", "verify.checks.launch.model"} <= modules
+    assert modules & (HEAVY | {"torch"}) == set()
+
+
+def children() -> float:
+    """Seconds that processes started here have computed."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_inspect_imports_no_torch_for_megatrons_legacy_format(releases: PathOf, saved: Path) -> None:
