@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import resource
+import time
 from pathlib import Path
 
 import pytest
 from families import CASES
 from fixture_types import PathOf
+from launch_scripts import write_headers, write_launch
 from megatron_saves import SAVES
 from processes import python
 from releases.header_only import write
@@ -106,6 +109,39 @@ def test_header_verbs_import_no_torch_for_a_megatron_checkpoint(releases: PathOf
     )
     assert {"ckptkit.formats.torch_dist.reader", "verify.explain", "verify.launch.preflight"} <= modules
     assert modules & (HEAVY | {"torch"}) == set()
+
+
+def test_preflight_of_a_yaml_file_imports_no_torch_and_no_hydra(
+    releases: PathOf, converted: PathOf, tmp_path: Path
+) -> None:
+    file = tmp_path / "job.yaml"
+    checkpoint = f"{{path: {converted('qwen3_moe')}, format: megatron_lm}}"
+    sizes = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    megatron = ", ".join(f"{name}_parallel_size: 1" for name in sizes)
+    file.write_text(
+        f"policy:\n  model_name: {releases('qwen3_moe')}\n  pretrained_checkpoint: {checkpoint}\n"
+        f"  megatron_cfg: {{enabled: true, {megatron}}}\ncluster: {{num_nodes: 1, gpus_per_node: 8}}\n"
+    )
+    (modules,) = loaded(["preflight", str(file)])
+    assert {"verify.launch.stacks.nemo_rl", "yaml", "ckptkit.formats.torch_dist.reader"} <= modules
+    assert modules & (HEAVY | {"torch", "hydra", "omegaconf"}) == set()
+
+
+def test_preflight_of_a_script_imports_no_torch_and_takes_seconds(tmp_path: Path) -> None:
+    """DeepSeek V3, with 91,991 tensors. The clock of a busy machine is not CI's, so it allows for twice as long."""
+    root = write_headers(tmp_path / "hf", "deepseek_v3")
+    script = str(write_launch(tmp_path, "deepseek_v3", root))
+    started = time.process_time() + children()
+    (modules,) = loaded(["preflight", script, "--json"])
+    assert time.process_time() + children() - started < 6
+    assert {"verify.launch.shell.run", "verify.checks.launch.model"} <= modules
+    assert modules & (HEAVY | {"torch"}) == set()
+
+
+def children() -> float:
+    """Seconds that processes started here have computed."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_inspect_imports_no_torch_for_megatrons_legacy_format(releases: PathOf, saved: Path) -> None:

@@ -6,23 +6,25 @@ Headers and JSON files only: it takes seconds, whatever the size of the model.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import refuse_url
-from verify.check import NOTES, Check, Outcome, all_checks, run_checks
-from verify.checks.config.config import STAGES
 from verify.checks.launch.int4_training import updates
-from verify.checks.launch.paths import NOT_READ
 from verify.evidence.subject import Subject
 from verify.launch.arguments import LaunchArguments
-from verify.launch.launch import Launch, sides_of
+from verify.launch.judge import judged
+from verify.launch.launch import sides_of
+from verify.launch.paths import launch_of
+from verify.launch.shell.read import read_script
 from verify.launch.sides import Side
-from verify.report import CheckResult, Report
-from verify.run import choose
+from verify.launch.stacked import preflight_stack
+from verify.launch.stacks.which import is_config, read_stack
+from verify.launch.words import LaunchText, UnresolvedWord, Word
+from verify.report import Report
 
 
 def preflight(
@@ -34,50 +36,63 @@ def preflight(
     pp: int = 1,
     ep: int = 1,
     arguments: Sequence[str] = (),
+    script: str | Path | None = None,
+    text: LaunchText | None = None,
 ) -> Report:
-    """Reports what a launch would load, and what headers and JSON files show to be wrong; reads no weight.
+    """Reports what a launch would load, and what its words, headers and JSON files show to be wrong; reads no weight.
 
-    `arguments` are those of the launch script, of which the ones about parallel sizes and INT4 training are read;
-    variables of INT4 training count in the environment too. Where others name a size or a path, the report is
-    inconclusive. Raises CkptkitError when no path is given or one is a URL, and when a size is given twice,
-    differently.
+    `script` is a launch script of bash, which is read and never run, or the YAML file of a job of verl, NeMo-RL or
+    ROLL; `arguments` are the words behind it, or a launch by themselves; `text` is a launch that was read already.
+    Paths and sizes that are not given here are the launch's. Variables count in the environment too. Where a launch
+    names a size or a path that is not read, or that nobody can tell before it runs, the report is inconclusive. Raises
+    CkptkitError when no path is given or one is a URL, when a size is given twice, differently, and when the script is
+    no launch.
     """
-    if hf_checkpoint is None and load is None and ref_load is None:
-        raise CkptkitError("nothing to look at", "give at least one of --hf-checkpoint, --load and --ref-load")
+    config = Path(script) if script and is_config(Path(script)) else None
+    if text is None:
+        text = _text(None if config else script, arguments)
     for path in (given for given in (hf_checkpoint, load, ref_load) if given):
         refuse_url(path)
-    hf, actor, reference = (Path(path) if path else None for path in (hf_checkpoint, load, ref_load))
-    launch = Launch(hf, actor, reference, ckpt_step, tuple(arguments))
-    options = LaunchArguments.read(arguments, os.environ)
+    paths = _path(hf_checkpoint), _path(load), _path(ref_load)
+    said = {name: word.text for name, word in text.environment.items() if not isinstance(word, UnresolvedWord)}
+    environment = {**os.environ, **said}
+    if stacked := read_stack(text.words, config, environment, paths[0]):
+        return preflight_stack(stacked, text, *paths[1:], ckpt_step, {"tp": tp, "pp": pp, "ep": ep})
+    launch, notes = launch_of(text, *paths, ckpt_step)
+    if not (launch.hf_checkpoint or launch.load or launch.ref_load or text.unresolved or text.issues):
+        hint = "give at least one of --hf-checkpoint, --load and --ref-load, or a launch script"
+        raise CkptkitError("nothing to look at", hint)
+    options = LaunchArguments.read(launch.words, environment)
     tp, pp, ep = (
         _agreed(name, given, said)
         for name, given, said in (("tp", tp, options.tp), ("pp", pp, options.pp), ("ep", ep, options.ep))
     )
     # Megatron's default is that of tp; where the launch was not read as a whole, nobody knows.
-    etp = options.etp or (tp if arguments and not launch.unread else None)
-    checks = all_checks()
+    etp = options.etp or (tp if text.words and not launch.unread else None)
     sides = sides_of(launch)
-    launched = Subject(hf or actor or reference or Path(), launch=launch, arguments=options)
-    outcome = run_checks(launched, choose(launched, [one for one in checks if one.stage == "launch"])[0])
-    for subject in _subjects(sides, hf, tp, pp, ep):
-        outcome.add(check_headers(replace(subject, arguments=options, etp=etp, updated=updates(launch, options))))
-    return Report(
-        version=version("ckptkit"),
-        command=("ckptkit", "preflight"),
-        checkpoint=", ".join(dict.fromkeys(str(side.path) for side in sides if side.path)),
-        source=None,
-        checks=_merged(checks, outcome.checks),
-        findings=list(dict.fromkeys(outcome.findings)),
-        facts={"what would be loaded": [str(side) for side in sides]}
-        | {key: lines for key, lines in outcome.facts.items() if key in (STAGES, NOTES, NOT_READ)},
-        reasons=outcome.reasons,
+    hf = launch.hf_checkpoint
+    launched = Subject(hf or launch.load or launch.ref_load or Path(), launch=launch, arguments=options)
+    subjects = (
+        replace(one, arguments=options, etp=etp, updated=updates(launch, options))
+        for one in _subjects(sides, hf, tp, pp, ep)
     )
+    return judged(launched, sides, subjects, notes)
 
 
-def check_headers(subject: Subject) -> Outcome:
-    """Runs what preflight checks of one directory: headers and JSON files, no weight."""
-    wanted = [one for one in all_checks() if one.stage == "headers" or one.preflight]
-    return run_checks(subject, choose(subject, wanted)[0])
+def _path(given: str | Path | None) -> Path | None:
+    return Path(given) if given else None
+
+
+def _text(script: str | Path | None, arguments: Sequence[str]) -> LaunchText:
+    """The launch of a script, of text on standard input (`-`), or of words alone."""
+    if script is None:
+        return LaunchText(tuple(Word(word) for word in arguments))
+    if str(script) == "-":
+        return read_script(None, sys.stdin.read(), arguments, os.environ)
+    if Path(script).suffix == ".py":
+        hint = "a launch in Python would have to be run to be read: paste the command that it prints into a file"
+        raise CkptkitError(f"{script} is no script of bash", hint)
+    return read_script(Path(script), None, arguments, os.environ)
 
 
 def _agreed(name: str, given: int, said: int | None) -> int:
@@ -92,29 +107,11 @@ def _subjects(sides: Sequence[Side], hf: Path | None, tp: int, pp: int, ep: int)
     seen: set[Path] = set()
     usable = hf if hf and (hf / "config.json").exists() else None
     for side in sides:
-        if side.path is None or side.path in seen:
+        # A critic has another output layer, a teacher is another model.
+        if side.path is None or side.path in seen or side.role in ("critic", "teacher"):
             continue
         seen.add(side.path)
         if side.kind == "megatron":
             yield Subject(side.path, hf_path=usable, tp=tp, pp=pp, ep=ep)
         else:
             yield Subject(side.path, source_path=usable if side.path != usable else None, tp=tp, pp=pp, ep=ep)
-
-
-def _merged(checks: Sequence[Check], results: Sequence[CheckResult]) -> list[CheckResult]:
-    """One result a check: the worst status over all directories, counts and seconds added up."""
-    merged: dict[str, CheckResult] = {}
-    rank = {"passed": 0, "skipped": 1, "failed": 2}
-    for result in results:
-        before = merged.get(result.code)
-        if before is None:
-            merged[result.code] = result
-            continue
-        worst = max(before, result, key=lambda one: rank[one.status])
-        merged[result.code] = replace(
-            worst,
-            tensors_compared=before.tensors_compared + result.tensors_compared,
-            bytes_compared=before.bytes_compared + result.bytes_compared,
-            seconds=round(before.seconds + result.seconds, 3),
-        )
-    return [merged[one.code] for one in checks if one.code in merged]

@@ -17,10 +17,16 @@ PathIssue = tuple[str, Issue]
 
 
 def path_issue(
-    option: str, path: Path, expected: str, actual: str, hint: str, severity: Severity = "error"
+    option: str,
+    path: Path,
+    expected: str,
+    actual: str,
+    hint: str,
+    severity: Severity = "error",
+    about: str | None = None,
 ) -> PathIssue:
-    """What is wrong with the path that an option gives."""
-    return option, Issue(f"{option}: {expected}", actual, hint, file=path, severity=severity)
+    """What is wrong with the path that an option gives, or that a setting gives which does what `about` does."""
+    return about or option, Issue(f"{option}: {expected}", actual, hint, file=path, severity=severity)
 
 
 @dataclass(frozen=True)

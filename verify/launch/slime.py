@@ -4,7 +4,9 @@ Source: slime `utils/arguments.py` and `backends/megatron_utils/checkpoint.py`, 
 - `--load` counts as Megatron only with a tracker file in it, as HF only with a supported config.json; otherwise the
   actor silently takes `--ref-load` instead.
 - Megatron reads the tracker: `release`, or a number N for `iter_N`. `--ckpt-step N` replaces a number; 0 means none.
-  The reference, without an option of its own, takes the same step.
+  The reference takes the same step, unless `--ref-ckpt-step` gives it another.
+- miles takes an HF directory from `--ref-load` alone (or `--hf-checkpoint`, which stands for it in mode bridge), and
+  only with `--megatron-to-hf-mode bridge`. slime has no such option. Of `--load` it passes over one without a word.
 - Without a tracker slime and miles stop: with an assertion where the directory is empty or absent, else because it is
   no HF directory. Only of a directory called `iter_NNNNNNN` they take Megatron's word, which prints a warning and
   trains from random weights, as Megatron-LM's own scripts do of any directory.
@@ -19,28 +21,61 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import ITERATION, TRACKER, is_legacy, tracked
 from verify.launch.sides import PathIssue, Side, is_supported_hf, path_issue
 
-_ROLLOUT = "rollout engine"
+ROLLOUT = "rollout engine"
 _VERL = " (verl loads it itself: say so behind --, by its use_dist_checkpointing and dist_checkpointing_path)"
 
 
-def actor(load: Path | None, ref_load: Path | None, step: int | None) -> Side:
-    """The actor: `--load`, or `--ref-load` where that holds no checkpoint."""
+def actor(
+    load: Path | None,
+    ref_load: Path | None,
+    step: int | None,
+    ref_step: int | None = None,
+    option: str = "--ref-load",
+    mode: str | None = None,
+) -> Side:
+    """The actor: `--load`, or `ref_load`, which `option` gives, where that holds no checkpoint.
+
+    It then takes the step of the reference, where that has one of its own. `mode` is that of `--megatron-to-hf-mode`,
+    which miles has and slime has not.
+    """
     if load and (load / TRACKER).exists():
         return trainer("actor", "--load", load, step)
     if load and is_supported_hf(load):
-        return Side("actor", "hf", load, "--load has no tracker but a supported config.json")
-    issues = (_empty_load(load, ref_load),) if load else ()
+        if mode is None:
+            return Side("actor", "hf", load, "--load has no tracker but a supported config.json")
+        if ref_load and load.absolute() != ref_load.absolute():
+            return _passed_over(load, ref_load, step if ref_step is None else ref_step, option, mode)
+    issues = (_empty_load(load, ref_load),) if load and not is_supported_hf(load) else ()
     if ref_load is None:
         why = f"--load {load} holds no checkpoint and --ref-load is not given, so slime and miles stop"
         return Side("actor", None, None, why, issues)
-    side = trainer("actor", "--ref-load", ref_load, step)
-    why = f"--load {load} holds no checkpoint, so --ref-load is taken" if load else "--load is not given"
+    side = trainer("actor", option, ref_load, step if ref_step is None else ref_step, mode)
+    why = f"--load {load} holds no checkpoint, so {option} is taken" if load else "--load is not given"
     return replace(side, why=f"{why}; {side.why}", issues=(*issues, *side.issues))
 
 
-def trainer(role: str, option: str, root: Path, step: int | None) -> Side:
-    """The reference, or whichever `role` loads the iteration that Megatron finds in `root`, or `root` itself as HF."""
+def _passed_over(load: Path, ref_load: Path, step: int | None, option: str, mode: str) -> Side:
+    """The actor of miles where `--load` is an HF directory, which it takes only from `--ref-load`."""
+    side = trainer("actor", option, ref_load, step, mode)
+    actual = f"an HF directory without a tracker: miles takes {option} {ref_load} instead, without a word"
+    hint = f"give {load} as --ref-load, and leave --load out"
+    issue = path_issue("--load", load, f"{TRACKER}, without which miles passes over it", actual, hint)
+    return replace(
+        side, why=f"--load {load} has no tracker, so {option} is taken; {side.why}", issues=(issue, *side.issues)
+    )
+
+
+def trainer(role: str, option: str, root: Path, step: int | None, mode: str | None = None) -> Side:
+    """The reference, or whichever `role` loads the iteration that Megatron finds in `root`, or `root` itself as HF.
+
+    miles loads HF directories in `mode` bridge only.
+    """
     if not (root / TRACKER).exists():
+        if mode == "raw" and is_supported_hf(root):
+            hint = "convert it with `ckptkit convert`, or give --megatron-to-hf-mode bridge"
+            issue = path_issue(option, root, f"a directory with {TRACKER}", "an HF directory, in mode raw", hint)
+            why = f"miles stops: {option} {root} is an HF directory, which it takes in mode bridge only"
+            return Side(role, None, None, why, (issue,))
         return _untracked(role, option, root, step)
     # Megatron loads release/ whatever the step is.
     if step and (root / TRACKER).read_text(errors="replace").strip() != "release":
@@ -56,12 +91,12 @@ def trainer(role: str, option: str, root: Path, step: int | None) -> Side:
 def rollout(path: Path) -> Side:
     """The rollout engine, which loads `--hf-checkpoint`."""
     if (path / "config.json").exists():
-        return Side(_ROLLOUT, "hf", path, "--hf-checkpoint")
+        return Side(ROLLOUT, "hf", path, "--hf-checkpoint")
     megatron = (path / TRACKER).exists() or (path / ".metadata").exists() or is_legacy(path)
     found = "a Megatron checkpoint" if megatron else "no config.json in it"
     actual, hint = found if path.exists() else "no such directory", "give the HF directory of the same model"
     issue = path_issue("--hf-checkpoint", path, "an HF directory with config.json", actual, hint)
-    return Side(_ROLLOUT, None, None, f"--hf-checkpoint {path} is no HF directory: {actual}", (issue,))
+    return Side(ROLLOUT, None, None, f"--hf-checkpoint {path} is no HF directory: {actual}", (issue,))
 
 
 def _empty_load(load: Path, ref_load: Path | None) -> PathIssue:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 
 from verify.launch.arguments import READ, pairs
+from verify.launch.options import GPUS
 
-# Hydra's overrides of a configuration, which verl launches with: `actor.rollout.tp_size=4`, `+a.b=c`, `~a.b`.
+# Hydra's overrides of a configuration of no stack that is known: `actor.rollout.tp_size=4`, `+a.b=c`, `~a.b`.
 _OVERRIDE = re.compile(r"(?:[+~]{1,2}\w[\w@/:-]*(?:\.[\w@/:-]+)*(?:=|$)|[A-Za-z_][\w@/:-]*(?:\.[\w@/:-]+)+=)")
 # What an override or an option sets that the checks of a launch look at.
 _MATTERS = re.compile(
@@ -19,12 +19,9 @@ _SIZE = re.compile(r"--(?:.*-)?(?:parallel-size|(?:tp|pp|ep|etp|vpp)(?:-size)?)"
 # Sizes that cut no weight.
 _HARMLESS = frozenset({"--context-parallel-size", "--sglang-data-parallel-size", "--sglang-moe-data-parallel-size"})
 _PATHS = frozenset({"--hf-checkpoint", "--load", "--ref-load", "--ckpt-step"})
-_OTHER_PATHS = frozenset(
-    {
-        *("--ref-ckpt-step", "--critic-load", "--opd-teacher-load", "--opd-teacher-ckpt-step"),
-        *("--pretrained-checkpoint", "--lora-adapter-path"),
-    }
-)
+# Looked at where a launch gives them; preflight has no options for these.
+_FROM_WORDS = frozenset({"--ref-ckpt-step", "--critic-load", "--opd-teacher-load", "--opd-teacher-ckpt-step"})
+_OTHER_PATHS = frozenset({"--pretrained-checkpoint", "--lora-adapter-path"})
 _FILES = frozenset(
     {
         *("--config", "--config-path", "--config-name", "--custom-config-path", "--megatron-config-path"),
@@ -38,11 +35,10 @@ def overrides(words: Sequence[str]) -> list[str]:
     return [word for word in words if _OVERRIDE.match(word)]
 
 
-def unread(words: Sequence[str], given: frozenset[str], loaded: frozenset[str] = frozenset()) -> list[str]:
+def unread(words: Sequence[str], given: frozenset[str]) -> list[str]:
     """A line for everything among the words of a launch that matters and is not read.
 
-    `given`: options for paths that preflight was given itself; `loaded`: its --load and --ref-load. Of verl's
-    overrides, those by which a trainer loads one of these directories are read.
+    `given`: options for paths that preflight was given itself.
     """
     lines: dict[str, None] = {}
     for name, value in pairs(words):
@@ -50,31 +46,16 @@ def unread(words: Sequence[str], given: frozenset[str], loaded: frozenset[str] =
         usual = name.replace("_", "-")
         if usual in _PATHS and usual not in given:
             lines[f"{said}: give it to preflight itself, before --"] = None
-        elif usual in _OTHER_PATHS:
+        elif usual in _OTHER_PATHS or (usual in _FROM_WORDS and usual not in given):
             lines[f"{said}: what it names is not looked at; verify it by itself"] = None
         elif usual in _FILES:
             lines[f"{said}: the settings of this file are not read"] = None
-        elif name not in READ and _SIZE.fullmatch(usual) and usual not in _HARMLESS:
+        elif name not in READ and name not in GPUS and _SIZE.fullmatch(usual) and usual not in _HARMLESS:
             lines[f"{said}: no parallel size that is read"] = None
-    left = [word for word in overrides(words) if word not in _direct(words, loaded)]
+    left = overrides(words)
     matter = [word for word in left if _MATTERS.search(word.partition("=")[0])]
     lines |= {f"{word}: an override of a configuration file": None for word in matter}
     if rest := [word for word in left if word not in matter]:
         what = f"{len(left) - len(matter)} {'other ' if matter else ''}override{'s' * (len(rest) > 1)}"
         lines[f"{what} of a configuration file, such as {rest[0]}"] = None
     return list(lines)
-
-
-def _direct(words: Sequence[str], loaded: frozenset[str]) -> frozenset[str]:
-    """The overrides with which verl loads one of these directories.
-
-    They come in pairs: `NAME.use_dist_checkpointing=True NAME.dist_checkpointing_path=PATH`.
-    """
-    found: set[str] = set()
-    for word in words:
-        name, _, value = word.partition("=")
-        prefix = name.removesuffix(".dist_checkpointing_path")
-        switches = [one for one in words if one.casefold() == f"{prefix}.use_dist_checkpointing=true".casefold()]
-        if prefix != name and switches and os.path.abspath(value) in loaded:
-            found |= {word, *switches}
-    return frozenset(found)

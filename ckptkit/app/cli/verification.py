@@ -102,7 +102,17 @@ def verify(
     _print_report(report, as_json, strict, reports)
 
 
-@click.command()
+class _Launched(click.Command):
+    """A command whose words behind `--` are those of a launch."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keeps the words behind the first `--` apart, so that the script before it can be told from them."""
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta["launch"] = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
+
+
+@click.command(cls=_Launched)
 @click.option("--hf-checkpoint", type=common.PATH, help="What the rollout engine loads.")
 @click.option("--load", type=common.PATH, help="What the trainer loads.")
 @click.option("--ref-load", type=common.PATH, help="What the reference model loads.")
@@ -111,23 +121,35 @@ def verify(
 @common.reports
 @common.strict
 @common.as_json
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- LAUNCH ARGUMENTS]")
+@click.argument("script", required=False, metavar="[SCRIPT] [-- LAUNCH ARGUMENTS]")
+@click.pass_context
 def preflight(
-    reports: tuple[Path, ...], strict: bool, as_json: bool, arguments: tuple[str, ...], **options: Any
+    context: click.Context,
+    /,
+    script: str | None,
+    reports: tuple[Path, ...],
+    strict: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Before a training job: which weights each side would really load, and whether they belong together.
 
-    Reads no weights. Of the launch script's own arguments, given behind --, those about parallel sizes and pipeline
-    stages are looked at. Where others name a path or a size, as overrides of a configuration do, the report is
-    inconclusive.
+    SCRIPT is a launch script in bash, or `-` for a command on standard input. It is read and never run. Its paths,
+    model arguments, parallel sizes and GPUs are held against the checkpoints; no weights are read. Launch arguments
+    behind -- come after its own, or are a launch by themselves. What cannot be told before a script runs, and names a
+    path or a size, makes the report inconclusive.
+
+    Of a job of verl, NeMo-RL or ROLL, SCRIPT may be its YAML file, and the words behind -- override its settings.
     """
     from verify.launch.preflight import preflight as run
 
-    if all(options[name] is None for name in ("hf_checkpoint", "load", "ref_load")):
-        raise click.UsageError("give at least one of --hf-checkpoint, --load and --ref-load")
-    if arguments and not arguments[0].startswith(("-", "+", "~")) and "=" not in arguments[0]:
-        raise click.UsageError(f"unexpected argument {arguments[0]!r}; launch arguments come behind --")
-    _print_report(run(arguments=arguments, **options), as_json, strict, reports)
+    arguments = context.meta["launch"]
+    paths = [options[name] for name in ("hf_checkpoint", "load", "ref_load")]
+    if script is None and not arguments and not any(paths):
+        raise click.UsageError("give a launch script, or at least one of --hf-checkpoint, --load and --ref-load")
+    if script not in (None, "-") and not Path(str(script)).is_file():
+        raise click.UsageError(f"unexpected argument {script!r}: no such script; launch arguments come behind --")
+    _print_report(run(arguments=arguments, script=script, **options), as_json, strict, reports)
 
 
 @click.command()

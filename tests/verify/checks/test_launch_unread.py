@@ -29,7 +29,8 @@ SLIME = shlex.split(
     "--tensor-model-parallel-size 2 --sequence-parallel "
     "--pipeline-model-parallel-size 1 --context-parallel-size 2 --expert-model-parallel-size 4 "
     "--expert-tensor-parallel-size 1 "
-    "--recompute-granularity full --rollout-num-gpus-per-engine 8 --sglang-ep-size 8 --sglang-dp-size 4 "
+    "--recompute-granularity full --rollout-num-gpus-per-engine 4 --sglang-ep-size 4 --sglang-dp-size 2 "
+    "--sglang-enable-dp-attention "
     "--sglang-mem-fraction-static 0.7 "
     "--eval-prompt-data aime /data/aime.jsonl --no-load-optim --load-debug-rollout-data /data/a.pt --lr 1e-6 "
     "--save /data/out --save-interval 20 "
@@ -84,28 +85,22 @@ def test_paths_that_preflight_was_given_are_read() -> None:
     assert unread(["--hf-checkpoint", "/hf", "--load", "/a"], frozenset({"--load", "--hf-checkpoint"})) == []
 
 
-def test_overrides_make_a_launch_inconclusive(releases: PathOf) -> None:
-    """10 heads at TP4: no size that is read says so, so nothing is known."""
-    report = preflight(hf_checkpoint=releases("qwen2-tied"), arguments=VERL)
+def test_overrides_that_change_the_model_make_a_launch_inconclusive(releases: PathOf) -> None:
+    report = preflight(
+        hf_checkpoint=releases("qwen2-tied"), arguments=[word for word in VERL if "tensor_model" not in word]
+    )
     assert (report.status, report.findings) == ("inconclusive", [])
-    assert report.reasons == [
-        (
-            "CK717: not read among the launch arguments: --config-path config: the settings of this file are not "
-            "read, and 7 more"
-        )
-    ]
-    assert report.facts["not read"] == [
-        "--config-path config: the settings of this file are not read",
-        "--config-name ppo_megatron_trainer.yaml: the settings of this file are not read",
-        "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct: an override of a configuration file",
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4: an override of a configuration file",
-        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2: an override of a configuration file",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=4: an override of a configuration file",
-        (
-            "++actor_rollout_ref.actor.megatron.override_transformer_config.num_layers=24: an override of a "
-            "configuration file"
-        ),
-        "3 other overrides of a configuration file, such as algorithm.adv_estimator=grpo",
+    key = "actor_rollout_ref.actor.megatron.override_transformer_config.num_layers"
+    assert report.facts["not read"] == [f"{key} (the command line) 24: not looked at"]
+    assert report.reasons == [f"CK717: not read in the settings of the job: {report.facts['not read'][0]}"]
+
+
+def test_overrides_of_verl_are_read(releases: PathOf) -> None:
+    """10 heads at TP4."""
+    report = preflight(hf_checkpoint=releases("qwen2-tied"), arguments=VERL)
+    assert report.status == "failed"
+    assert ("CK703", "num_attention_heads that divides by tp = 4") in [
+        (finding.code, finding.expected) for finding in report.findings
     ]
 
 
@@ -124,7 +119,7 @@ def test_report_with_findings_and_unread_arguments_is_failed(releases: PathOf) -
     assert (report.status, [finding.code for finding in report.findings]) == ("failed", ["CK703"])
 
 
-@pytest.mark.parametrize("word", ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4", "+a.b=1", "--tp=4"])
+@pytest.mark.parametrize("word", ["a.tensor_model_parallel_size=4", "+a.b=1", "--tp=4"])
 def test_preflight_command_with_an_unread_override_is_inconclusive(word: str, releases: PathOf) -> None:
     done = CliRunner().invoke(cli, ["preflight", "--hf-checkpoint", str(releases("qwen2-tied")), "--", word])
     assert done.exit_code == 2

@@ -165,52 +165,6 @@ def test_a_step_counts_for_the_reference_too(run_of: Path, converted: PathOf, tm
     assert loads(report)[1] == f"reference cannot start: Megatron stops: {other / 'iter_0000010'} is not there"
 
 
-def verl(role: str, path: Path) -> list[str]:
-    prefix = f"actor_rollout_ref.{role}.megatron"
-    return [f"{prefix}.use_dist_checkpointing=True", f"{prefix}.dist_checkpointing_path={path}"]
-
-
-def test_verl_loads_a_directory_without_a_tracker(releases: PathOf, converted: PathOf) -> None:
-    """Its `load_mcore_dist_weights` gives dist_checkpointing_path itself to Megatron's `dist_checkpointing.load`."""
-    path = converted(NAME) / "release"
-    report = preflight(
-        hf_checkpoint=releases(NAME), load=path, ref_load=path, arguments=[*verl("actor", path), *verl("ref", path)]
-    )
-    assert (report.status, report.findings, list(report.reasons)) == ("passed", [], [])
-    assert loads(report)[:2] == [
-        f"actor loads {path} (Megatron): verl loads the directory of --load itself",
-        f"reference loads {path} (Megatron): verl loads the directory of --ref-load itself",
-    ]
-
-
-def test_verl_with_overrides_that_are_not_read_is_inconclusive(converted: PathOf) -> None:
-    path = converted(NAME) / "release"
-    report = preflight(
-        load=path, arguments=[*verl("actor", path), "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=5"]
-    )
-    assert (report.status, report.findings) == ("inconclusive", [])
-    assert report.facts["not read"] == [
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=5: an override of a configuration file"
-    ]
-    # Another directory than the one that was looked at, or a switch that is off.
-    assert preflight(load=path, arguments=verl("actor", path.parent)).status == "inconclusive"
-    assert preflight(load=path, arguments=verl("actor", path)[1:]).status == "inconclusive"
-
-
-def test_verl_does_not_follow_a_tracker(converted: PathOf, only: OnlyFinding) -> None:
-    root = converted(NAME)
-    report = preflight(load=root, arguments=verl("actor", root))
-    assert (only(report).code, only(report).actual, only(report).hint) == (
-        "CK711",
-        "a directory of iterations",
-        f"give the iteration: --load {root / 'release'}",
-    )
-
-
-def test_verl_with_a_directory_that_does_not_exist_is_found(tmp_path: Path, only: OnlyFinding) -> None:
-    assert only(preflight(ref_load=tmp_path / "nowhere", arguments=verl("ref", tmp_path / "nowhere"))).code == "CK712"
-
-
 def test_reference_that_does_not_exist_is_found(tmp_path: Path, only: OnlyFinding) -> None:
     assert only(preflight(ref_load=tmp_path / "nowhere")).code == "CK712"
 

@@ -9,6 +9,7 @@ from verify.checks.launch.engine import unless_skipped
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.launch import Launch, sides_of
+from verify.launch.sides import Side
 
 # The fact that lists the words of a launch that matter and are not read.
 NOT_READ = "not read"
@@ -20,9 +21,16 @@ def _launch(subject: Subject) -> Launch:
     return subject.launch
 
 
+def _sides(subject: Subject) -> list[Side]:
+    """The sides of a launch. Raises Skip where it names no path that is known."""
+    if not (sides := sides_of(_launch(subject))):
+        raise Skip("the launch names no path that is known")
+    return sides
+
+
 def _issues(subject: Subject, tally: Tally, option: str) -> Iterator[Issue]:
     """What is wrong with the path of an option, once for all sides that load it."""
-    sides = sides_of(_launch(subject))
+    sides = _sides(subject)
     tally.compared(0, len(sides))
     yield from dict.fromkeys(issue for side in sides for about, issue in side.issues if about == option)
 
@@ -36,7 +44,7 @@ def _issues(subject: Subject, tally: Tally, option: str) -> Iterator[Issue]:
         "a resumed run starts again, or from the wrong weights."
     ),
     fix="Give the directory that holds latest_checkpointed_iteration.txt, not one of its iterations.",
-    unless=unless_skipped(_launch),
+    unless=unless_skipped(_sides),
 )
 def load_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`--load` has a tracker that resolves, or is a supported HF directory; an empty one is a warning."""
@@ -52,11 +60,12 @@ def load_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
         "the KL term pulls towards noise. Others stop."
     ),
     fix="Give the directory that `ckptkit convert` wrote, the one with latest_checkpointed_iteration.txt.",
-    unless=unless_skipped(_launch),
+    unless=unless_skipped(_sides),
 )
 def reference_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """`--ref-load` has a tracker that resolves, or is a supported HF directory."""
-    yield from _issues(subject, tally, "--ref-load")
+    """`--ref-load` has a tracker that resolves, or is a supported HF directory; so have a critic's and a teacher's."""
+    for option in ("--ref-load", "--critic-load", "--opd-teacher-load"):
+        yield from _issues(subject, tally, option)
 
 
 @check(
@@ -68,7 +77,7 @@ def reference_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
         "an iteration that was deleted since is found missing only after the job started."
     ),
     fix="Choose an iteration that is there, or leave --ckpt-step out.",
-    unless=unless_skipped(_launch),
+    unless=unless_skipped(_sides),
 )
 def step_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The directory `iter_N` of `--ckpt-step N`."""
@@ -81,7 +90,7 @@ def step_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     stage="launch",
     rationale="The rollout engine and the tokenizer come from it; engine and trainer must hold the same model.",
     fix="Give the HF directory of the model that --load or --ref-load was converted from.",
-    unless=unless_skipped(_launch),
+    unless=unless_skipped(_sides),
 )
 def rollout_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`--hf-checkpoint` has a config.json."""
@@ -90,7 +99,7 @@ def rollout_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _words(subject: Subject) -> Launch:
     launch = _launch(subject)
-    if not launch.words:
+    if not launch.text.words and not launch.text.unresolved and not launch.stack:
         raise Skip("no launch arguments were given")
     return launch
 
@@ -112,9 +121,12 @@ def _words(subject: Subject) -> Launch:
 def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Options that name a checkpoint, a parallel size or a file of settings, and overrides as Hydra has them."""
     launch = _words(subject)
-    tally.compared(0, len(launch.words))
+    tally.compared(0, len(launch.text.words) or 1)
+    for note in launch.notes:
+        tally.note(note)
     if lines := launch.unread:
         tally.facts[NOT_READ] = lines
         more = f", and {len(lines) - 1} more" if lines[1:] else ""
-        raise Unable(f"not read among the launch arguments: {lines[0]}{more}")
+        where = "in the settings of the job" if launch.stack else "among the launch arguments"
+        raise Unable(f"not read {where}: {lines[0]}{more}")
     yield from ()

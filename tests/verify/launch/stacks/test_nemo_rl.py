@@ -1,0 +1,269 @@
+"""Launches of NeMo-RL: what policy, reference and engine load by its YAML files, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from fixture_types import OnlyFinding, PathOf
+
+from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
+from verify.launch.preflight import preflight
+from verify.report import Report
+
+NAME = "qwen3_moe"
+BASE = """
+loss_fn: {reference_policy_kl_penalty: 0.01}
+checkpointing: {enabled: true, checkpoint_dir: results/none}
+policy:
+  model_name: ???
+  precision: bfloat16
+  tokenizer: {name: "${policy.model_name}"}
+  train_micro_batch_size: 4
+  max_total_sequence_length: 512
+  megatron_cfg:
+    enabled: true
+    tensor_model_parallel_size: 1
+    pipeline_model_parallel_size: 1
+    context_parallel_size: 1
+    expert_model_parallel_size: 1
+    expert_tensor_parallel_size: 1
+    num_layers_in_first_pipeline_stage: null
+    num_layers_in_last_pipeline_stage: null
+    pipeline_dtype: ${policy.precision}
+    activation_checkpointing: false
+    peft: {enabled: false, dim: 8}
+  sequence_packing: {train_mb_tokens: "${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}"}
+  generation:
+    backend: vllm
+    vllm_cfg: {tensor_parallel_size: 1, pipeline_parallel_size: 1, precision: "${policy.precision}"}
+    colocated: {enabled: true, resources: {gpus_per_node: null, num_nodes: null}}
+cluster: {gpus_per_node: 8, num_nodes: 1}
+"""
+
+
+@pytest.fixture
+def hf(releases: PathOf) -> Path:
+    return releases(NAME)
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that the others inherit from, and no converted copies."""
+    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "copies"))
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def child(base: Path, text: str) -> Path:
+    path = base.parent / "job.yaml"
+    path.write_text(f"defaults: {base.name}\n{text}")
+    return path
+
+
+def model(base: Path, hf: Path, more: str = "") -> Path:
+    return child(base, f"policy:\n  model_name: {hf}\n{more}")
+
+
+def loads(report: Report) -> list[str]:
+    return list(report.facts["what would be loaded"])
+
+
+def passes(report: Report) -> bool:
+    return (report.status, list(report.findings), list(report.reasons)) == ("passed", [], [])
+
+
+def test_a_first_run_converts_the_model_and_passes(base: Path, hf: Path) -> None:
+    report = preflight(script=model(base, hf))
+    assert passes(report)
+    why = "policy.model_name, which NeMo-RL converts at the start"
+    engine = "vllm takes config and tokenizer from policy.model_name, its weights come from the actor"
+    assert loads(report) == [
+        f"actor loads {hf} (HF): {why}",
+        f"reference loads {hf} (HF): {why}",
+        f"rollout engine loads {hf} (HF): {engine}",
+    ]
+
+
+def test_a_checkpoint_of_megatron_with_sizes_passes(base: Path, hf: Path, converted: PathOf) -> None:
+    sizes = "{tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, expert_model_parallel_size: 4}"
+    checkpoint = f"pretrained_checkpoint: {{path: {converted(NAME)}, format: megatron_lm}}"
+    report = preflight(script=model(base, hf, f"  {checkpoint}\n  megatron_cfg: {sizes}\n"))
+    assert passes(report)
+    path = converted(NAME) / "release"
+    why = "the tracker says release: of policy.pretrained_checkpoint.path"
+    assert loads(report)[:2] == [f"{role} loads {path} (Megatron): {why}" for role in ("actor", "reference")]
+    assert {"CK701", "CK703", "CK722"} <= {one.code for one in report.checks if one.status == "passed"}
+
+
+def test_a_converted_copy_is_loaded_instead_of_the_model(base: Path, hf: Path, converted: PathOf) -> None:
+    copy = base.parent / "copies" / f"model_{str(hf).replace('/', '_')}" / "iter_0000000"
+    shutil.copytree(converted(NAME) / "release", copy)
+    report = preflight(script=model(base, hf))
+    assert passes(report)
+    assert loads(report)[0] == (
+        f"actor loads {copy} (Megatron): the copy of policy.model_name that NeMo-RL converted before"
+    )
+    again = preflight(script=base.parent / "job.yaml", arguments=["policy.megatron_cfg.force_reconvert_from_hf=True"])
+    assert loads(again)[0].startswith(f"actor loads {hf} (HF)")
+
+
+def test_a_copy_older_than_the_model_is_a_warning(
+    base: Path, releases: PathOf, converted: PathOf, only: OnlyFinding
+) -> None:
+    own = Path(shutil.copytree(releases(NAME), base.parent / "model"))
+    copy = base.parent / "copies" / f"model_{str(own).replace('/', '_')}" / "iter_0000000"
+    shutil.copytree(converted(NAME) / "release", copy)
+    for path in own.iterdir():
+        os.utime(path, (4e9, 4e9))
+    finding = only(preflight(script=model(base, own)))
+    assert (finding.code, finding.severity) == ("CK711", "warning")
+    assert finding.actual == "config.json is newer: NeMo-RL loads the copy all the same"
+
+
+def test_a_run_resumes_from_its_last_step(base: Path, hf: Path, converted: PathOf) -> None:
+    for step in (2, 10):
+        weights = base.parent / "results" / f"step_{step}" / "policy" / "weights"
+        shutil.copytree(converted(NAME) / "release", weights / "iter_0000000")
+        (weights / "latest_train_state.pt").touch()
+    report = preflight(script=model(base, hf, "checkpointing: {checkpoint_dir: results}\n"))
+    assert passes(report)
+    assert loads(report)[0] == (
+        "actor loads results/step_10/policy/weights/iter_0000000 (Megatron): step_10 is the last of "
+        "checkpointing.checkpoint_dir"
+    )
+    assert loads(report)[1].startswith(f"reference loads {hf} (HF)")
+
+
+def test_a_last_step_without_its_state_is_found(base: Path, hf: Path, only: OnlyFinding) -> None:
+    (base.parent / "results" / "step_3" / "policy" / "weights").mkdir(parents=True)
+    finding = only(preflight(script=model(base, hf, "checkpointing: {checkpoint_dir: results}\n")))
+    assert (finding.code, finding.severity, finding.file) == ("CK713", "error", "results/step_3/policy/weights")
+    assert finding.actual.endswith("so the run goes on at step_3 with the weights of its start")
+
+
+def test_generation_on_gpus_of_its_own_passes(base: Path, hf: Path) -> None:
+    text = "  generation: {colocated: {enabled: false, resources: {num_nodes: 1, gpus_per_node: 8}}}\n"
+    report = preflight(script=model(base, hf, f"{text}cluster: {{num_nodes: 3}}\n"))
+    assert passes(report)
+
+
+def test_gpus_left_for_training_are_compared(base: Path, hf: Path, only: OnlyFinding) -> None:
+    own = "{colocated: {enabled: false, resources: {gpus_per_node: 2}}}"
+    text = f"  megatron_cfg: {{pipeline_model_parallel_size: 4}}\n  generation: {own}\n"
+    file = model(base, hf, f"{text}loss_fn: {{reference_policy_kl_penalty: 0}}\n")
+    finding = only(preflight(script=file))
+    assert finding.code == "CK722"
+    assert finding.expected.startswith("GPUs of the actor that divide by tp x pp x cp = 1 x 4 x 1 = 4 (")
+    assert f"policy.megatron_cfg.pipeline_model_parallel_size ({file}:4)" in finding.expected
+    assert finding.actual == (
+        f"6 GPUs: cluster.num_nodes ({base}:27) 1 x cluster.gpus_per_node ({base}:27) 8, "
+        f"less 2 for generation by policy.generation.colocated.resources.gpus_per_node ({file}:5) 2"
+    )
+
+
+def test_sglang_and_no_megatron_pass(base: Path, hf: Path) -> None:
+    text = (
+        "  megatron_cfg: {enabled: false}\n  generation:\n    backend: sglang\n"
+        "    sglang_cfg: {model_path: '${policy.model_name}', tp_size: 2}\n"
+    )
+    report = preflight(script=model(base, hf, text))
+    assert passes(report)
+    assert loads(report)[2] == (
+        f"rollout engine loads {hf} (HF): sglang loads policy.generation.sglang_cfg.model_path first"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "actual", "hint"),
+    [
+        ("{path: /nowhere, format: megatron_lm}", "CK711", "no such directory", "check the path"),
+        (
+            "{path: RELEASE, format: megatron_bridge}",
+            "CK711",
+            "no run_config.yaml in RELEASE/release",
+            "this is a checkpoint for policy.pretrained_checkpoint.format=megatron_lm",
+        ),
+        ("{path: RELEASE}", "CK711", "no such setting", "say which of the two it is"),
+    ],
+)
+def test_a_checkpoint_that_nemo_rl_refuses_is_found(
+    text: str, code: str, actual: str, hint: str, base: Path, hf: Path, converted: PathOf
+) -> None:
+    root = str(converted(NAME))
+    report = preflight(script=model(base, hf, f"  pretrained_checkpoint: {text.replace('RELEASE', root)}\n"))
+    (finding,) = report.findings
+    assert (finding.code, finding.actual, finding.hint) == (code, actual.replace("RELEASE", root), hint)
+
+
+def test_a_model_that_does_not_divide_is_found(base: Path, hf: Path) -> None:
+    report = preflight(script=model(base, hf, "  megatron_cfg: {tensor_model_parallel_size: 4}\n"))
+    assert ("CK703", "num_attention_heads = 10") in [(one.code, one.actual) for one in report.findings]
+
+
+def test_a_model_that_is_not_there_is_found(base: Path, only: OnlyFinding) -> None:
+    file = model(base, Path("/nowhere/model"))
+    finding = only(preflight(script=file))
+    assert (finding.code, finding.actual) == ("CK714", "no such directory")
+    assert finding.expected == f"policy.model_name ({file}:3): an HF directory with config.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("policy: {model_name: Qwen/Qwen3-30B-A3B}\n", "a name on a model hub"),
+        ("", "??? stands for a value that the launch must give"),
+        ("policy: {model_name: MODEL, megatron_cfg: {model_overrides: {num_layers: 2}}}\n", "2: not looked at"),
+        (
+            "policy: {model_name: MODEL, megatron_cfg: {tensor_model_parallel_size: '${nodes}'}}\n",
+            "${nodes} names no setting",
+        ),
+        (
+            "policy: {model_name: MODEL, megatron_cfg: {context_parallel_size: null}}\n",
+            "policy.megatron_cfg.context_parallel_size is not given",
+        ),
+    ],
+)
+def test_what_cannot_be_told_makes_the_report_inconclusive(text: str, line: str, base: Path, hf: Path) -> None:
+    report = preflight(script=child(base, text.replace("MODEL", str(hf))))
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert any(line in one for one in report.facts["not read"])
+
+
+def test_a_file_to_inherit_from_that_is_not_there_is_inconclusive(base: Path, hf: Path) -> None:
+    file = model(base, hf)
+    base.unlink()
+    report = preflight(script=file)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert f"{file}:1: defaults: base.yaml: no such file beside it" in report.facts["not read"]
+
+
+def test_a_section_that_says_override_replaces_the_inherited_one(base: Path, hf: Path) -> None:
+    """`cluster` loses its number of GPUs, so nothing says how many there are."""
+    report = preflight(script=model(base, hf, "cluster: {_override_: true, num_nodes: 2}\n"))
+    assert next(one.status for one in report.checks if one.code == "CK722") == "skipped"
+    assert report.facts["not read"] == ["cluster.gpus_per_node is not given, and NeMo-RL has no default for it"]
+
+
+def test_a_yaml_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("services: {web: {}}\n")
+    with pytest.raises(CkptkitError, match="has the settings of none of them: services"):
+        preflight(script=tmp_path / "a.yaml")
+
+
+def test_a_yaml_file_on_the_command_line(base: Path, hf: Path) -> None:
+    file = str(model(base, hf))
+    assert CliRunner().invoke(cli, ["preflight", file]).exit_code == 0
+    done = CliRunner().invoke(cli, ["preflight", file, "--", "policy.model_name=Qwen/Qwen3-30B-A3B"])
+    assert (done.exit_code, done.output.split()[0]) == (2, "INCONCLUSIVE")
+    given = ["preflight", file, "--json", "--", "policy.megatron_cfg.pipeline_model_parallel_size=3"]
+    done = CliRunner().invoke(cli, given)
+    assert done.exit_code == 1
+    assert {finding["code"] for finding in json.loads(done.stdout)["findings"]} == {"CK722"}

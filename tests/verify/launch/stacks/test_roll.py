@@ -1,0 +1,188 @@
+"""Launches of ROLL: what its roles load by its YAML files, and what is wrong with them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from fixture_types import OnlyFinding, PathOf
+
+from verify.launch.preflight import preflight
+from verify.report import Report
+
+NAME = "qwen3_moe"
+JOB = """
+defaults:
+  - ../shared/envs@_here_
+exp_name: job
+pretrain: MODEL
+reward_pretrain: MODEL
+adv_estimator: reinforce
+resume_from_checkpoint: false
+num_return_sequences_in_group: 8
+checkpoint_config: {type: file_system, output_dir: "./models/${exp_name}"}
+actor_train:
+  model_args: {dtype: bf16, model_type: ~}
+  strategy_args:
+    strategy_name: megatron_train
+    strategy_config:
+      tensor_model_parallel_size: 2
+      pipeline_model_parallel_size: 2
+      expert_model_parallel_size: 2
+      context_parallel_size: 1
+  device_mapping: list(range(0,8))
+actor_infer:
+  generating_args: {num_return_sequences: "${num_return_sequences_in_group}"}
+  strategy_args:
+    strategy_name: sglang
+    strategy_config: {mem_fraction_static: 0.7, load_format: dummy}
+  num_gpus_per_worker: 2
+  device_mapping: list(range(0,6)) + [6, 7]
+reference:
+  strategy_args:
+    strategy_name: megatron_infer
+    strategy_config: {expert_model_parallel_size: 4, expert_tensor_parallel_size: 1}
+  device_mapping: list(range(0,8))
+"""
+
+
+@pytest.fixture
+def hf(releases: PathOf) -> Path:
+    return releases(NAME)
+
+
+@pytest.fixture
+def job(hf: Path, tmp_path: Path) -> Path:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "envs.yaml").write_text("custom_envs: {}\n")
+    path = tmp_path / "jobs" / "job.yaml"
+    path.parent.mkdir()
+    path.write_text(JOB.replace("MODEL", str(hf)))
+    return path
+
+
+def loads(report: Report) -> list[str]:
+    return list(report.facts["what would be loaded"])
+
+
+def passes(report: Report) -> bool:
+    return (report.status, list(report.findings), list(report.reasons)) == ("passed", [], [])
+
+
+def test_a_first_run_passes(job: Path, hf: Path) -> None:
+    report = preflight(script=job)
+    assert passes(report)
+    engine = "sglang takes config and tokenizer from pretrain, its weights come from the actor"
+    assert loads(report) == [
+        f"actor loads {hf} (HF): pretrain",
+        f"reference loads {hf} (HF): pretrain",
+        f"rollout engine loads {hf} (HF): {engine}",
+    ]
+    assert {"CK703", "CK714", "CK722"} <= {one.code for one in report.checks if one.status == "passed"}
+
+
+def test_a_job_without_a_kl_term_has_no_reference(job: Path) -> None:
+    report = preflight(script=job, arguments=["init_kl_coef=0"])
+    assert passes(report)
+    assert [line.partition(" loads ")[0] for line in loads(report)] == ["actor", "rollout engine"]
+
+
+def test_a_critic_loads_reward_pretrain(job: Path, releases: PathOf) -> None:
+    given = ["adv_estimator=gae", f"reward_pretrain={releases('qwen2-tied')}", "+critic.device_mapping=[0,1]"]
+    report = preflight(script=job, arguments=[*given, "+critic.strategy_args.strategy_name=megatron_train"])
+    assert passes(report)
+    assert f"critic loads {releases('qwen2-tied')} (HF): reward_pretrain" in loads(report)
+
+
+def test_megatron_weights_beside_the_model_count_instead(
+    job: Path, hf: Path, converted: PathOf, tmp_path: Path
+) -> None:
+    own = Path(shutil.copytree(hf, tmp_path / "model"))
+    (own / "mca_config.json").write_text("{}")
+    shutil.copytree(converted(NAME) / "release", own / "iter_0000001" / "dist_model")
+    report = preflight(script=job, arguments=[f"pretrain={own}"])
+    assert passes(report)
+    assert loads(report)[0] == (
+        f"actor loads {own / 'iter_0000001' / 'dist_model'} (Megatron): mca_config.json in pretrain, "
+        "so ROLL takes the Megatron weights beside it"
+    )
+
+
+def test_a_run_is_resumed_from_a_path(job: Path, converted: PathOf, tmp_path: Path) -> None:
+    step = tmp_path / "checkpoint-20"
+    shutil.copytree(converted(NAME) / "release", step / "iter_0000001" / "dist_model")
+    (step / "latest_checkpointed_iteration.txt").write_text("1")
+    report = preflight(script=job, arguments=[f"resume_from_checkpoint={step}"])
+    assert passes(report)
+    assert loads(report)[0].startswith(f"actor loads {step / 'iter_0000001' / 'dist_model'} (Megatron): to resume")
+
+
+def test_a_step_to_resume_from_that_is_not_there_is_found(job: Path, only: OnlyFinding) -> None:
+    finding = only(preflight(script=job, arguments=["resume_from_checkpoint=/nowhere/checkpoint-8"]))
+    assert (finding.code, finding.actual) == ("CK713", "no such directory")
+    assert finding.expected.startswith("resume_from_checkpoint (the command line): ")
+
+
+def test_devices_that_do_not_divide_are_found_with_both_places(job: Path) -> None:
+    finding, experts = preflight(script=job, arguments=["actor_train.device_mapping=list(range(0,6))"]).findings
+    config = "actor_train.strategy_args.strategy_config"
+    assert finding.code == "CK722"
+    assert finding.expected == (
+        "GPUs of the actor that divide by tp x pp x cp = 2 x 2 x 1 = 4 ("
+        f"{config}.tensor_model_parallel_size ({job}:16), {config}.pipeline_model_parallel_size ({job}:17), "
+        f"{config}.context_parallel_size ({job}:19), {config}.expert_model_parallel_size ({job}:18))"
+    )
+    assert finding.actual == "6 GPUs: actor_train.device_mapping (the command line) list(range(0,6))"
+    assert experts.expected.startswith("GPUs of the actor that divide by ep x etp x pp = 2 x 2 x 2 = 8 (")
+
+
+def test_experts_take_the_tensor_parallel_size_where_they_have_none(job: Path) -> None:
+    """8 GPUs hold no 4 x 2 x 2."""
+    report = preflight(script=job, arguments=["actor_train.strategy_args.strategy_config.expert_model_parallel_size=4"])
+    found = [finding.expected.partition(" (")[0] for finding in report.findings if finding.code == "CK722"]
+    assert found == ["GPUs of the actor that divide by ep x etp x pp = 4 x 2 x 2 = 16"]
+
+
+def test_sizes_of_the_reference_are_its_own(job: Path) -> None:
+    report = preflight(script=job, arguments=["reference.strategy_args.strategy_config.expert_model_parallel_size=5"])
+    codes = {finding.code for finding in report.findings}
+    assert codes == {"CK703", "CK722"}
+
+
+def test_a_model_of_one_role_that_pretrain_replaces_is_found(job: Path, releases: PathOf, only: OnlyFinding) -> None:
+    other = releases("qwen2-tied")
+    finding = only(preflight(script=job, arguments=[f"+actor_train.model_args.model_name_or_path={other}"]))
+    assert finding.code == "CK711"
+    assert finding.actual.startswith(f"{other}, which ROLL replaces by pretrain = ")
+
+
+@pytest.mark.parametrize("model", ["/nowhere/model", "TORCH_DIST"])
+def test_a_pretrain_that_is_no_hf_directory_is_found(
+    model: str, job: Path, converted: PathOf, only: OnlyFinding
+) -> None:
+    finding = only(preflight(script=job, arguments=[f"pretrain={model.replace('TORCH_DIST', str(converted(NAME)))}"]))
+    assert finding.code == "CK714"
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("pretrain=Qwen/Qwen3-30B-A3B", "a name on a model hub"),
+        ("actor_train.device_mapping=list(map(int,x))", "only lists and ranges are understood"),
+        ("~reference.device_mapping", "reference.device_mapping is not given"),
+        ("resume_from_checkpoint=true", "give its path"),
+        ("actor_train.strategy_args.strategy_config.tensor_model_parallel_size=${tp}", "${tp} names no setting"),
+    ],
+)
+def test_what_cannot_be_told_makes_the_report_inconclusive(word: str, line: str, job: Path) -> None:
+    report = preflight(script=job, arguments=[word])
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert any(line in one for one in report.facts["not read"])
+
+
+def test_a_file_of_the_defaults_that_is_not_there_is_inconclusive(job: Path) -> None:
+    (job.parent.parent / "shared" / "envs.yaml").unlink()
+    report = preflight(script=job)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert f"{job}:3: defaults: envs: no such file beside it" in report.facts["not read"]

@@ -1,0 +1,285 @@
+"""Launches of verl: what each side loads by Hydra's settings, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from fixture_types import OnlyFinding, PathOf
+
+from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
+from verify.launch.preflight import preflight
+from verify.report import Report
+
+TRACKER = "latest_checkpointed_iteration.txt"
+NAME = "qwen3_moe"
+ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+GRPO = ["--config-name=ppo_megatron_trainer", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=sglang"]
+
+
+@pytest.fixture
+def hf(releases: PathOf) -> Path:
+    return releases(NAME)
+
+
+@pytest.fixture
+def torch_dist(converted: PathOf) -> Path:
+    """The iteration itself, which verl loads."""
+    return converted(NAME) / "release"
+
+
+def dist(role: str, path: Path) -> list[str]:
+    prefix = f"actor_rollout_ref.{role}.megatron"
+    return [f"{prefix}.use_dist_checkpointing=True", f"{prefix}.dist_checkpointing_path={path}"]
+
+
+def words(hf: Path, *more: str) -> list[str]:
+    return [*GRPO, f"actor_rollout_ref.model.path={hf}", *more]
+
+
+def loads(report: Report) -> list[str]:
+    return list(report.facts["what would be loaded"])
+
+
+def passes(report: Report) -> bool:
+    return (report.status, list(report.findings), list(report.reasons)) == ("passed", [], [])
+
+
+def test_a_first_run_from_hf_passes(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = preflight(arguments=words(hf, f"{ACTOR}.use_kl_loss=True"))
+    assert passes(report)
+    model = "actor_rollout_ref.model.path"
+    bridge = f"{model}, through a bridge"
+    engine = f"sglang takes config and tokenizer from {model}, its weights come from the actor"
+    anew = "resume_mode auto finds no tracker in checkpoints/verl_examples/gsm8k"
+    assert loads(report) == [
+        f"actor loads {hf} (HF): {bridge}; {anew}",
+        f"reference loads {hf} (HF): {bridge}",
+        f"rollout engine loads {hf} (HF): {engine}",
+    ]
+
+
+def test_torch_dist_for_actor_and_reference_with_sizes_passes(hf: Path, torch_dist: Path) -> None:
+    megatron = f"{ACTOR}.megatron"
+    sizes = ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=2", "expert_model_parallel_size=4"]
+    report = preflight(
+        arguments=words(
+            hf,
+            *dist("actor", torch_dist),
+            *dist("ref", torch_dist),
+            "algorithm.use_kl_in_reward=true",
+            *(f"{megatron}.{size}" for size in sizes),
+            f"+{megatron}.expert_tensor_parallel_size=1",
+            "trainer.nnodes=2",
+            "trainer.resume_mode=disable",
+        )
+    )
+    assert passes(report)
+    why = "(Megatron): verl loads the directory of actor_rollout_ref.{}.megatron.dist_checkpointing_path itself"
+    assert loads(report)[:2] == [
+        f"actor loads {torch_dist} {why.format('actor')}; trainer.resume_mode is disable",
+        f"reference loads {torch_dist} {why.format('ref')}",
+    ]
+    assert {"CK701", "CK703", "CK711", "CK714", "CK717", "CK722"} <= {
+        one.code for one in report.checks if one.status == "passed"
+    }
+
+
+def test_a_resumed_run_passes_and_the_reference_stays_at_the_start(hf: Path, torch_dist: Path, tmp_path: Path) -> None:
+    actor = tmp_path / "run" / "global_step_40" / "actor"
+    shutil.copytree(torch_dist, actor / "model" / "dist_ckpt")
+    (tmp_path / "run" / TRACKER).write_text("40")
+    given = words(hf, *dist("actor", torch_dist), f"{ACTOR}.use_kl_loss=True")
+    report = preflight(arguments=[*given, f"trainer.default_local_dir={tmp_path / 'run'}"])
+    assert passes(report)
+    assert loads(report)[:2] == [
+        f"actor loads {actor / 'model' / 'dist_ckpt'} (Megatron): the tracker of trainer.default_local_dir says 40",
+        f"reference loads {hf} (HF): actor_rollout_ref.model.path, through a bridge",
+    ]
+
+
+def test_a_step_of_hf_weights_is_resumed_by_its_path(hf: Path, tmp_path: Path) -> None:
+    step = tmp_path / "global_step_7"
+    shutil.copytree(hf, step / "actor" / "huggingface")
+    report = preflight(arguments=words(hf, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={step}"))
+    assert passes(report)
+    assert loads(report)[0].startswith(f"actor loads {step / 'actor' / 'huggingface'} (HF): trainer.resume_from_path")
+
+
+def test_settings_of_a_file_with_its_defaults_pass(hf: Path, tmp_path: Path) -> None:
+    (tmp_path / "sizes.yaml").write_text("cut: 2\n")
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "defaults:\n  - ppo_megatron_trainer\n  - sizes\n  - _self_\n"
+        "algorithm: {adv_estimator: grpo}\n"
+        f"actor_rollout_ref:\n  model:\n    path: {hf}\n"
+        "  rollout: {name: vllm, tensor_model_parallel_size: '${cut}'}\n"
+        "  actor:\n    megatron:\n      tensor_model_parallel_size: ${mul:${cut},1}\n"
+        "trainer: {nnodes: 1, n_gpus_per_node: 4, resume_mode: disable}\n"
+    )
+    assert passes(preflight(script=file))
+    assert passes(preflight(arguments=[f"--config-path={tmp_path}", "--config-name", "job"]))
+    report = preflight(script=file, arguments=["cut=3"])
+    found = [(finding.code, finding.actual) for finding in report.findings]
+    assert ("CK722", f"4 GPUs: trainer.nnodes ({file}:13) 1 x trainer.n_gpus_per_node ({file}:13) 4") in found
+    assert ("CK703", "num_attention_heads = 10") in found
+
+
+def test_sizes_that_do_not_divide_the_gpus_are_found_with_both_places(hf: Path, only: OnlyFinding) -> None:
+    size = f"{ACTOR}.megatron.pipeline_model_parallel_size"
+    finding = only(
+        preflight(arguments=words(hf, f"{size}=3", "trainer.n_gpus_per_node=8", "trainer.resume_mode=disable"))
+    )
+    assert (finding.code, finding.expected, finding.actual, finding.hint) == (
+        "CK722",
+        f"GPUs of the actor that divide by tp x pp x cp = 1 x 3 x 1 = 3 ({size} (the command line))",
+        "8 GPUs: trainer.nnodes 1 x trainer.n_gpus_per_node (the command line) 8",
+        "make the GPUs a multiple of 3, or choose other sizes",
+    )
+
+
+def test_experts_and_engine_that_do_not_divide_the_gpus_are_found(hf: Path) -> None:
+    more = [f"{ACTOR}.megatron.expert_model_parallel_size=3", "actor_rollout_ref.rollout.tensor_model_parallel_size=16"]
+    report = preflight(arguments=words(hf, *more, "trainer.resume_mode=disable"))
+    assert [finding.expected.partition(" (")[0] for finding in report.findings if finding.code == "CK722"] == [
+        "GPUs of the actor that divide by ep x etp x pp = 3 x 1 x 1 = 3",
+        "GPUs of the rollout engine that divide by tp x dp x pp = 16 x 1 x 1 = 16",
+    ]
+
+
+def test_a_reference_with_other_sizes_than_the_actor_is_a_warning(hf: Path, only: OnlyFinding) -> None:
+    key = "megatron.tensor_model_parallel_size"
+    more = [f"{ACTOR}.use_kl_loss=true", f"{REF}.{key}=2", "trainer.resume_mode=disable"]
+    finding = only(preflight(arguments=words(hf, *more)))
+    assert (finding.code, finding.severity, finding.expected, finding.actual) == (
+        "CK722",
+        "warning",
+        f"{ACTOR}.{key} = 1",
+        f"{REF}.{key} (the command line) = 2",
+    )
+
+
+def test_a_directory_of_iterations_is_found(hf: Path, converted: PathOf, only: OnlyFinding) -> None:
+    finding = only(preflight(arguments=words(hf, *dist("actor", converted(NAME)), "trainer.resume_mode=disable")))
+    assert (finding.code, finding.actual, finding.hint) == (
+        "CK711",
+        "a directory of iterations",
+        f"give the iteration: {converted(NAME) / 'release'}",
+    )
+
+
+def test_a_path_without_its_switch_is_ignored_with_a_warning(hf: Path, torch_dist: Path, only: OnlyFinding) -> None:
+    report = preflight(arguments=words(hf, dist("actor", torch_dist)[1], "trainer.resume_mode=disable"))
+    finding = only(report)
+    assert (finding.code, finding.severity) == ("CK711", "warning")
+    assert finding.actual.startswith("it is ignored, and actor_rollout_ref.model.path is loaded")
+    assert loads(report)[0].startswith(f"actor loads {hf} (HF)")
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "actual"),
+    [
+        (["actor_rollout_ref.model.path=/nowhere/model"], "CK714", "no such directory"),
+        (dist("actor", Path("/nowhere")), "CK711", "no such directory"),
+        (dist("actor", Path("/nowhere"))[:1], "CK711", "no such setting"),
+        ([*dist("ref", Path("/nowhere")), f"{ACTOR}.use_kl_loss=true"], "CK712", "no such directory"),
+        (
+            ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/global_step_8"],
+            "CK713",
+            "not there; beside it nothing",
+        ),
+    ],
+)
+def test_a_path_that_is_not_there_is_found(
+    more: list[str], code: str, actual: str, hf: Path, only: OnlyFinding
+) -> None:
+    finding = only(preflight(arguments=words(hf, "trainer.resume_mode=disable", *more)))
+    assert (finding.code, finding.severity, finding.actual) == (code, "error", actual)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "code", "actual"),
+    [
+        ("30", "CK713", "only global_step_20, so verl starts from the beginning without a word"),
+        (None, "CK711", "global_step_20 but no tracker, so verl starts from the beginning without a word"),
+        ("soon", "CK711", "'soon'"),
+        ("20", "CK713", "no such directory"),
+    ],
+)
+def test_a_run_that_would_not_resume_is_found(
+    tracker: str | None, code: str, actual: str, hf: Path, tmp_path: Path, only: OnlyFinding
+) -> None:
+    (tmp_path / "global_step_20").mkdir()
+    if tracker:
+        (tmp_path / TRACKER).write_text(tracker)
+    finding = only(preflight(arguments=words(hf, f"trainer.default_local_dir={tmp_path}")))
+    assert (finding.code, finding.actual) == (code, actual)
+
+
+def test_a_bare_torch_dist_directory_as_the_model_is_found(torch_dist: Path, only: OnlyFinding) -> None:
+    finding = only(preflight(arguments=words(torch_dist, "trainer.resume_mode=disable")))
+    assert (finding.code, finding.actual) == ("CK714", "no config.json in it")
+
+
+def test_a_critic_is_loaded_for_gae(hf: Path, releases: PathOf) -> None:
+    other = releases("qwen2-tied")
+    given = [f"actor_rollout_ref.model.path={hf}", "algorithm.adv_estimator=gae", f"critic.model.path={other}"]
+    report = preflight(arguments=["--config-name=ppo_megatron_trainer", *given, "trainer.resume_mode=disable"])
+    assert passes(report)
+    assert loads(report)[1].startswith(f"critic loads {other} (HF)")
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (["actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B"], "a name on a model hub"),
+        (["actor_rollout_ref.model.path=hdfs://models/qwen3"], "not on this machine"),
+        (["actor_rollout_ref.model.path=${oc.env:CKPTKIT_TEST_NO_SUCH}"], "CKPTKIT_TEST_NO_SUCH is not set"),
+        (["~actor_rollout_ref.model.path"], "actor_rollout_ref.model.path is not given"),
+        (["trainer.nnodes=${nodes}"], "trainer.nnodes: ${nodes} names no setting of this configuration"),
+        (["trainer.nnodes=${now:%Y}"], "the resolver now is not known"),
+        (["++actor_rollout_ref.model.override_config.model_config.num_hidden_layers=2"], "2: not looked at"),
+    ],
+)
+def test_what_cannot_be_told_makes_the_report_inconclusive(more: list[str], line: str, hf: Path) -> None:
+    report = preflight(arguments=words(hf, "trainer.resume_mode=disable", *more))
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert any(line in one for one in report.facts["not read"])
+
+
+def test_a_local_copy_stands_for_a_name_on_a_hub(hf: Path) -> None:
+    given = [*GRPO, "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", "trainer.resume_mode=disable"]
+    assert passes(preflight(hf_checkpoint=hf, arguments=given))
+
+
+def test_options_that_contradict_the_settings_are_refused(hf: Path, torch_dist: Path, releases: PathOf) -> None:
+    given = words(hf, *dist("actor", torch_dist), "trainer.resume_mode=disable")
+    assert passes(preflight(load=torch_dist, hf_checkpoint=hf, arguments=given))
+    with pytest.raises(CkptkitError, match="the actor loads"):
+        preflight(load=torch_dist.parent, arguments=given)
+    with pytest.raises(CkptkitError, match="no reference is loaded"):
+        preflight(ref_load=torch_dist, arguments=given)
+    with pytest.raises(CkptkitError, match="--hf-checkpoint .* says"):
+        preflight(hf_checkpoint=releases("qwen2-tied"), arguments=given)
+    with pytest.raises(CkptkitError, match="--tp 2, but by the settings of the job it is 1"):
+        preflight(tp=2, arguments=given)
+    with pytest.raises(CkptkitError, match="--ckpt-step does not go with settings of verl"):
+        preflight(ckpt_step=2, arguments=given)
+
+
+@pytest.mark.parametrize("value", ["two", "0", "-1"])
+def test_a_size_that_is_none_is_refused(value: str, hf: Path) -> None:
+    with pytest.raises(CkptkitError, match="trainer.nnodes"):
+        preflight(arguments=words(hf, f"trainer.nnodes={value}"))
+
+
+def test_overrides_on_the_command_line(hf: Path) -> None:
+    given = words(hf, "trainer.resume_mode=disable", f"{ACTOR}.megatron.pipeline_model_parallel_size=3")
+    done = CliRunner().invoke(cli, ["preflight", "--json", "--", *given])
+    assert done.exit_code == 1
+    assert [finding["code"] for finding in json.loads(done.stdout)["findings"]] == ["CK722"]

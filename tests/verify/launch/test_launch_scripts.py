@@ -1,0 +1,444 @@
+"""`preflight run.sh`: right launches are clean, and each planted contradiction is found with both values."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from fixture_types import PathOf
+from launch_scripts import FAMILIES, PLAIN, RAY, write_config, write_headers, write_launch
+
+from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
+from verify.check import all_checks, run_checks
+from verify.evidence.subject import Subject
+from verify.launch.arguments import LaunchArguments
+from verify.launch.paths import launch_of
+from verify.launch.preflight import preflight
+from verify.launch.shell.read import read_script
+from verify.report import Finding, Report
+from verify.run import choose
+
+LAUNCH = ("CK703", "CK711", "CK712", "CK713", "CK714", "CK717", "CK718", "CK719", "CK721", "CK722")
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
+    """A directory with the config.json of a family's release."""
+    root = tmp_path_factory.mktemp("configs")
+    found = {name: write_config(root / name, name) for name in FAMILIES}
+    return found.__getitem__
+
+
+@pytest.fixture(scope="module")
+def headers(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
+    """The release of a family, as headers."""
+    root, found = tmp_path_factory.mktemp("headers"), dict[str, Path]()
+    return lambda name: found[name] if name in found else found.setdefault(name, write_headers(root / name, name))
+
+
+def of_launch(report: Report) -> list[Finding]:
+    """The findings about the launch itself."""
+    return [finding for finding in report.findings if finding.code in LAUNCH]
+
+
+def launch_findings(script: Path) -> list[Finding]:
+    """The findings of the checks of a launch, without a look at the tensors of its checkpoints."""
+    launch, _ = launch_of(read_script(script, environment={}), None, None, None, None)
+    subject = Subject(launch.hf_checkpoint or Path(), launch=launch, arguments=LaunchArguments.read(launch.words))
+    checks = [one for one in all_checks() if one.stage == "launch" and one.code in LAUNCH]
+    return run_checks(subject, choose(subject, checks)[0]).findings
+
+
+@pytest.mark.parametrize("template", [RAY, PLAIN])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "llama"])
+def test_right_launch_passes_without_a_finding(
+    name: str, template: str, headers: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = preflight(script=write_launch(tmp_path, name, headers(name), template))
+    assert (report.status, [str(finding) for finding in report.findings], list(report.reasons)) == ("passed", [], [])
+    ran = {check.code for check in report.checks if check.status == "passed"}
+    assert {"CK105", "CK703", "CK712", "CK717", "CK718", "CK719", "CK721", "CK722"} <= ran
+    root = headers(name)
+    assert report.facts["what would be loaded"] == [
+        f"actor loads {root} (HF): --load is not given; --ref-load has no tracker but a supported config.json",
+        f"reference loads {root} (HF): --ref-load has no tracker but a supported config.json",
+        f"rollout engine loads {root} (HF): --hf-checkpoint",
+    ]
+
+
+def test_mtp_layers_that_a_launch_leaves_out_are_a_note(configs: PathOf, tmp_path: Path) -> None:
+    report = preflight(script=write_launch(tmp_path, "glm4_moe", configs("glm4_moe")))
+    said = "the launch trains without the 1 multi-token prediction layers of the release"
+    assert said in report.facts["notes"]
+    assert of_launch(report) == []
+
+
+# Family, what is replaced in its scripts, by what, and what must be said: expected, actual and where it is written.
+MODEL = [
+    ("qwen2", "--num-layers 28", "--num-layers 24", "num_layers = 28", "num_layers = 24", "models/qwen2.sh:5"),
+    ("qwen2", "WIDTH=3584", "WIDTH=4096", "hidden_size = 3584", "hidden_size = 4096", "models/qwen2.sh:3"),
+    ("qwen2", "18944", "18432", "ffn_hidden_size = 18944", "ffn_hidden_size = 18432", "models/qwen2.sh:5"),
+    ("qwen2", "1000000", "10000", "rotary_base = 1000000", "rotary_base = 10000", "models/qwen2.sh:8"),
+    ("qwen2", "1e-06", "1e-05", "norm_epsilon = 1e-06", "norm_epsilon = 1e-05", "models/qwen2.sh:9"),
+    ("qwen2", " --add-qkv-bias", "", "add_qkv_bias = True", "add_qkv_bias = False", "models/qwen2.sh:4"),
+    ("qwen2", " --disable-bias-linear", "", "add_bias_linear = False", "add_bias_linear = True", "by default"),
+    ("qwen2", "152064", "151936", "vocab_size = 152064", "vocab_size = 151936", "models/qwen2.sh:10"),
+    ("qwen2", " --untie-embeddings-and-output-weights", "", "weights = True", "weights = False", "by default"),
+    ("qwen2", "RMSNorm", "LayerNorm", "normalization = RMSNorm", "normalization = LayerNorm", "models/qwen2.sh:9"),
+    ("qwen2", "--swiglu", "", "swiglu = True", "swiglu = False", "by default"),
+    ("qwen2", "embedding-type rope", "embedding-type none", "type = rope", "type = none", "models/qwen2.sh:8"),
+    ("qwen3", "THETA:-1000000", "THETA:-10000", "rotary_base = 1000000", "rotary_base = 10000", "models/qwen3.sh:3"),
+    ("qwen3", '  --rotary-base "${BASE}"\n', "", "rotary_base = 1000000", "rotary_base = 10000", "by default"),
+    ("qwen3", "  --group-query-attention\n", "", "num_query_groups = 8", "num_query_groups = 32", "models/qwen3.sh:9"),
+    ("qwen3", "  --num-query-groups 8\n", "", "num_query_groups = 8", "num_query_groups = 1", "models/qwen3.sh:9"),
+    ("qwen3", "  --kv-channels 128\n", "", "kv_channels = 128", "kv_channels = 80", "models/qwen3.sh:6"),
+    ("qwen3", "  --qk-layernorm\n", "", "qk_layernorm = True", "qk_layernorm = False", "by default"),
+    ("qwen3", "--norm-epsilon 1e-6", "", "norm_epsilon = 1e-06", "norm_epsilon = 1e-05", "by default"),
+    ("qwen3", "--swiglu", "--swiglu --rotary-percent 0.5", "rotary_percent = 1.0", "rotary_percent = 0.5", ":13"),
+    ("qwen3", "--swiglu", "--swiglu --rotary-interleaved", "interleaved = False", "interleaved = True", ":13"),
+    ("qwen3", "--swiglu", "--swiglu --apply-layernorm-1p", "layernorm_1p = False", "layernorm_1p = True", ":13"),
+    ("qwen3", "--swiglu", "--swiglu --mtp-num-layers 1", "mtp_num_layers = 0", "mtp_num_layers = 1", ":13"),
+    ("qwen3", "--swiglu", "--swiglu --use-rope-scaling", "rope_scaling = False", "rope_scaling = True", ":13"),
+    ("qwen3", "1000000}", "1e6}", "--rotary-base with a whole number", "--rotary-base 1e6", "models/qwen3.sh:3"),
+    ("qwen3_moe", "--num-experts 128", "--num-experts 64", "num_experts = 128", "num_experts = 64", ":15"),
+    ("qwen3_moe", "topk 8", "topk 4", "moe_router_topk = 8", "moe_router_topk = 4", "models/qwen3_moe.sh:16"),
+    ("qwen3_moe", "--moe-router-topk 8 ", "", "moe_router_topk = 8", "moe_router_topk = 2", "by default"),
+    ("qwen3_moe", "768", "1536", "moe_ffn_hidden_size = 768", "moe_ffn_hidden_size = 1536", ":16"),
+    ("qwen3_moe", "function softmax", "function sigmoid", "function = softmax", "function = sigmoid", ":16"),
+    ("qwen3_moe", "layer = 0;", "layer = 1;", "48 MoE layers", "47 MoE layers", "models/qwen3_moe.sh:8"),
+    ("qwen3_moe", '"$FREQ"', "2", "0 dense layers, then 48 MoE", "[1, 0, 1, 0", "models/qwen3_moe.sh:15"),
+    ("qwen3_moe", "--num-query-groups 4", "--num-query-groups 8", "groups = 4", "groups = 8", ":11"),
+    ("qwen3_moe", "--swiglu", "--swiglu --moe-router-pre-softmax", "softmax = False", "softmax = True", ":12"),
+    ("glm4_moe", "DENSE=3 MOE=89", "DENSE=1 MOE=91", "3 dense layers, then 89", "1 dense layers, then 91", ":11"),
+    ("glm4_moe", "--rotary-percent 0.5 ", "", "rotary_percent = 0.5", "rotary_percent = 1.0", "by default"),
+    ("glm4_moe", "scaling-factor 2.5", "scaling-factor 1.0", "factor = 2.5", "factor = 1.0", "models/glm4_moe.sh:14"),
+    ("glm4_moe", "  --moe-router-enable-expert-bias", "", "expert_bias = True", "expert_bias = False", "by default"),
+    ("glm4_moe", "$((1 * EXPERT))", "$((2 * EXPERT))", "size = 1536", "size = 3072", "models/glm4_moe.sh:12"),
+    ("glm4_moe", "--moe-router-score-function sigmoid", "", "function = sigmoid", "function = softmax", "by default"),
+    ("glm4_moe", "--qk-layernorm ", "", "qk_layernorm = True", "qk_layernorm = False", "by default"),
+    ("deepseek_v3", "layers 3 61", "layers 1 61", "3 dense layers, then 58", "1 dense layers, then 60", ":20"),
+    ("deepseek_v3", "--q-lora-rank 1536 ", "", "q_lora_rank = 1536", "q_lora_rank = nothing", "by default"),
+    ("deepseek_v3", "--kv-lora-rank 512", "--kv-lora-rank 256", "kv_lora_rank = 512", "kv_lora_rank = 256", ":18"),
+    ("deepseek_v3", "--v-head-dim 128", "--v-head-dim 192", "v_head_dim = 128", "v_head_dim = 192", ":19"),
+    ("deepseek_v3", "factor 40", "factor 32", "scaling_factor = 40", "scaling_factor = 32", "models/deepseek_v3.sh:16"),
+    ("deepseek_v3", "--rotary-scaling-factor 40", "", "rope_type = yarn", "rope_type = rope", "by default"),
+    ("deepseek_v3", "--mscale-all-dim 1.0", "", "mscale_all_dim = 1.0", "mscale_all_dim = 0.0", "by default"),
+    ("deepseek_v3", "group-topk 4", "group-topk 8", "group_topk = 4", "group_topk = 8", "models/deepseek_v3.sh:23"),
+    ("deepseek_v3", "--multi-latent-attention", "", "attention = True", "attention = False", "by default"),
+    ("llama", "500000", "10000", "rotary_base = 500000", "rotary_base = 10000", "models/llama.sh:5"),
+    ("llama", " --use-rope-scaling", "", "use_rope_scaling = True", "use_rope_scaling = False", "by default"),
+    ("llama", "--kv-channels 128", "--kv-channels 64", "kv_channels = 128", "kv_channels = 64", "models/llama.sh:4"),
+]
+
+
+@pytest.mark.parametrize(("name", "before", "after", "expected", "actual", "where"), MODEL)
+def test_model_argument_that_contradicts_config_is_found_with_both_values(
+    name: str, before: str, after: str, expected: str, actual: str, where: str, configs: PathOf, tmp_path: Path
+) -> None:
+    def planted(text: str) -> str:
+        return text.replace(before, after, 1) if "MODEL=(" in text else text
+
+    assert before in FAMILIES[name].model
+    found = launch_findings(write_launch(tmp_path, name, configs(name), change=planted))
+    found = [finding for finding in found if finding.code == "CK718" and finding.severity == "error"]
+    assert [one for one in found if expected in one.expected and actual in one.actual and where in one.actual], found
+
+
+def test_rope_factor_of_llama_that_no_builder_hands_on_is_found(configs: PathOf, tmp_path: Path) -> None:
+    """Llama 3.2's factor is 32. An option of latent attention does not set it, nor does its own reach the model."""
+    root = write_config(tmp_path / "hf", "llama")
+    config = json.loads((root / "config.json").read_text())
+    config["rope_scaling"]["factor"] = 32.0
+    (root / "config.json").write_text(json.dumps(config))
+    for option in ("--rotary-scaling-factor 32.0", "--rope-scaling-factor 32.0"):
+        script = write_launch(tmp_path, "llama", root, change=lambda text, add=option: text.replace("--swiglu", add))
+        (found,) = [one for one in of_launch(preflight(script=script)) if "rope_scaling_factor" in one.expected]
+        assert found.expected.startswith("rope_scaling_factor = 32.0")
+        assert found.actual.startswith("rope_scaling_factor = 8.0")
+
+
+def test_yarn_that_no_option_sets_is_found(configs: PathOf, tmp_path: Path) -> None:
+    """Kimi K2 says beta_fast 1, Megatron's latent attention takes 32; miles' fork has an option for it."""
+    (found,) = of_launch(preflight(script=write_launch(tmp_path, "kimi_k2", configs("kimi_k2"))))
+    assert (found.code, found.expected.partition(",")[0]) == ("CK718", "beta_fast = 1.0")
+    assert found.actual == "beta_fast = 32.0, by default, as the launch does not give it"
+    script = write_launch(
+        tmp_path, "kimi_k2", configs("kimi_k2"), change=lambda text: text.replace("--swiglu", "--swiglu --beta-fast 1")
+    )
+    assert of_launch(preflight(script=script)) == []
+
+
+# Family, what is replaced in run.sh, by what; the code, its severity, and what must be said.
+LAUNCHES = [
+    ("qwen3", "--attention-dropout 0.0", "", "CK719", "warning", "attention_dropout = 0.0", "attention_dropout = 0.1"),
+    ("qwen3", "--hidden-dropout 0.0", "--hidden-dropout 0.2", "CK719", "warning", "dropout = 0.0", "dropout = 0.2"),
+    ("qwen3", "OFF=(", "OFF=(--fp16 ", "CK719", "warning", "bfloat16", "float16, at"),
+    ("qwen3", "OFF=(", "OFF=(--attention-backend unfused ", "CK719", "warning", "flash", "context_parallel_size = 2"),
+    ("deepseek_v3", "OFF=(", "OFF=(--attention-backend flash ", "CK719", "warning", "auto", "multi_latent_attention"),
+    ("qwen3_moe", "--moe-router-dtype fp32", "", "CK719", "warning", "moe_router_dtype = fp32", "nothing"),
+    ("qwen3_moe", "--moe-permute-fusion", "", "CK719", "warning", "--moe-permute-fusion", "False"),
+    ("qwen3", "--context-parallel-size 2", "--context-parallel-size 3", "CK722", "error", "2 x 1 x 3 = 6", "8 GPUs"),
+    ("qwen3_moe", "--expert-tensor-parallel-size 1", "", "CK722", "error", "8 x 4 x 1 = 32", "8 GPUs"),
+    ("glm4_moe", "num-nodes 8", "num-nodes 9", "CK722", "error", "16 x 1 x 4 = 64", "72 GPUs"),
+    ("llama", "per-engine 8", "per-engine 6", "CK722", "error", "over 6 ranks", "32"),
+    ("qwen2", "per-engine 4", "per-engine 8", "CK722", "error", "over 8 ranks", "28"),
+    ("qwen2", "per-engine 4", "per-engine 3 --colocate", "CK722", "error", "engine = 3", "8 rollout GPUs"),
+    ("glm4_moe", "--sglang-ep-size 32", "--sglang-ep-size 64", "CK722", "error", "sglang_ep_size = 64", "32 ranks"),
+    ("kimi_k2", "16 --sglang-ep-size 16", "20 --sglang-ep-size 20", "CK722", "error", "over 20 ranks", "64"),
+    ("glm4_moe", "--sglang-enable-dp-attention", "", "CK722", "error", "dp_size = 4", "does not give it"),
+    ("glm4_moe", "--sglang-dp-size 4", "--sglang-dp-size 3", "CK722", "error", "dp_size = 3", "32 ranks"),
+    ("qwen3", "per-engine 2", "per-engine 4 --sglang-pp-size 3", "CK722", "error", "pp_size = 3", "engine = 4"),
+    ("qwen2", "pipeline-model-parallel-size 2", "pipeline-model-parallel-size 3", "CK703", "error", "pp = 3", "28"),
+    ("qwen2", "tensor-model-parallel-size 4", "tensor-model-parallel-size 8", "CK703", "error", "tp = 8", "28"),
+    ("glm4_moe", "parallel-size 16", "parallel-size 64", "CK703", "error", "ep = 64", "160"),
+    ("deepseek_v3", "--decoder-last-pipeline-num-layers 13", "", "CK703", "error", "pp = 4", "61"),
+    ("qwen3", "--rotary-base", "--rotary-bse", "CK721", "warning", "--rotary-base", "--rotary-bse, at"),
+    ("qwen3", "--kv-channels", "--kv_channels", "CK721", "warning", "--kv-channels", "--kv_channels, at"),
+    ("qwen3", "--num-query-groups", "--num-query-group", "CK721", "warning", "--num-query-groups", "query-group, at"),
+    ("qwen3", "--qk-layernorm", "-qk-layernorm", "CK721", "warning", "--qk-layernorm", "-qk-layernorm, at"),
+    ("qwen3", "--ref-load", "--ref-laod", "CK721", "warning", "--ref-load", "--ref-laod, at"),
+    (
+        "qwen3",
+        '"${PATHS[@]}" \\\n',
+        '"${PATHS[@]}"\n',
+        "CK721",
+        "error",
+        "`\\` at the end",
+        "--num-layers, --hidden-size",
+    ),
+    ("qwen3", '"${PATHS[@]}" \\\n', '"${PATHS[@]}" \\ \n', "CK721", "error", "no blank", "begins with"),
+    ("qwen3", "GPUS \\\n", "GPUS \\\n  # --colocate \\\n", "CK721", "error", "comment", "begins with --rollout-batch"),
+    ("qwen3", "${PARALLEL[@]}", "${PARALEL[@]}", "CK721", "error", "${PARALLEL[@]}", "${PARALEL[@]} is set nowhere"),
+    ("qwen3", "  --ref-load ROOT", "  --ref-load ROOT/nowhere", "CK712", "error", "--ref-load", "no such directory"),
+    (
+        "qwen3",
+        "  # --load /runs/old",
+        "  --load ROOT/none --ckpt-step 5",
+        "CK711",
+        "warning",
+        "--load",
+        "no such directory",
+    ),
+    (
+        "qwen3",
+        "--hf-checkpoint ROOT",
+        "--hf-checkpoint ROOT/none",
+        "CK714",
+        "error",
+        "HF directory",
+        "no such directory",
+    ),
+    (
+        "qwen3",
+        "--ref-load ROOT",
+        "--ref-load ROOT --critic-load ROOT/none",
+        "CK712",
+        "error",
+        "--critic-load",
+        "no such",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "before", "after", "code", "severity", "expected", "actual"), LAUNCHES)
+def test_contradiction_in_a_launch_is_found_with_both_values(
+    name: str,
+    before: str,
+    after: str,
+    code: str,
+    severity: str,
+    expected: str,
+    actual: str,
+    configs: PathOf,
+    tmp_path: Path,
+) -> None:
+    template = RAY.replace(before, after, 1)
+    script = write_launch(tmp_path, name, configs(name), template, lambda text: text.replace(before, after, 1))
+    said = script.read_text() + (tmp_path / "models" / f"{name}.sh").read_text()
+    assert after.replace("ROOT", str(configs(name))).replace("GPUS", FAMILIES[name].gpus) in said
+    findings = of_launch(preflight(script=script)) if code == "CK703" else launch_findings(script)
+    found = [(one.code, one.severity, one.expected, one.actual) for one in findings]
+    assert [one for one in found if one[:2] == (code, severity) and expected in one[2] and actual in one[3]], found
+
+
+def test_fp8_blocks_that_the_ranks_of_an_engine_cut_through_are_found(configs: PathOf, tmp_path: Path) -> None:
+    """768 rows of an expert over 8 ranks are 96; with experts spread over 8 ranks they stay whole."""
+    root = write_config(tmp_path / "hf", "qwen3_moe")
+    config = json.loads((root / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (root / "config.json").write_text(json.dumps(config))
+    whole = write_launch(tmp_path / "a", "qwen3_moe", root)
+    assert [one for one in of_launch(preflight(script=whole)) if one.code == "CK722"] == []
+    cut = write_launch(tmp_path / "b", "qwen3_moe", root, change=lambda text: text.replace("--sglang-ep-size 8", ""))
+    (found,) = [one for one in of_launch(preflight(script=cut)) if one.code == "CK722"]
+    assert "8 ranks divides by the FP8 block of 128" in found.expected
+    assert found.actual == "moe_intermediate_size = 768, 96 a rank"
+
+
+# What cannot be told before the script runs, and what the report says of it.
+UNKNOWN = [
+    ("--num-layers 36", "--num-layers $(cat layers)", "--num-layers $(cat layers)"),
+    ("--ref-load ROOT", "--ref-load ${BASE_DIR}/megatron", "$BASE_DIR|${BASE_DIR} (set neither in the script"),
+    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size `nproc`", "the output of `nproc`"),
+    ("${OFF[@]}", "${OFF[@]} $EXTRA_ARGS", "$EXTRA_ARGS (set neither in the script nor in the environment)"),
+    ("ray start", "source missing.sh; ray start", "source missing.sh: there is no such file"),
+    ("OFF=(", "if [ -f flag ]; then PARALLEL+=(--expert-model-parallel-size 2); fi\nOFF=(", "a condition at"),
+    ("OFF=(", "[ -f flag ] && PARALLEL=(--tensor-model-parallel-size 4)\nOFF=(", "a condition at"),
+    ("OFF=(", 'case "$MODE" in a) PARALLEL=(--context-parallel-size 4);; esac\nOFF=(', "a condition at"),
+    ("OFF=(", "while read -r one; do PARALLEL+=(--context-parallel-size $one); done\nOFF=(", "a loop at"),
+    ("OFF=(", 'eval "$(cat more)"\nOFF=(', "eval of a text that is not known"),
+    ("2>&1", "--megatron-config-path a.yaml 2>&1", "the settings of this file are not read"),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "said"), UNKNOWN)
+def test_what_cannot_be_told_makes_the_report_inconclusive_and_nothing_else(
+    before: str, after: str, said: str, configs: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("BASE_DIR", "EXTRA_ARGS", "MODE"):
+        monkeypatch.delenv(name, raising=False)
+    template = RAY.replace(before, after, 1)
+    script = write_launch(tmp_path, "qwen3", configs("qwen3"), template, lambda text: text.replace(before, after, 1))
+    report = preflight(script=script)
+    assert of_launch(report) == []
+    assert any(one.startswith("CK717") for one in report.reasons)
+    assert any(part in line for line in report.facts["not read"] for part in said.split("|")), report.facts["not read"]
+
+
+HOSTILE = [
+    "$(touch ROOT/ran)",
+    "`touch ROOT/ran`",
+    "touch ROOT/ran",
+    "echo x > ROOT/ran",
+    'eval "touch ROOT/ran"',
+    "bash -c 'touch ROOT/ran'",
+    "cat <(touch ROOT/ran)",
+    "while true; do touch ROOT/ran; done",
+    "while :; do X+=(1); done",
+    "for ((;;)); do X=$X$X; done",
+    "f() { f; }; f",
+    "f() { f & f; }; f",
+    "X=xxxxxxxxxxxxxxxx; while true; do X=$X$X; done",
+    "for i in 1; do source ROOT/run.sh; done",
+    "eval 'eval \"eval x\"'",
+    "trap 'touch ROOT/ran' EXIT",
+    "A=$((9**9**9)); B=$((1<<999999999))",
+    "printf '%999999999d' 1",
+    "x=" + "$(" * 200 + ")" * 200,
+    "((" * 500,
+    "if true; then " * 300,
+    "X={1..999999999}",
+]
+
+
+@pytest.mark.parametrize("line", HOSTILE)
+def test_hostile_script_is_neither_run_nor_followed_for_ever(line: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{line}\npython3 train.py --hf-checkpoint /nowhere\n".replace("ROOT", str(tmp_path)))
+    before = sorted(path.name for path in tmp_path.iterdir())
+    try:
+        said = preflight(script=script).status
+    except CkptkitError as error:
+        said = error.message
+    assert re.search(r"^failed$|^inconclusive$|never closed|nested too deeply|no command starts", said)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_options_of_preflight_count_before_those_of_the_script(configs: PathOf, tmp_path: Path) -> None:
+    script = write_launch(tmp_path, "qwen3", configs("qwen2"))
+    report = preflight(script=script, hf_checkpoint=configs("qwen3"), ref_load=configs("qwen3"))
+    assert of_launch(report) == []
+    other = f"although {script}:7 says {configs('qwen2')}"
+    assert f"--hf-checkpoint {configs('qwen3')} was looked at, {other}" in report.facts["notes"]
+
+
+def test_words_behind_the_script_come_last(configs: PathOf, tmp_path: Path) -> None:
+    script = write_launch(tmp_path, "qwen3", configs("qwen3"))
+    (found,) = of_launch(preflight(script=script, arguments=["--rotary-base", "5000000"]))
+    assert found.actual == "rotary_base = 5000000, at the command line"
+    template = RAY.replace("${OFF[@]}", '${OFF[@]} --rotary-base "${1:-1000000}"')
+    script = write_launch(tmp_path, "qwen3", configs("qwen3"), template)
+    assert of_launch(preflight(script=script)) == []
+    (found,) = of_launch(preflight(script=script, arguments=["5000000"]))
+    assert found.actual.startswith("rotary_base = 5000000")
+
+
+def test_variables_of_the_environment_reach_the_script(
+    configs: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THETA", "10000")
+    (found,) = of_launch(preflight(script=write_launch(tmp_path, "qwen3", configs("qwen3"))))
+    assert (found.code, found.actual.partition(",")[0]) == ("CK718", "rotary_base = 10000")
+
+
+def test_bridge_mode_takes_the_model_from_config(configs: PathOf, tmp_path: Path) -> None:
+    """miles then builds it by Megatron-Bridge, and starts from --hf-checkpoint where --load holds nothing."""
+    template = RAY.replace("  --ref-load ROOT\n", "  --megatron-to-hf-mode bridge --load ROOT/run\n")
+    script = write_launch(tmp_path, "qwen3", configs("qwen3"), template, lambda text: text.replace("36", "35"))
+    report = preflight(script=script)
+    assert "CK718" not in [check.code for check in report.checks]
+    root = configs("qwen3")
+    assert report.facts["what would be loaded"][0] == (
+        f"actor loads {root} (HF): --load {root}/run holds no checkpoint, so --hf-checkpoint is taken; "
+        "--hf-checkpoint has no tracker but a supported config.json"
+    )
+
+
+def test_modules_that_build_the_model_are_said_not_to_be_judged(configs: PathOf, tmp_path: Path) -> None:
+    script = write_launch(
+        tmp_path,
+        "qwen3",
+        configs("qwen3"),
+        change=lambda text: text.replace("--swiglu", '--swiglu --spec "plugins.spec" "make_spec"'),
+    )
+    report = preflight(script=script)
+    assert of_launch(report) == []
+    assert "--spec: what this code builds is not judged, only the arguments are" in report.facts["notes"]
+
+
+def test_pasted_commands_and_standard_input_are_read(configs: PathOf, tmp_path: Path) -> None:
+    pasted = f"python3 train.py --hf-checkpoint {configs('qwen3')} --rotary-base 10000 --num-experts 8"
+    for text in (pasted, f"bash -c '{pasted}'", f"ssh node1 'cd /x && {pasted}'", pasted.partition("train.py ")[2]):
+        done = CliRunner().invoke(cli, ["preflight", "--json", "-"], input=text)
+        found = [one for one in json.loads(done.output)["findings"] if one["code"] == "CK718"]
+        assert [one["actual"].partition(",")[0] for one in found] == ["rotary_base = 10000", "num_experts = 8"], text
+    (tmp_path / "pasted").write_text(pasted)
+    done = CliRunner().invoke(cli, ["preflight", str(tmp_path / "pasted"), "--", "--rotary-base", "1000000"])
+    assert "num_experts = 8" in done.output
+    assert "rotary_base" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("echo python3 train.py", "no command starts a trainer"),
+        ("exit 1\npython3 train.py --x 1", r"ends at .*run.sh:1 before a trainer starts"),
+        ("A=(--x 1\npython3 train.py", r"run.sh:1: \( is never closed"),
+        ('A="--x 1\npython3 train.py', r'run.sh:1: " is never closed'),
+        ("if true; then\npython3 train.py", r"run.sh:1: no 'fi' for what begins here"),
+        ("python3 train.py --x 1\r\n", "carriage returns"),
+    ],
+)
+def test_script_that_is_no_launch_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(text)
+    with pytest.raises(CkptkitError, match=said):
+        preflight(script=tmp_path / "run.sh")
+
+
+def test_launch_in_python_is_refused_with_the_next_move(tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="no script of bash") as error:
+        preflight(script=tmp_path / "run.py")
+    assert "paste the command that it prints" in (error.value.hint or "")
+
+
+def test_two_trainers_in_one_script_are_inconclusive(configs: PathOf, tmp_path: Path) -> None:
+    one = f"python3 train.py --hf-checkpoint {configs('qwen3')}"
+    (tmp_path / "run.sh").write_text(f"{one} --num-layers 36\n{one} --num-layers 35\n")
+    report = preflight(script=tmp_path / "run.sh")
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert "both start a trainer" in report.reasons[0]

@@ -1,0 +1,139 @@
+"""Files of settings of slime and miles, and what miles loads otherwise than slime."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from fixture_types import OnlyFinding, PathOf
+
+from ckptkit.core.errors import CkptkitError
+from verify.launch.preflight import preflight
+from verify.report import Report
+
+NAME = "qwen3_moe"
+TRACKER = "latest_checkpointed_iteration.txt"
+MODE = ["--attention-dropout", "0.0", "--hidden-dropout", "0.0", "--megatron-to-hf-mode"]
+
+
+@pytest.fixture
+def run(converted: PathOf, tmp_path: Path) -> Path:
+    """A training run with iterations 10 and 20, the tracker at 20."""
+    for step in (10, 20):
+        shutil.copytree(converted(NAME) / "release", tmp_path / "run" / f"iter_{step:07d}")
+    shutil.copytree(converted(NAME) / "hf", tmp_path / "run" / "hf")
+    (tmp_path / "run" / TRACKER).write_text("20")
+    return tmp_path / "run"
+
+
+def loads(report: Report) -> dict[str, str]:
+    """What each role loads: its path by its role."""
+    lines = (line for line in report.facts["what would be loaded"] if " loads " in line)
+    return {line.partition(" loads ")[0]: line.partition(" loads ")[2].partition(" (")[0] for line in lines}
+
+
+def test_a_role_of_the_megatron_config_loads_its_own_path(run: Path, converted: PathOf, tmp_path: Path) -> None:
+    file = tmp_path / "roles.yaml"
+    file.write_text(
+        "megatron:\n  - {name: a, role: actor, overrides: {lr: 1e-6}}\n"
+        f"  - name: c\n    role: critic\n    overrides:\n      load: {run}\n      ckpt_step: 10\n"
+    )
+    words = ["--megatron-config-path", str(file), "--advantage-estimator", "ppo"]
+    report = preflight(ref_load=converted(NAME), arguments=words)
+    assert (report.status, report.findings) == ("passed", [])
+    assert loads(report)["critic"] == str(run / "iter_0000010")
+    assert report.facts["what would be loaded"][2].endswith(f"--ckpt-step 10 of --critic-load (load at {file}:6)")
+
+
+def test_a_custom_config_replaces_load_and_nothing_stands_in_for_it(
+    converted: PathOf, tmp_path: Path, only: OnlyFinding
+) -> None:
+    file = tmp_path / "custom.yaml"
+    file.write_text(f"load: {tmp_path / 'nowhere'}\nglobal_batch_size: 8\n")
+    report = preflight(ref_load=converted(NAME), arguments=["--custom-config-path", str(file)])
+    finding = only(report)
+    assert (finding.code, finding.severity, finding.actual) == ("CK711", "error", "no such directory")
+    assert "actor" not in loads(report)
+
+
+def test_a_size_in_such_a_file_is_listed(converted: PathOf, tmp_path: Path) -> None:
+    file = tmp_path / "custom.yaml"
+    file.write_text("expert_model_parallel_size: 4\nno_load_optim: true\n")
+    report = preflight(ref_load=converted(NAME), arguments=["--custom-config-path", str(file)])
+    assert report.status == "inconclusive"
+    assert report.facts["not read"] == [f"{file}:1: expert_model_parallel_size: 4: not looked at"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("critic: {}\n", "has no list `megatron`"),
+        ("megatron:\n  - {role: critic, overrides: {}}\n  - {role: critic}\n", "the role critic stands twice"),
+        ("megatron:\n  - {role: critic, overrides: {load: a, load: b}}\n", "the key 'load' stands twice"),
+        ("megatron:\n  - {role: critic, overrides: {load: a, ckpt_step: soon}}\n", "ckpt_step soon is no number"),
+    ],
+)
+def test_a_megatron_config_that_slime_refuses_is_refused(
+    text: str, said: str, converted: PathOf, tmp_path: Path
+) -> None:
+    file = tmp_path / "roles.yaml"
+    file.write_text(text)
+    with pytest.raises(CkptkitError, match=said):
+        preflight(ref_load=converted(NAME), arguments=["--megatron-config-path", str(file)])
+
+
+def test_miles_passes_over_an_hf_directory_as_load(releases: PathOf, converted: PathOf, only: OnlyFinding) -> None:
+    """slime loads it; miles takes the reference whatever the mode is, and says nothing."""
+    hf, reference = releases(NAME), converted(NAME)
+    assert loads(preflight(load=hf, ref_load=reference))["actor"] == str(hf)
+    report = preflight(load=hf, ref_load=reference, arguments=[*MODE, "bridge"])
+    finding = only(report)
+    assert (finding.code, finding.severity) == ("CK711", "error")
+    assert finding.actual == (
+        f"an HF directory without a tracker: miles takes --ref-load {reference} instead, without a word"
+    )
+    assert loads(report)["actor"] == str(reference / "release")
+
+
+def test_mode_bridge_loads_an_hf_reference_and_mode_raw_does_not(releases: PathOf, only: OnlyFinding) -> None:
+    hf = releases(NAME)
+    report = preflight(hf_checkpoint=hf, ref_load=hf, arguments=[*MODE, "bridge"])
+    assert (report.status, report.findings) == ("passed", [])
+    assert loads(report)["reference"] == str(hf)
+    report = preflight(hf_checkpoint=hf, ref_load=hf, arguments=[*MODE, "raw"])
+    finding = only(report)
+    assert (finding.code, finding.actual) == ("CK712", "an HF directory, in mode raw")
+    assert set(loads(report)) == {"rollout engine"}
+
+
+def test_an_hf_reference_without_a_mode_is_remarked(releases: PathOf) -> None:
+    report = preflight(ref_load=releases(NAME), arguments=["--sequence-parallel"])
+    assert report.status == "passed"
+    assert any("miles does so with --megatron-to-hf-mode bridge only" in note for note in report.facts["notes"])
+
+
+@pytest.mark.parametrize(
+    ("words", "actor", "reference", "teacher"),
+    [
+        ([], "20", "20", "20"),
+        (["--ckpt-step", "10"], "10", "10", "10"),
+        (["--ref-ckpt-step", "10"], "10", "10", "10"),
+        (["--ref-ckpt-step", "10", "--opd-teacher-ckpt-step", "20"], "10", "10", "20"),
+    ],
+)
+def test_who_falls_back_to_the_reference_takes_its_step(
+    words: list[str], actor: str, reference: str, teacher: str, run: Path
+) -> None:
+    """And lends it to a teacher that has none of its own: slime keeps it in `args.ckpt_step`."""
+    report = preflight(arguments=["--ref-load", str(run), "--opd-teacher-load", str(run), *words])
+    assert loads(report) == {
+        role: str(run / f"iter_00000{step}")
+        for role, step in (("actor", actor), ("reference", reference), ("teacher", teacher))
+    }
+
+
+def test_an_actor_that_resumes_keeps_its_step(run: Path) -> None:
+    words = ["--load", str(run), "--ref-load", str(run), "--ref-ckpt-step", "10"]
+    found = loads(preflight(arguments=words))
+    assert (found["actor"], found["reference"]) == (str(run / "iter_0000020"), str(run / "iter_0000010"))

@@ -1,0 +1,186 @@
+"""YAML, Hydra overrides and interpolation as they are read: right values with their lines, and limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptkit.core.errors import CkptkitError
+from verify.launch.settings.config import Config, UnresolvedError
+from verify.launch.settings.files import compose
+from verify.launch.settings.overrides import applied, flat, is_override
+from verify.launch.settings.yaml_tree import parse, read_yaml
+from verify.launch.words import UnresolvedWord, Word
+
+TEXT = """
+a: 1
+b: {c: "${a}", d: [1, 2], e: "${.c}/${oc.env:NAME}", f: "${mul:${a}, ${b.d[1]}}"}
+base: &base {k: 1, l: null}
+more: {<<: *base, k: 2}
+node: ${base}
+"""
+
+
+def config(text: str = TEXT) -> Config:
+    tree = parse(text, Path("job.yaml"))
+    assert isinstance(tree, dict)
+    return Config(tree, {"NAME": "x"})
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "line"),
+    [
+        ("a", "1", 2),
+        ("b.c", "1", 3),
+        ("b.d.1", "2", 3),
+        ("b.e", "1/x", 3),
+        ("b.f", "2", 3),
+        ("more.k", "2", 5),
+        ("node.k", "1", 4),
+    ],
+)
+def test_a_key_has_its_value_and_its_line(key: str, text: str, line: int) -> None:
+    assert config().find(key) == Word(text, Path("job.yaml"), line)
+
+
+def test_a_key_that_is_absent_or_null_holds_nothing() -> None:
+    assert [config().find(key) for key in ("z", "b.z", "a.z", "more.l", "b.d.7")] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("${add:1,2}", "3"),
+        ("${div:8,2}", "4"),
+        ("${div:1,2}", "0.5"),
+        ("${max:3,${a}}", "3"),
+        ("${oc.select:z,7}", "7"),
+        ("${oc.select:a,7}", "1"),
+        ("${oc.env:NO_SUCH,'d e'}", "d e"),
+        ("x${a}y${a}", "x1y1"),
+    ],
+)
+def test_resolvers_give_what_omegaconf_gives(value: str, text: str) -> None:
+    found = config(f'a: 1\nv: "{value}"\n').find("v")
+    assert isinstance(found, Word)
+    assert found.text == text
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("${z}", "${z} names no setting of this configuration"),
+        ("${v}", "goes in circles"),
+        ("${oc.env:NO_SUCH}", "the variable NO_SUCH is not set"),
+        ("${mul:a,2}", "is no number"),
+        ("${div:1,0}", "is no number"),
+        ("${now:%Y}", "the resolver now is not known"),
+        ("${a", "has no closing brace"),
+        ("x${m}", "is no single value"),
+        ("???", "a value that the launch must give"),
+    ],
+)
+def test_what_cannot_be_resolved_says_why(value: str, why: str) -> None:
+    with pytest.raises(UnresolvedError) as raised:
+        config(f'a: 1\nm: {{n: 1}}\nv: "{value}"\n').find("v")
+    assert why in str(raised.value)
+
+
+def test_a_word_of_a_script_that_is_not_known_is_unresolved() -> None:
+    tree, _ = applied({}, [UnresolvedWord("a.b=$X", why="X is not set")])
+    with pytest.raises(UnresolvedError, match="X is not set"):
+        Config(tree).find("a.b")
+
+
+def test_overrides_set_add_and_delete_keys() -> None:
+    tree, groups = applied(
+        {"a": {"b": Word("1"), "c": Word("2")}},
+        [Word(text) for text in ("a.b=3", "+d.e={x:1,y:z}", "~a.c", "++f=null", "g='q=r'", "actor@a.b=megatron", "-x")],
+    )
+    assert {key: word.text for key, word in flat(tree)} == {
+        "a.b": "3",
+        "d.e.x": "1",
+        "d.e.y": "z",
+        "f": "null",
+        "g": "q=r",
+    }
+    assert [word.text for word in groups] == ["actor@a.b=megatron"]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"), [("a.b=1", True), ("~a", True), ("+a=1", True), ("a.b", False), ("--a=1", False)]
+)
+def test_overrides_are_told_by_their_form(text: str, is_one: bool) -> None:
+    assert is_override(text) is is_one
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[" * 5000, "more than 64 levels"),
+        ("a: 1\na: 2\n", "line 2: the key 'a' stands twice in one mapping"),
+        ("a: *b\n", "the alias [*]b stands for nothing before it"),
+        ("a: &a [*a]\n", "the alias [*]a stands for nothing before it"),
+        ("? [x]\n: 1\n", "a key that is no word"),
+        ("a: 1\n---\nb: 2\n", "line 2: a second document"),
+        ("a: [\n", "while parsing"),
+        ("<<: 3\n", "<< with something that is no mapping"),
+    ],
+)
+def test_yaml_that_is_not_read_is_refused(text: str, why: str) -> None:
+    with pytest.raises(CkptkitError, match=why):
+        parse(text, Path("job.yaml"))
+
+
+def test_aliases_that_multiply_are_refused() -> None:
+    lines = ["a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [
+        f"{one}: &{one} [{', '.join([f'*{before}'] * 10)}]" for before, one in zip("abcdef", "bcdefg", strict=True)
+    ]
+    with pytest.raises(CkptkitError, match="more than 50000 values, aliases expanded"):
+        parse("\n".join(lines))
+
+
+def test_tags_make_no_objects() -> None:
+    assert parse("a: !!python/object/apply:os.system ['false']\n") == {"a": [Word("false")]}
+
+
+@pytest.mark.parametrize(
+    ("data", "why"), [(b"- 1\n", "holds no mapping"), (b"a: \xff\n", "no UTF-8"), (b"#" * (1 << 21), "too many")]
+)
+def test_a_file_that_is_no_configuration_is_refused(data: bytes, why: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(data)
+    with pytest.raises(CkptkitError, match=why):
+        read_yaml(tmp_path / "a.yaml")
+    with pytest.raises(CkptkitError, match="No such file"):
+        read_yaml(tmp_path / "b.yaml")
+
+
+def test_defaults_lists_are_composed_in_their_order(tmp_path: Path) -> None:
+    (tmp_path / "group").mkdir()
+    (tmp_path / "first.yaml").write_text("x: 1\ny: 1\nz: {p: 1, q: 1}\n")
+    (tmp_path / "group" / "one.yaml").write_text("size: 4\n")
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "defaults:\n  - first\n  - _self_\n  - group@deep.er: one\n  - group: one\n"
+        "  - optional gone: two\n  - sub: null\n"
+        "y: 2\nz: {q: 2}\n"
+    )
+    composed = compose(file)
+    assert {key: word.text for key, word in flat(composed.tree)} == {
+        "x": "1",
+        "y": "2",
+        "z.p": "1",
+        "z.q": "2",
+        "deep.er.size": "4",
+        "group.size": "4",
+    }
+    assert [word.text for word in composed.absent] == ["two"]
+
+
+def test_files_that_inherit_from_each_other_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("defaults: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("defaults: a.yaml\n")
+    with pytest.raises(CkptkitError, match="its defaults go in circles"):
+        compose(tmp_path / "a.yaml")

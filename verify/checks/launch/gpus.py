@@ -1,0 +1,185 @@
+"""CK722: the GPUs of a launch divide over its parallel sizes, and the model over the ranks of a rollout engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptkit.formats.hf.side_files import quantization_of
+from converters.config.dims import ModelDims
+from converters.planner import dims_of
+from verify.check import Skip, Tally, check
+from verify.checks.launch.engine import engine_config, unless_skipped
+from verify.checks.launch.groups import of_stack
+from verify.evidence.subject import Subject
+from verify.issue import Issue
+from verify.launch.launch import Launch
+from verify.launch.model_arguments import GivenArguments
+
+_JOB = ("actor_num_nodes", "actor_num_gpus_per_node")
+_ENGINE = ("rollout_num_gpus_per_engine", "sglang_pp_size", "sglang_ep_size", "sglang_dp_size")
+# Spellings that SGLang takes for one size.
+_ALSO = {
+    "sglang_pp_size": ("sglang_pipeline_parallel_size",),
+    "sglang_ep_size": ("sglang_expert_parallel_size", "sglang_ep"),
+    "sglang_dp_size": ("sglang_data_parallel_size", "sglang_dp"),
+}
+
+
+def _given(subject: Subject) -> GivenArguments:
+    """The arguments of a launch that counts GPUs. Raises Skip for any other."""
+    if subject.launch and subject.launch.stack:
+        return GivenArguments()
+    given = (subject.launch or Launch()).given
+    names = {*_JOB, *_ENGINE, *(one for more in _ALSO.values() for one in more)}
+    if names.isdisjoint(given.values):
+        raise Skip("the launch counts no GPUs")
+    return given
+
+
+@check(
+    "CK722",
+    "the GPUs of the launch divide over its parallel sizes",
+    stage="launch",
+    rationale=(
+        "Megatron and SGLang stop with an assertion minutes after the GPUs were booked, or leave some of them idle."
+    ),
+    fix="Choose nodes, GPUs a node, and parallel sizes that divide one another, as the finding says.",
+    unless=unless_skipped(_given),
+)
+def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """World size against TP x PP x CP and EP x ETP x PP; engines against heads, experts and FP8 blocks.
+
+    Of verl, NeMo-RL and ROLL those of every role, as their settings say them.
+    """
+    given = _given(subject)
+    if subject.launch and subject.launch.stack:
+        yield from of_stack(subject.launch.stack, tally)
+        return
+    tally.compared(0)
+    sizes = _Sizes(given, subject)
+    if not set(_JOB).isdisjoint(given.values):
+        yield from sizes.job()
+    yield from sizes.engines()
+    config = engine_config(subject.launch.hf_checkpoint) if subject.launch and subject.launch.hf_checkpoint else {}
+    if config:
+        yield from sizes.model(dims_of(config), config)
+
+
+class _Sizes:
+    """The sizes of a launch; None for one that is given and not known."""
+
+    def __init__(self, given: GivenArguments, subject: Subject) -> None:
+        self.given = given
+        of = self._size
+        nodes, each = of("actor_num_nodes", 1), of("actor_num_gpus_per_node", 8)
+        self.world = None if nodes is None or each is None else nodes * each
+        self.tp, self.pp, self.cp = (
+            of(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context")
+        )
+        self.ep = of("expert_model_parallel_size", 1)
+        self.etp = of("expert_tensor_parallel_size", self.tp)
+        self.engine = of("rollout_num_gpus_per_engine", 1)
+        self.engine_pp, self.engine_ep, self.engine_dp = (of(name, 1) for name in _ENGINE[1:])
+        self.dp_attention = bool(given.get("sglang_enable_dp_attention", False))
+        # Every backend but none makes SGLang spread experts over all ranks of an engine.
+        if given.get("sglang_moe_a2a_backend", "none") != "none":
+            self.engine_ep = self.tp_of_engine
+        moe_dp = ("sglang_moe_dp_size", "sglang_moe_data_parallel_size")
+        self.plain_experts = not any(given.get(name, 1) != 1 for name in moe_dp)
+        self.dense_tp = None if "sglang_moe_dense_tp_size" in given.places else self.tp_of_engine
+        self.redundant = of("sglang_ep_num_redundant_experts", 0) or 0
+        self.where = subject.launch.text.words[0].file if subject.launch and subject.launch.text.words else None
+
+    def _size(self, name: str, default: int | None) -> int | None:
+        names = (name, *_ALSO.get(name, ()))
+        if not self.given.unknown.isdisjoint(names) or self.given.anything:
+            known = [self.given.values[one] for one in names if one in self.given.values]
+            return int(known[-1]) if known and self.given.unknown.isdisjoint(names) else None
+        value = next((self.given.values[one] for one in names if one in self.given.values), default)
+        return value if value is None or value > 0 else None
+
+    def issue(self, expected: str, actual: str, hint: str) -> Issue:
+        return Issue(expected, actual, hint, file=self.where)
+
+    def job(self) -> Iterator[Issue]:
+        """The trainer's GPUs. Source: Megatron-LM `validate_args`, megatron-core `initialize_model_parallel`."""
+        if self.world is None:
+            return
+        said = f"{self.world} GPUs (actor_num_nodes x actor_num_gpus_per_node)"
+        if self.tp and self.pp and self.cp and self.world % (self.tp * self.pp * self.cp):
+            product = f"{self.tp} x {self.pp} x {self.cp} = {self.tp * self.pp * self.cp}"
+            expected = f"a multiple of TP x PP x CP = {product} GPUs"
+            yield self.issue(expected, said, "change the number of GPUs, or these sizes")
+        if self.ep and self.etp and self.pp and self.ep > 1 and self.world % (self.ep * self.etp * self.pp):
+            product = f"{self.ep} x {self.etp} x {self.pp} = {self.ep * self.etp * self.pp}"
+            expected = f"a multiple of EP x ETP x PP = {product} GPUs"
+            yield self.issue(expected, said, "change the number of GPUs, or these sizes")
+
+    def engines(self) -> Iterator[Issue]:
+        """The rollout's GPUs. Source: slime `sglang_utils/arguments.py`, SGLang `ServerArgs`."""
+        total = self._rollout()
+        if self.engine and total and total % self.engine:
+            expected = f"rollout GPUs that divide by rollout_num_gpus_per_engine = {self.engine}"
+            yield self.issue(expected, f"{total} rollout GPUs", "some GPUs would belong to no engine")
+        if self.engine and self.engine_pp and self.engine % self.engine_pp:
+            expected = f"rollout_num_gpus_per_engine that divides by sglang_pp_size = {self.engine_pp}"
+            yield self.issue(
+                expected, f"rollout_num_gpus_per_engine = {self.engine}", "slime stops: change one of them"
+            )
+            return
+        tp = self.tp_of_engine
+        if tp and self.engine_ep and tp % self.engine_ep:
+            expected = f"tensor parallel ranks of an engine that divide by sglang_ep_size = {self.engine_ep}"
+            yield self.issue(expected, f"{tp} ranks", "give an --sglang-ep-size that divides the engine's GPUs")
+        if self.engine_dp and self.engine_dp > 1:
+            if not self.dp_attention and not self.given.anything:
+                expected = f"--sglang-enable-dp-attention, since sglang_dp_size = {self.engine_dp}"
+                yield self.issue(expected, "the launch does not give it", "slime stops without it")
+            elif tp and tp % self.engine_dp:
+                expected = f"tensor parallel ranks of an engine that divide by sglang_dp_size = {self.engine_dp}"
+                yield self.issue(expected, f"{tp} ranks", "give an --sglang-dp-size that divides the engine's GPUs")
+
+    def _rollout(self) -> int | None:
+        if self.given.get("debug_train_only", False) or self.given.anything:
+            return None
+        given = self.given.get("rollout_num_gpus", 0)
+        return given or (self.world if given == 0 and self.given.get("colocate", False) else None)
+
+    @property
+    def tp_of_engine(self) -> int | None:
+        """The tensor parallel size of an engine."""
+        return max(self.engine // self.engine_pp, 1) if self.engine and self.engine_pp else None
+
+    def model(self, dims: ModelDims, config: Mapping[str, Any]) -> Iterator[Issue]:
+        """What of a model SGLang cannot share out over the ranks of an engine.
+
+        Source: SGLang's `get_attention_tp_size`, `QKVParallelLinear`, `FusedMoE` and `Fp8MoEMethod`.
+        """
+        tp, ep = self.tp_of_engine, self.engine_ep
+        if tp is None or ep is None or tp % ep or (self.dp_attention and (not self.engine_dp or tp % self.engine_dp)):
+            return
+        attention = tp // (self.engine_dp or 1) if self.dp_attention else tp
+        hint = "choose another --rollout-num-gpus-per-engine"
+        if dims.heads % attention:
+            yield self.issue(f"num_attention_heads that divides over {attention} ranks", f"{dims.heads}", hint)
+        elif not dims.mla and dims.groups % attention and attention % dims.groups:
+            expected = f"num_key_value_heads that divides {attention} ranks, or is divided by them"
+            yield self.issue(expected, f"{dims.groups}", hint)
+        if dims.experts and (dims.experts + self.redundant) % ep:
+            expected = f"experts that divide over sglang_ep_size = {ep}"
+            yield self.issue(expected, f"{dims.experts + self.redundant} experts", "choose another --sglang-ep-size")
+        yield from self._blocks(dims, config, tp, ep)
+
+    def _blocks(self, dims: ModelDims, config: Mapping[str, Any], tp: int, ep: int) -> Iterator[Issue]:
+        quantization = quantization_of(config) or {}
+        block = quantization.get("weight_block_size")
+        if quantization.get("quant_method") != "fp8" or not isinstance(block, list) or not block:
+            return
+        rows = [("moe_intermediate_size", dims.expert_ffn, tp // ep)] if dims.experts and self.plain_experts else []
+        rows += [("intermediate_size", dims.ffn, self.dense_tp)] if dims.dense and self.dense_tp else []
+        for name, size, ranks in rows:
+            if ranks > 1 and size and (size % ranks or (size // ranks) % block[0]):
+                expected = f"{name} whose part on each of {ranks} ranks divides by the FP8 block of {block[0]}"
+                hint = "serve with fewer tensor parallel ranks, or more --sglang-ep-size"
+                yield self.issue(expected, f"{name} = {size}, {size / ranks:g} a rank", hint)

@@ -1,0 +1,121 @@
+"""CK718: the model arguments of a launch, against the config.json of its --hf-checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from converters.blocks.latent_attention import WITHOUT_FLAG
+from converters.config.dims import ModelDims
+from converters.megatron.arguments import comparable_args
+from converters.planner import dims_of
+from verify.check import Skip, Tally, check
+from verify.checks.config.arguments import compared, mismatches
+from verify.checks.launch.engine import engine_config, engine_of, unless_skipped
+from verify.evidence.subject import Subject
+from verify.issue import Issue
+from verify.launch.launch import Launch
+from verify.launch.model_arguments import GivenArguments
+
+# Options that change what an argument of another name comes to.
+_DECIDED_BY: Mapping[str, tuple[str, ...]] = {
+    "num_query_groups": ("num_query_groups", "group_query_attention"),
+    "kv_channels": ("kv_channels", "hidden_size", "num_attention_heads"),
+    "add_qkv_bias": ("add_qkv_bias", "add_bias_linear"),
+    "position_embedding_type": ("position_embedding_type", "use_rotary_position_embeddings"),
+    "moe_layer_freq": ("moe_layer_freq", "num_experts", "num_layers"),
+    "moe_ffn_hidden_size": ("moe_ffn_hidden_size", "ffn_hidden_size"),
+    "rope_type": ("rope_type", "rotary_scaling_factor"),
+    "rope_scaling_factor": ("use_rope_scaling",),
+}
+# slime, miles and Megatron-LM 0.13 to 0.19 build GPTModel without --rope-scaling-factor, whose default this is.
+# Source: slime and miles `megatron_utils/model_provider.py`, Megatron-LM `gpt_builders.py`.
+_LLAMA3_FACTOR = 8.0
+
+
+def _launch(subject: Subject) -> Launch:
+    """A launch with model arguments and a config to hold them against. Raises Skip for any other."""
+    engine_of(subject)
+    launch = subject.launch or Launch()
+    if not (launch.given.of_model or launch.given.refused):
+        raise Skip("the launch gives no model arguments")
+    if launch.bridge:
+        raise Skip(
+            "--megatron-to-hf-mode bridge: miles builds the model from config.json, not from the model arguments"
+        )
+    return launch
+
+
+@check(
+    "CK718",
+    "the launch's model arguments describe the model",
+    stage="launch",
+    rationale=(
+        "Training builds its model from these arguments and not from config.json. slime and miles compare a few of "
+        "them at the start; the others train a model that the engine does not serve."
+    ),
+    fix="Correct the model's script: `ckptkit inspect --megatron-args` prints the arguments of a release.",
+    unless=unless_skipped(_launch),
+)
+def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Every argument that describes the model, with Megatron's defaults for those that are not given.
+
+    Where only some are given, or not all words are known, those alone are judged.
+    """
+    launch, root = _launch(subject), engine_of(subject)
+    given, config = launch.given, engine_config(root)
+    for refused in given.refused:
+        tally.compared(0)
+        actual = f"{refused.option} {refused.word.text}, at {refused.word.place}"
+        hint = "argparse refuses it, and the trainer stops: give a value of this kind"
+        yield Issue(f"{refused.option} with {refused.expected}", actual, hint, file=refused.word.file)
+    if not config:
+        raise Skip("--hf-checkpoint has no config.json that can be read (CK714, CK101)")
+    dims, args = _dims(config, given, tally), dict(given.values)
+    expected = comparable_args(dims)
+    whole = given.describes_model and not given.anything
+    args = args if whole else {name: args.get(name, value) for name, value in expected.items()} | args
+    args |= {name: expected.get(name) for name in given.unknown}
+    args |= {"rope_scaling_factor": _LLAMA3_FACTOR} if args.get("use_rope_scaling") and not dims.mla else {}
+    tally.compared(0, compared(dims))
+    for name, want, found in mismatches(dims, args):
+        if not given.unknown.isdisjoint(_DECIDED_BY.get(name, (name,))):
+            continue
+        yield _issue(name, want, found, given, root)
+    if launch.unjudged:
+        tally.note(f"{'; '.join(launch.unjudged)}: what this code builds is not judged, only the arguments are")
+
+
+def _dims(config: Mapping[str, Any], given: GivenArguments, tally: Tally) -> ModelDims:
+    """The model of the release; without --mtp-num-layers a run has no such layers, whatever config.json says."""
+    try:
+        dims = dims_of(config)
+    except (TypeError, ValueError) as error:
+        raise CkptkitError(f"config.json: a size is not a number: {error}", "compare it with the release") from error
+    if dims.mtp_layers and not given.get("mtp_num_layers", 0):
+        tally.note(f"the launch trains without the {dims.mtp_layers} multi-token prediction layers of the release")
+        return replace(dims, mtp_layers=0)
+    return dims
+
+
+def _issue(name: str, want: str, found: str, given: GivenArguments, root: object) -> Issue:
+    deciding = [one for one in _DECIDED_BY.get(name, (name,)) if one in given.places]
+    places = ", ".join(dict.fromkeys(given.place(one) for one in deciding))
+    word = given.places[deciding[0]] if deciding else None
+    where = f"at {places}" if places else "by default, as the launch does not give it"
+    file = word.file if word and word.file else None
+    return Issue(f"{name} = {want}, by {root}/config.json", f"{name} = {found}, {where}", _hint(name, given), file=file)
+
+
+def _hint(name: str, given: GivenArguments) -> str:
+    if name == "rope_scaling_factor" and given.get("use_rope_scaling", False):
+        known = "which slime, miles and Megatron-LM do not hand to the model"
+        return (
+            f"Megatron takes a factor of 8 whatever --rope-scaling-factor says, {known}: set it in the model provider"
+        )
+    if name in WITHOUT_FLAG and name not in given.places:
+        return "Megatron-LM has no option for it (miles' fork has): set it on the model's config before it is built"
+    option = f"--{name.replace('_', '-')}"
+    return f"correct {option} in the model's script, or config.json if the script is right"

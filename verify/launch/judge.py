@@ -1,0 +1,64 @@
+"""Runs the checks of a launch and of every directory that it loads, and puts one report together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+
+from verify.check import NOTES, Check, Outcome, all_checks, run_checks
+from verify.checks.config.config import STAGES
+from verify.checks.launch.paths import NOT_READ
+from verify.evidence.subject import Subject
+from verify.launch.sides import Side
+from verify.report import CheckResult, Report
+from verify.run import choose
+
+
+def judged(launched: Subject, sides: Sequence[Side], subjects: Iterable[Subject], notes: Sequence[str] = ()) -> Report:
+    """The report of a launch: `launched` stands for it as a whole, `subjects` for the directories that it loads.
+
+    `notes` are printed with what the checks remark.
+    """
+    checks = all_checks()
+    outcome = run_checks(launched, choose(launched, [one for one in checks if one.stage == "launch"])[0])
+    for subject in subjects:
+        outcome.add(check_headers(subject))
+    if notes:
+        outcome.facts[NOTES] = [*notes, *outcome.facts.get(NOTES, [])]
+    return Report(
+        version=version("ckptkit"),
+        command=("ckptkit", "preflight"),
+        checkpoint=", ".join(dict.fromkeys(str(side.path) for side in sides if side.path)),
+        source=None,
+        checks=_merged(checks, outcome.checks),
+        findings=list(dict.fromkeys(outcome.findings)),
+        facts={"what would be loaded": [str(side) for side in sides]}
+        | {key: lines for key, lines in outcome.facts.items() if key in (STAGES, NOTES, NOT_READ)},
+        reasons=outcome.reasons,
+    )
+
+
+def check_headers(subject: Subject) -> Outcome:
+    """Runs what preflight checks of one directory: headers and JSON files, no weight."""
+    wanted = [one for one in all_checks() if one.stage == "headers" or one.preflight]
+    return run_checks(subject, choose(subject, wanted)[0])
+
+
+def _merged(checks: Sequence[Check], results: Sequence[CheckResult]) -> list[CheckResult]:
+    """One result a check: the worst status over all directories, counts and seconds added up."""
+    merged: dict[str, CheckResult] = {}
+    rank = {"passed": 0, "skipped": 1, "failed": 2}
+    for result in results:
+        before = merged.get(result.code)
+        if before is None:
+            merged[result.code] = result
+            continue
+        worst = max(before, result, key=lambda one: rank[one.status])
+        merged[result.code] = replace(
+            worst,
+            tensors_compared=before.tensors_compared + result.tensors_compared,
+            bytes_compared=before.bytes_compared + result.bytes_compared,
+            seconds=round(before.seconds + result.seconds, 3),
+        )
+    return [merged[one.code] for one in checks if one.code in merged]

@@ -1,0 +1,126 @@
+"""A launch's words as Megatron's arguments: parsed as argparse does, with what slime and miles make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verify.launch.options import GPUS, MODEL, SWITCHES, Kind
+from verify.launch.words import UnresolvedWord, Word
+
+_TABLE: Mapping[str, tuple[str, Kind]] = {**MODEL, **SWITCHES, **GPUS}
+_CHOICES = {
+    "position_embedding_type": ("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "moe_router_score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
+    "rope_type": ("rope", "yarn"),
+    "softmax_type": ("vanilla", "off-by-one", "learnable"),
+}
+# Either of them, and a launch is one that describes its model.
+_SIZES = frozenset({"num_layers", "hidden_size"})
+# What they set says nothing of a model by itself.
+_OF_A_RUN = frozenset({"seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "mtp_num_layers"})
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A word that argparse refuses: its option, what it takes, and the word."""
+
+    option: str
+    expected: str
+    word: Word
+
+
+@dataclass(frozen=True)
+class GivenArguments:
+    """The arguments that a launch gives: their values, where each is written, and which are not known.
+
+    `unknown`: arguments whose option is given with a value that could not be told. `anything`: some words are not
+    known at all, so that any argument may be given. `refused`: values that argparse does not take.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    places: Mapping[str, Word] = field(default_factory=dict)
+    unknown: frozenset[str] = frozenset()
+    anything: bool = False
+    refused: tuple[Refused, ...] = ()
+
+    @property
+    def describes_model(self) -> bool:
+        """Whether it says anything of the model, so that what is not given has Megatron's defaults."""
+        return not _SIZES.isdisjoint(self.values)
+
+    @property
+    def of_model(self) -> frozenset[str]:
+        """The arguments of the model that are given."""
+        model = {name for name, _ in MODEL.values()}
+        return frozenset(name for name in self.values if name in model and name not in _OF_A_RUN)
+
+    def get(self, name: str, default: Any) -> Any:
+        """An argument, or Megatron's default; None where it is given and not known."""
+        return None if name in self.unknown else self.values.get(name, default)
+
+    def place(self, name: str) -> str:
+        """`run.sh:12`, or that the argument is not given."""
+        word = self.places.get(name)
+        return word.place if word else "not given"
+
+
+def given_arguments(words: Sequence[Word]) -> GivenArguments:
+    """Parses words as argparse does: `--name value` or `--name=value`, the last one counts, others are passed over.
+
+    Source: Megatron-LM `parse_args`, whose parser takes no abbreviations.
+    """
+    values: dict[str, Any] = {}
+    places: dict[str, Word] = {}
+    unknown: set[str] = set()
+    refused: list[Refused] = []
+    for option, word, value in _options(words):
+        name, kind = _TABLE[option]
+        places[name] = value or word
+        unknown.discard(name)
+        if isinstance(word, UnresolvedWord) or isinstance(value, UnresolvedWord):
+            unknown.add(name)
+        elif isinstance(kind, bool):
+            values[name] = kind
+        elif (said := _parsed(name, kind, value)) is not None:
+            values[name] = said
+        else:
+            refused.append(Refused(option, _expected(name, kind), value or word))
+            unknown.add(name)
+    anything = any(isinstance(word, UnresolvedWord) and word.anything for word in words)
+    return GivenArguments(values, places, frozenset(unknown), anything, tuple(refused))
+
+
+def _options(words: Sequence[Word]) -> Iterator[tuple[str, Word, Word | None]]:
+    """Every option of the tables with its word, and the word that is its value."""
+    for number, word in enumerate(words):
+        option, equals, said = word.text.partition("=")
+        if option not in _TABLE:
+            continue
+        if equals:
+            whole = isinstance(word, UnresolvedWord)
+            yield option, word, word if whole else Word(said, word.file, word.line)
+            continue
+        after = words[number + 1] if number + 1 < len(words) else None
+        yield option, word, None if after is None or after.text.startswith("--") else after
+
+
+def _parsed(name: str, kind: Kind, value: Word | None) -> Any:
+    """The value that argparse makes of a word; None where it refuses it."""
+    if value is None or isinstance(kind, bool) or len(value.text) > 200_000:
+        return None
+    try:
+        parsed = kind(value.text)
+    except ValueError:
+        return None
+    return parsed if name not in _CHOICES or parsed in _CHOICES[name] else None
+
+
+def _expected(name: str, kind: Kind) -> str:
+    if name in _CHOICES:
+        return f"one of {', '.join(_CHOICES[name])}"
+    if kind is int:
+        return "a whole number"
+    return {float: "a number", str: "a word"}.get(kind, "a number, or a list of one number a layer")  # type: ignore[call-overload,no-any-return]

@@ -1,0 +1,103 @@
+"""The options of Megatron-LM, slime, miles and SGLang that say what a launch trains, and how argparse reads each.
+
+Source: Megatron-LM 0.16.1 and 0.19.0 `training/arguments.py` and the fields of `TransformerConfig` that it makes
+options of; slime 624b824 and miles 31f1ca9 `utils/arguments.py`, and their patches of Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verify.launch.arguments import READ
+from verify.launch.patterns import frequency, sizes
+
+
+def _named(kind: Any, *names: str) -> dict[str, tuple[str, Any]]:
+    return {f"--{name}": (name.replace("-", "_"), kind) for name in names}
+
+
+# A value of these is turned into an argument; True and False are what a switch sets.
+Kind = Callable[[str], Any] | bool
+# Options of the model: the argument that each sets, and how.
+MODEL: Mapping[str, tuple[str, Kind]] = {
+    **_named(
+        int,
+        *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "kv-channels"),
+        *("max-position-embeddings", "seq-length", "rotary-base", "rotary-seq-len-interpolation-factor"),
+        *("vocab-size", "padded-vocab-size", "make-vocab-size-divisible-by", "mtp-num-layers"),
+        *("num-experts", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size", "moe-router-topk"),
+        *("moe-router-num-groups", "moe-router-group-topk", "q-lora-rank", "kv-lora-rank", "qk-head-dim"),
+        *("qk-pos-emb-head-dim", "v-head-dim", "yarn-original-max-position-embeddings"),
+        *("original-max-position-embeddings", "linear-conv-kernel-dim", "linear-key-head-dim"),
+        *("linear-value-head-dim", "linear-num-key-heads", "linear-num-value-heads", "dsa-indexer-n-heads"),
+        *("dsa-indexer-head-dim", "dsa-indexer-topk", "dsa-indexer-topk-freq", "dsa-indexer-skip-topk-offset"),
+    ),
+    **_named(
+        float,
+        *("norm-epsilon", "rotary-percent", "rotary-scaling-factor", "rope-scaling-factor", "mscale", "mscale-all-dim"),
+        *("moe-router-topk-scaling-factor", "yarn-beta-fast", "yarn-beta-slow", "beta-fast", "beta-slow"),
+        *("glu-linear-offset", "activation-func-clamp-value", "dsa-indexer-k-norm-epsilon"),
+    ),
+    **_named(
+        str,
+        *("position-embedding-type", "normalization", "rope-type", "moe-router-score-function", "softmax-type"),
+        "experimental-attention-variant",
+    ),
+    **_named(frequency, "moe-layer-freq", "linear-attention-freq", "window-attn-skip-freq"),
+    **_named(sizes, "window-size"),
+    **_named(
+        True,
+        *("group-query-attention", "qk-layernorm", "add-qkv-bias", "swiglu", "quick-geglu", "squared-relu"),
+        *("untie-embeddings-and-output-weights", "multi-latent-attention", "use-rotary-position-embeddings"),
+        *("use-rope-scaling", "rotary-interleaved", "apply-layernorm-1p", "attention-output-gate"),
+        *("moe-shared-expert-gate", "moe-router-enable-expert-bias", "moe-router-pre-softmax"),
+        *("post-self-attn-layernorm", "post-mlp-layernorm", "yarn-correction-range-round-to-int"),
+        "dsa-indexer-rope-interleaved",
+    ),
+    "--disable-bias-linear": ("add_bias_linear", False),
+    "--no-position-embedding": ("add_position_embedding", False),
+    "--no-yarn-correction-range-round-to-int": ("yarn_correction_range_round_to_int", False),
+    "--no-dsa-indexer-scoring-relu": ("dsa_indexer_scoring_relu", False),
+    "--disable-dsa-indexer-scoring-relu": ("dsa_indexer_scoring_relu", False),
+}
+# Options that change what training computes, and belong to no model.
+SWITCHES: Mapping[str, tuple[str, Kind]] = {
+    **_named(float, "attention-dropout", "hidden-dropout"),
+    **_named(str, "attention-backend", "moe-token-dispatcher-type", "moe-router-dtype", "megatron-to-hf-mode"),
+    **_named(True, "fp16", "bf16", "moe-permute-fusion", "moe-grouped-gemm", "allgather-cp", "sequence-parallel"),
+}
+# GPUs of a job, as slime and miles count them.
+GPUS: Mapping[str, tuple[str, Kind]] = {
+    **_named(
+        int,
+        *("actor-num-nodes", "actor-num-gpus-per-node", "rollout-num-gpus", "rollout-num-gpus-per-engine"),
+        *("num-gpus-per-node", "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"),
+        *("expert-model-parallel-size", "expert-tensor-parallel-size", "sglang-dp-size", "sglang-data-parallel-size"),
+        *("sglang-ep-size", "sglang-expert-parallel-size", "sglang-ep", "sglang-pp-size"),
+        *("sglang-pipeline-parallel-size", "sglang-dp", "sglang-moe-dense-tp-size", "sglang-moe-dp-size"),
+        *("sglang-moe-data-parallel-size", "sglang-ep-num-redundant-experts"),
+    ),
+    **_named(str, "sglang-moe-a2a-backend"),
+    **_named(True, "colocate", "sglang-enable-dp-attention", "debug-train-only", "debug-rollout-only"),
+}
+# What a launch loads.
+PATHS = frozenset(
+    {
+        *("--hf-checkpoint", "--load", "--ref-load", "--ckpt-step", "--ref-ckpt-step", "--critic-load"),
+        *("--opd-teacher-load", "--opd-teacher-ckpt-step", "--pretrained-checkpoint", "--save"),
+    }
+)
+# Modules that build another model than the arguments alone.
+MODULES = frozenset({"--spec", "--custom-model-provider-path"})
+# Real options that differ from one of the above in at most two letters.
+NEIGHBOURS = frozenset(
+    {
+        *("--fp4", "--fp8", "--lora-rank", "--opd-type", "--seed", "--sglang-dcp-size", "--sglang-tp-size"),
+        "--vocab-file",
+    }
+)
+OPTIONS = frozenset({*MODEL, *SWITCHES, *GPUS, *PATHS, *MODULES, *READ})
+SWITCH_NAMES = frozenset(
+    name for table in (MODEL, SWITCHES, GPUS) for name, one in table.items() if one[1] in (True, False)
+)

@@ -1,0 +1,79 @@
+"""The paths of a launch: those that preflight is given, else those that the launch's own words name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptkit.core.errors import CkptkitError
+from verify.launch.launch import Launch
+from verify.launch.words import LaunchText, Word, known_words
+
+
+@dataclass
+class _Words:
+    """The options among the words of a launch, and a note for each that an option of preflight contradicts."""
+
+    words: Sequence[Word]
+    notes: list[str] = field(default_factory=list)
+
+    def last(self, option: str) -> Word | None:
+        """The value of an option, which is the last one given."""
+        found: Word | None = None
+        for number, word in enumerate(self.words):
+            name, equals, value = word.text.partition("=")
+            if name != option:
+                continue
+            after = self.words[number + 1] if number + 1 < len(self.words) else None
+            found = (
+                Word(value, word.file, word.line)
+                if equals
+                else after
+                if after and not after.text.startswith("--")
+                else found
+            )
+        return found
+
+    def path(self, option: str, given: Path | None = None) -> Path | None:
+        """A path; one that preflight was given counts before that of the words."""
+        said = self.last(option)
+        if given is None:
+            return Path(said.text) if said else None
+        if said and Path(said.text).absolute() != given.absolute():
+            self.notes.append(f"{option} {given} was looked at, although {said.place} says {said.text}")
+        return given
+
+    def step(self, option: str, given: int | None = None) -> int | None:
+        """An iteration. Raises CkptkitError where the words give none."""
+        said = self.last(option)
+        if said is not None and not (said.text.isdecimal() and len(said.text) < 10):
+            raise CkptkitError(f"{said.place}: {option} {said.text} is no number", "give the iteration as a number")
+        if given is None:
+            return int(said.text) if said else None
+        if said and int(said.text) != given:
+            self.notes.append(f"{option} {given} was looked at, although {said.place} says {said.text}")
+        return given
+
+
+def launch_of(
+    text: LaunchText,
+    hf_checkpoint: Path | None,
+    load: Path | None,
+    ref_load: Path | None,
+    ckpt_step: int | None,
+) -> tuple[Launch, list[str]]:
+    """The launch that these options and words are, and notes on options that contradict the words."""
+    words = _Words(known_words(text.words))
+    launch = Launch(
+        words.path("--hf-checkpoint", hf_checkpoint),
+        words.path("--load", load),
+        words.path("--ref-load", ref_load),
+        words.step("--ckpt-step", ckpt_step),
+        text,
+        words.step("--ref-ckpt-step"),
+        words.path("--critic-load"),
+        words.path("--opd-teacher-load"),
+        words.step("--opd-teacher-ckpt-step"),
+    )
+    return launch, words.notes

@@ -1,0 +1,186 @@
+"""A configuration as the trainer sees it: files merged, overrides applied, `${...}` resolved when a key is asked for.
+
+Source: OmegaConf's grammar of interpolations; the resolvers `add`, `mul`, `div` and `max` are NeMo-RL's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from verify.launch.settings.yaml_tree import NULL, Tree
+from verify.launch.words import UnresolvedWord, Word
+
+_RESOLVER = re.compile(r"\s*([A-Za-z_][\w.]*):(.*)", re.DOTALL)
+_DEEPEST = 30
+_NUMBERS: dict[str, Callable[[float, float], float]] = {
+    "add": lambda a, b: a + b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "max": max,
+}
+
+
+class UnresolvedError(Exception):
+    """A value that depends on something that is not known. Its message says on what."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings by dotted key. `environment` holds the variables that `${oc.env:NAME}` may name."""
+
+    tree: Mapping[str, Tree]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def find(self, key: str) -> Tree | None:
+        """What a dotted key holds, interpolations resolved; None where it is absent or null.
+
+        A word keeps the place where its key is written. Raises UnresolvedError.
+        """
+        node = self._node(tuple(key.split(".")), 0)
+        if isinstance(node, Word) and node.text == "???":
+            raise UnresolvedError("??? stands for a value that the launch must give")
+        return None if isinstance(node, Word) and node.text == NULL else node
+
+    def names(self, prefix: str = "") -> Iterator[str]:
+        """The dotted key of every word, those of lists with their index."""
+        node: Tree | None = self.tree if isinstance(self.tree, dict) else dict(self.tree)
+        for key in filter(None, prefix.split(".")):
+            node = node.get(key) if isinstance(node, dict) else None
+        yield from () if node is None else _keys(node, prefix)
+
+    def _node(self, keys: tuple[str, ...], depth: int) -> Tree | None:
+        node: Tree | None = dict(self.tree)
+        for index, key in enumerate(keys):
+            if isinstance(node, Word):
+                node = self._resolved(node, keys[:index], depth)
+            if isinstance(node, dict):
+                node = node.get(key)
+            elif isinstance(node, list) and key.isdecimal() and int(key) < len(node):
+                node = node[int(key)]
+            else:
+                return None
+        return self._resolved(node, keys, depth) if isinstance(node, Word) else node
+
+    def _resolved(self, word: Word, at: tuple[str, ...], depth: int) -> Tree:
+        """A word whose interpolations are resolved; what one names as a whole may be a mapping."""
+        if isinstance(word, UnresolvedWord):
+            raise UnresolvedError(f"{word.text}: {word.why}")
+        if "${" not in word.text:
+            return word
+        if depth > _DEEPEST:
+            raise UnresolvedError(f"{word.text} goes in circles")
+        parts = list(_parts(word.text))
+        if len(parts) == 1:
+            node = self._value(parts[0][1], at, depth)
+            return replace(word, text=node.text) if isinstance(node, Word) else node
+        return replace(word, text="".join(self._text(parts, at, depth)))
+
+    def _text(self, parts: list[tuple[bool, str]], at: tuple[str, ...], depth: int) -> Iterator[str]:
+        for is_interpolation, text in parts:
+            if not is_interpolation:
+                yield text
+                continue
+            node = self._value(text, at, depth)
+            if not isinstance(node, Word):
+                raise UnresolvedError(f"${{{text}}} is no single value")
+            yield node.text
+
+    def _value(self, inner: str, at: tuple[str, ...], depth: int) -> Tree:
+        """What stands for `${inner}` in the value of the key `at`."""
+        if match := _RESOLVER.fullmatch(inner):
+            arguments = [self._argument(one, at, depth) for one in _arguments(match[2])]
+            return self._call(match[1], arguments, at, depth, inner)
+        key = self._argument(inner, at, depth)
+        node = self._node(_absolute(key, at), depth + 1)
+        if node is None:
+            raise UnresolvedError(f"${{{inner}}} names no setting of this configuration")
+        return node
+
+    def _argument(self, text: str, at: tuple[str, ...], depth: int) -> str:
+        text = text.strip()
+        if "${" in text:
+            node = self._resolved(Word(text), at, depth + 1)
+            if not isinstance(node, Word):
+                raise UnresolvedError(f"{text} is no single value")
+            text = node.text
+        quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+        return text[1:-1] if quoted else text
+
+    def _call(self, name: str, arguments: list[str], at: tuple[str, ...], depth: int, inner: str) -> Tree:
+        if name == "oc.env" and arguments and (arguments[0] in self.environment or len(arguments) == 2):
+            return Word(self.environment.get(arguments[0], arguments[-1]))
+        if name == "oc.env" and arguments:
+            raise UnresolvedError(f"${{{inner}}}: the variable {arguments[0]} is not set")
+        if name == "oc.select" and arguments:
+            node = self._node(_absolute(arguments[0], at), depth + 1)
+            is_null = node is None or (isinstance(node, Word) and node.text == NULL)
+            default: Tree = {} if arguments[1:] == ["{}"] else Word(arguments[1] if arguments[1:] else NULL)
+            return default if is_null or node is None else node
+        if name in _NUMBERS and len(arguments) == 2:
+            try:
+                value = _NUMBERS[name](*(float(one) for one in arguments))
+            except (ValueError, ZeroDivisionError, OverflowError) as error:
+                raise UnresolvedError(f"${{{inner}}} is no number: {error}") from error
+            return Word(str(int(value)) if value.is_integer() else str(value))
+        raise UnresolvedError(f"${{{inner}}}: the resolver {name} is not known")
+
+
+def merged(base: Mapping[str, Tree], over: Mapping[str, Tree]) -> dict[str, Tree]:
+    """`over` laid upon `base`, as OmegaConf merges: mappings key by key, anything else as a whole."""
+    found = dict(base)
+    for key, value in over.items():
+        before = found.get(key)
+        found[key] = merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return found
+
+
+def _keys(node: Tree, prefix: str) -> Iterator[str]:
+    if isinstance(node, Word):
+        yield prefix
+        return
+    for key, value in node.items() if isinstance(node, dict) else ((str(i), one) for i, one in enumerate(node)):
+        yield from _keys(value, f"{prefix}.{key}" if prefix else key)
+
+
+def _absolute(key: str, at: tuple[str, ...]) -> tuple[str, ...]:
+    """The key that `.x` or `..x` names from the value of `at`: one dot is the mapping around it."""
+    name = key.lstrip(".")
+    dots = len(key) - len(name)
+    name = name.replace("[", ".").replace("]", "")
+    return (*at[: len(at) - dots], *name.split(".")) if dots else tuple(name.split("."))
+
+
+def _parts(text: str) -> Iterator[tuple[bool, str]]:
+    """Text and what stands between `${` and its brace, in their order; an interpolation is marked True."""
+    start = 0
+    while (opened := text.find("${", start)) >= 0:
+        if opened > start:
+            yield False, text[start:opened]
+        closed = _closing(text, opened + 2)
+        yield True, text[opened + 2 : closed]
+        start = closed + 1
+    if start < len(text):
+        yield False, text[start:]
+
+
+def _closing(text: str, start: int) -> int:
+    depth = 1
+    for index in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
+        if not depth:
+            return index
+    raise UnresolvedError(f"{text} has no closing brace")
+
+
+def _arguments(text: str) -> list[str]:
+    """The arguments of a resolver: parted by commas outside braces."""
+    found, depth = [""], 0
+    for character in text:
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if character == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += character
+    return found

@@ -1,0 +1,118 @@
+"""A configuration file with those that it builds on: Hydra's defaults lists, and NeMo-RL's `defaults: parent.yaml`.
+
+Source: Hydra's defaults list; NeMo-RL `utils/config.py`. A file of the list that is not beside the others belongs to
+the installed trainer or to another machine: it is named, not guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptkit.core.errors import CkptkitError
+from verify.launch.settings.config import merged
+from verify.launch.settings.yaml_tree import NULL, Tree, read_yaml
+from verify.launch.words import Word
+
+_DEEPEST = 20
+_SELF = "_self_"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """The tree of a file and its defaults, and the entries of defaults lists whose files are not there."""
+
+    tree: dict[str, Tree]
+    absent: tuple[Word, ...] = ()
+
+
+def compose(path: Path, depth: int = 0) -> Composed:
+    """A configuration file with its defaults laid below it.
+
+    Raises CkptkitError for a file that is not there or cannot be read, and for defaults that go in circles.
+    """
+    if depth > _DEEPEST:
+        raise CkptkitError(f"{path}: its defaults go in circles", "a file must not build on itself")
+    tree = read_yaml(path)
+    defaults = tree.pop("defaults", None)
+    if defaults is None or (isinstance(defaults, Word) and defaults.text == NULL):
+        return Composed(tree)
+    if _names_files(defaults):
+        return _inherited(path, tree, defaults, depth)
+    return _listed(path, tree, defaults if isinstance(defaults, list) else [defaults], depth)
+
+
+def _names_files(defaults: Tree) -> bool:
+    """Whether these are names of files, as NeMo-RL has them, and no defaults list of Hydra."""
+    if isinstance(defaults, Word):
+        return True
+    words = defaults if isinstance(defaults, list) else []
+    return any(isinstance(one, Word) and one.text.endswith((".yaml", ".yml")) for one in words)
+
+
+def _inherited(path: Path, tree: dict[str, Tree], defaults: Tree, depth: int) -> Composed:
+    base = Composed({})
+    for word in defaults if isinstance(defaults, list) else [defaults]:
+        if not isinstance(word, Word):
+            raise CkptkitError(f"{path}: defaults with something that is no file", "give names of YAML files")
+        parent = path.parent / word.text
+        if not parent.is_file():
+            base = Composed(base.tree, (*base.absent, word))
+            continue
+        below = compose(parent, depth + 1)
+        base = Composed(_replaced(base.tree, below.tree), (*base.absent, *below.absent))
+    return Composed(_replaced(base.tree, tree), base.absent)
+
+
+def _replaced(base: dict[str, Tree], over: dict[str, Tree]) -> dict[str, Tree]:
+    """Merges; a section of `over` that says `_override_: true` replaces that of `base`."""
+    kept, laid = dict(base), dict(over)
+    for key, value in over.items():
+        mark = value.get("_override_") if isinstance(value, dict) else None
+        if isinstance(value, dict) and isinstance(mark, Word) and mark.text.lower() == "true":
+            kept.pop(key, None)
+            laid[key] = {name: one for name, one in value.items() if name != "_override_"}
+    return merged(kept, laid)
+
+
+def _listed(path: Path, tree: dict[str, Tree], defaults: list[Tree], depth: int) -> Composed:
+    found: dict[str, Tree] = {}
+    absent: list[Word] = []
+    entries = list(_entries(defaults))
+    if all(name.text != _SELF for _, name in entries):
+        entries.append(("", Word(_SELF)))
+    for group, name in entries:
+        if name.text == _SELF:
+            found = merged(found, tree)
+            continue
+        folder, _, package = group.removeprefix("override ").removeprefix("optional ").partition("@")
+        file = path.parent / folder / (name.text if name.text.endswith((".yaml", ".yml")) else f"{name.text}.yaml")
+        if name.text == NULL:
+            continue
+        if "${" in name.text or not file.is_file():
+            absent.append(name)
+            continue
+        below = compose(file, depth + 1)
+        absent += below.absent
+        where = package or folder.strip("./").replace("/", ".")
+        found = merged(found, _placed(below.tree, "" if where == "_here_" else where.removeprefix("_global_")))
+    return Composed(found, tuple(absent))
+
+
+def _entries(defaults: list[Tree]) -> Iterator[tuple[str, Word]]:
+    """Group and file of every entry of a defaults list: `a`, `group/a`, `group: a` and `group@package: a`."""
+    for entry in defaults:
+        if isinstance(entry, dict):
+            yield from ((group, name) for group, name in entry.items() if isinstance(name, Word))
+        elif isinstance(entry, Word):
+            text, _, package = entry.text.partition("@")
+            folder, _, name = text.rpartition("/")
+            word = Word(name, entry.file, entry.line)
+            yield f"{folder}@{package}" if package else folder, word
+
+
+def _placed(tree: dict[str, Tree], package: str) -> dict[str, Tree]:
+    for key in reversed([key for key in package.split(".") if key]):
+        tree = {key: tree}
+    return tree

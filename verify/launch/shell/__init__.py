@@ -1,0 +1,4 @@
+"""Bash, read and never run: enough of the language to tell which words a launch script gives to its trainer.
+
+May import the words of a launch and what verify's evidence may.
+"""

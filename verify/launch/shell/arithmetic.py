@@ -1,0 +1,169 @@
+"""Integer arithmetic as bash does it."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+
+_TOKEN = re.compile(
+    r"\s*(?:(\d+#\w+|0[xX][0-9a-fA-F]+|\d+)|\$?\{?([A-Za-z_]\w*)\}?|(\*\*|\+\+|--|<<|>>|[<>=!]=|&&|\|\||[-+*/%&|^]=|.))"
+)
+_LEVELS: tuple[dict[str, Callable[[int, int], int]], ...] = (
+    {"||": lambda a, b: int(bool(a or b))},
+    {"&&": lambda a, b: int(bool(a and b))},
+    {"|": operator.or_},
+    {"^": operator.xor},
+    {"&": operator.and_},
+    {"==": operator.eq, "!=": operator.ne},
+    {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge},
+    {"<<": lambda a, b: a << min(b, 63), ">>": lambda a, b: a >> min(b, 63)},
+    {"+": operator.add, "-": operator.sub},
+    {"*": operator.mul, "/": lambda a, b: _quotient(a, b), "%": lambda a, b: a - b * _quotient(a, b)},
+)
+_LARGEST = 2**63
+
+
+class ArithmeticFault(Exception):  # noqa: N818 - not an error of the program: the caller says what is not known
+    """An expression whose value cannot be told, and why."""
+
+
+def _quotient(left: int, right: int) -> int:
+    if right == 0:
+        raise ArithmeticFault("it divides by zero")
+    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+
+
+class _Expression:
+    """An expression, how far it was read, and where variables are read and set."""
+
+    def __init__(self, text: str, get: Callable[[str], int], put: Callable[[str, int], None]) -> None:
+        self.tokens = [found.groups() for found in _TOKEN.finditer(text.strip())]
+        self.position = 0
+        self.get, self.put = get, put
+        self.depth = 0
+
+    def peek(self) -> str:
+        return self.tokens[self.position][2] or "" if self.position < len(self.tokens) else ""
+
+    def accept(self, *symbols: str) -> str:
+        symbol = self.peek()
+        if symbol and symbol in symbols:
+            self.position += 1
+            return symbol
+        return ""
+
+    def comma(self) -> int:
+        value = self.ternary()
+        while self.accept(","):
+            value = self.ternary()
+        return value
+
+    def ternary(self) -> int:
+        self.depth += 1
+        if self.depth > 50:
+            raise ArithmeticFault("it is nested too deeply")
+        value = self.binary(0)
+        if self.accept("?"):
+            then = self.ternary()
+            if not self.accept(":"):
+                raise ArithmeticFault("? without :")
+            other = self.ternary()
+            value = then if value else other
+        self.depth -= 1
+        return value
+
+    def binary(self, level: int) -> int:
+        if level == len(_LEVELS):
+            return self.power()
+        value = self.binary(level + 1)
+        while symbol := self.accept(*_LEVELS[level]):
+            value = self.limited(int(_LEVELS[level][symbol](value, self.binary(level + 1))))
+        return value
+
+    def power(self) -> int:
+        value = self.unary()
+        if self.accept("**"):
+            exponent = self.power()
+            if not 0 <= exponent < 64:
+                raise ArithmeticFault("its exponent is out of range")
+            value = self.limited(value**exponent)
+        return value
+
+    def unary(self) -> int:
+        match self.accept("-", "+", "!", "~", "(", "++", "--"):
+            case "-":
+                return -self.unary()
+            case "+":
+                return self.unary()
+            case "!":
+                return int(not self.unary())
+            case "~":
+                return ~self.unary()
+            case "(":
+                value = self.comma()
+                if not self.accept(")"):
+                    raise ArithmeticFault("( is never closed")
+                return value
+            case "++" | "--" as symbol:
+                name = self.name()
+                return self.set(name, self.get(name) + (1 if symbol == "++" else -1))
+        return self.operand()
+
+    def operand(self) -> int:
+        if self.position >= len(self.tokens):
+            raise ArithmeticFault("it ends too early")
+        number, name, symbol = self.tokens[self.position]
+        if number:
+            self.position += 1
+            return _number(number)
+        if not name:
+            raise ArithmeticFault(f"unexpected {symbol!r}")
+        self.position += 1
+        if symbol := self.accept("=", "+=", "-=", "*=", "/=", "%="):
+            value = self.ternary()
+            simple = {"+": _LEVELS[8]["+"], "-": _LEVELS[8]["-"], **_LEVELS[9]}
+            return self.set(name, value if symbol == "=" else int(simple[symbol[0]](self.get(name), value)))
+        before = self.get(name)
+        if symbol := self.accept("++", "--"):
+            self.set(name, before + (1 if symbol == "++" else -1))
+        return before
+
+    def name(self) -> str:
+        found = self.tokens[self.position][1] if self.position < len(self.tokens) else None
+        if not found:
+            raise ArithmeticFault("++ or -- without a name")
+        self.position += 1
+        return found
+
+    def set(self, name: str, value: int) -> int:
+        self.put(name, self.limited(value))
+        return value
+
+    def limited(self, value: int) -> int:
+        if not -_LARGEST <= value < _LARGEST:
+            raise ArithmeticFault("it does not fit into 64 bits")
+        return value
+
+
+def _number(text: str) -> int:
+    base, sharp, digits = text.partition("#")
+    try:
+        if sharp:
+            return int(digits, int(base))
+        return int(text, 16) if text[:2].lower() == "0x" else int(text, 8 if text[0] == "0" and text != "0" else 10)
+    except ValueError as error:
+        raise ArithmeticFault(f"{text} is no number") from error
+
+
+def calculate(text: str, get: Callable[[str], int], put: Callable[[str, int], None]) -> int:
+    """The value of an expression; `get` and `put` read and set its variables. Raises ArithmeticFault."""
+    if not text.strip():
+        return 0
+    if len(text) > 10_000:
+        raise ArithmeticFault("it is too long")
+    expression = _Expression(text, get, put)
+    value = expression.comma()
+    if expression.position != len(expression.tokens):
+        raise ArithmeticFault(f"unexpected {expression.tokens[expression.position]}")
+    return value

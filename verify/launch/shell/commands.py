@@ -1,0 +1,210 @@
+"""What the few commands do whose effect on variables and output is known: echo, printf, cd, read and their like."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from verify.launch.shell.expand import script_directory, separators, unknown
+from verify.launch.shell.values import Gap, Shell, TooMuchError, Value, Variable
+
+# True or False: whether the command succeeded; None: nobody knows.
+Result = bool | None
+_FORMAT = re.compile(r"%(?:(%)|([sdiq])|(0?\d*[sd]))")
+_ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
+
+
+def known_command(shell: Shell, words: Sequence[Value], here: Value | None, line: int) -> tuple[bool, Result]:
+    """Does what a command does. Returns whether its effect is known, and whether it succeeded."""
+    name, arguments = os.path.basename(words[0].text), list(words[1:])
+    if (act := _COMMANDS.get(name)) is not None:
+        return act(shell, arguments, line)
+    if name == "cat" and not arguments and here is not None:
+        _say(shell, here.text, here.gaps)
+        return True, True
+    if name in ("read", "mapfile", "readarray"):
+        return _read(shell, name, arguments, here, line)
+    return False, None
+
+
+def _say(shell: Shell, text: str, gaps: tuple[Gap, ...] = ()) -> None:
+    if shell.output is not None:
+        shell.output.append(Value(text, gaps))
+
+
+def _texts(words: Sequence[Value]) -> tuple[str, tuple[Gap, ...]]:
+    """Words joined by blanks; one that may be missing is a gap too."""
+    maybe = tuple(Gap(word.text, word.maybe) for word in words if word.maybe)
+    return " ".join(word.text for word in words), (*(gap for word in words for gap in word.gaps), *maybe)
+
+
+def _echo(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+    newline = True
+    while words and re.fullmatch(r"-[neE]+", words[0].text):
+        newline &= "n" not in words.pop(0).text
+    text, gaps = _texts(words)
+    _say(shell, text + "\n" * newline, gaps)
+    return True, True
+
+
+def _printf(shell: Shell, words: list[Value], line: int) -> tuple[bool, Result]:
+    name = None
+    if len(words) > 2 and words[0].text == "-v":
+        name, words = words[1].text, words[2:]
+    if not words:
+        return True, False
+    if words[0].text == "--":
+        words = words[1:]
+    gaps = _texts(words)[1]
+    text = None if gaps else _formatted(words[0].text, [word.text for word in words[1:]])
+    value = Value(text, (), shell.file, line) if text is not None else unknown("printf", "its text is not known")
+    if name is None:
+        _say(shell, value.text, value.gaps)
+    elif re.fullmatch(r"\w+", name):
+        shell.assign(name, value if text is not None else Value(f"${{{name}}}", gaps or value.gaps, shell.file, line))
+    return True, True
+
+
+def _formatted(form: str, arguments: list[str]) -> str | None:
+    """What printf writes; None for a format that is not known. The format is used again while arguments are left."""
+    form = re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[0]), form)
+    if re.search(r"%(?![sdiq]|0?\d*[sd])", form.replace("%%", "")):
+        return None
+    left, text = list(arguments), ""
+    for _ in range(len(arguments) + 1):
+        text += _FORMAT.sub(lambda found: "%" if found[1] else _converted(found[0], left), form)
+        if not left or "%" not in form.replace("%%", ""):
+            return text
+    return None
+
+
+def _converted(directive: str, left: list[str]) -> str:
+    given = left.pop(0) if left else ""
+    if directive[-1] == "q":
+        return shlex.quote(given)
+    width, kind = directive[1:-1], directive[-1]
+    if len(width) > 4:
+        raise TooMuchError("printf with a width of more than 9999")
+    if kind == "s":
+        return f"%{width}s" % given
+    return f"%{width}d" % (int(given) if re.fullmatch(r"-?\d{1,18}", given) else 0)
+
+
+def _cd(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+    words = [word for word in words if word.text not in ("--", "-P", "-L")]
+    known = len(words) == 1 and words[0].known and words[0].text != "-"
+    shell.directory = script_directory(shell, words[0].text) if known else None
+    if shell.directory is not None:
+        shell.directory = Path(os.path.abspath(shell.directory))
+    return True, True if known else None
+
+
+def _pwd(shell: Shell, _words: list[Value], _: int) -> tuple[bool, Result]:
+    gap = () if shell.directory else (Gap("$(pwd)", "the directory is not known"),)
+    _say(shell, f"{shell.directory or '$(pwd)'}\n", gap)
+    return True, True
+
+
+def _path(change: Callable[[str], str]) -> Callable[[Shell, list[Value], int], tuple[bool, Result]]:
+    """A command that writes a path made of its one argument."""
+
+    def act(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+        words = [word for word in words if not word.text.startswith("-")]
+        if len(words) != 1 or not words[0].known:
+            return False, None
+        _say(shell, change(words[0].text) + "\n")
+        return True, True
+
+    return act
+
+
+def _absolute(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+    """`realpath` and `readlink -f`."""
+    words = [word for word in words if not word.text.startswith("-")]
+    path = script_directory(shell, words[0].text) if len(words) == 1 and words[0].known else None
+    if path is None:
+        return False, None
+    _say(shell, f"{os.path.realpath(path)}\n")
+    return True, True
+
+
+def _read(shell: Shell, command: str, words: Sequence[Value], here: Value | None, line: int) -> tuple[bool, Result]:
+    """`read -ra NAME <<< TEXT`; names that are read from anything else become unknown."""
+    flags = "".join(word.text[1:] for word in words if word.text.startswith("-"))
+    names = [word.text for word in words if re.fullmatch(r"[A-Za-z_]\w*", word.text)]
+    if here is None or here.gaps or command != "read" or set(flags) - {"r", "a"} or len(names) != 1:
+        why = f"{command} at {shell.place(line)}: " + (here.gaps[0].why if here and here.gaps else "what it reads")
+        for name in names:
+            shell.assign_array(name, (Value(f"${{{name}[@]}}", (Gap(f"${{{name}[@]}}", why),), shell.file, line),))
+        return True, None
+    text = here.text.split("\n", 1)[0]
+    if "a" in flags:
+        pieces = [piece for piece in re.split(f"[{re.escape(separators(shell))}]", text) if piece]
+        shell.assign_array(names[0], tuple(Value(piece, (), shell.file, line) for piece in pieces))
+    else:
+        shell.assign(names[0], Value(text.strip(), (), shell.file, line))
+    return True, True
+
+
+def _unset(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+    for word in words:
+        shell.variables.pop(word.text, None)
+        if word.text in shell.environment:
+            shell.variables[word.text] = Variable((), array=True)
+    return True, True
+
+
+def _export(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+    """`export`, whose assignments are made before."""
+    for word in words:
+        known = shell.lookup(word.text)
+        if known is not None and not word.text.startswith("-"):
+            shell.variables[word.text] = Variable(known.values, known.array, True)
+    return True, True
+
+
+def _shift(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+    count = int(words[0].text) if words and words[0].text.isdecimal() else 1
+    shell.arguments = shell.arguments[count:]
+    return True, True
+
+
+def _set(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+    """`set -- words` gives the positional parameters; options change nothing here."""
+    if words and words[0].text == "--":
+        shell.arguments = tuple(words[1:])
+    return True, True
+
+
+def _nothing(result: Result) -> Callable[[Shell, list[Value], int], tuple[bool, Result]]:
+    return lambda *_: (True, result)
+
+
+_COMMANDS: dict[str, Callable[[Shell, list[Value], int], tuple[bool, Result]]] = {
+    "echo": _echo,
+    "printf": _printf,
+    "cd": _cd,
+    "pwd": _pwd,
+    "dirname": _path(lambda path: os.path.dirname(path.rstrip("/")) or ("/" if path.startswith("/") else ".")),
+    "basename": _path(lambda path: os.path.basename(path.rstrip("/"))),
+    "realpath": _absolute,
+    "readlink": _absolute,
+    "unset": _unset,
+    "export": _export,
+    "declare": _nothing(True),
+    "typeset": _nothing(True),
+    "readonly": _nothing(True),
+    "local": _nothing(True),
+    "set": _set,
+    "shift": _shift,
+    "shopt": _nothing(True),
+    "trap": _nothing(True),
+    "wait": _nothing(None),
+    "sleep": _nothing(True),
+    ":": _nothing(True),
+    "true": _nothing(True),
+    "false": _nothing(False),
+}

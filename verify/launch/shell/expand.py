@@ -1,0 +1,348 @@
+"""Expands words as bash does: variables, arrays, arithmetic, known commands, quotes and the splitting at blanks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import translate
+from pathlib import Path
+
+from verify.launch.shell.arithmetic import ArithmeticFault, calculate
+from verify.launch.shell.lexer import Lexer
+from verify.launch.shell.syntax import Arithmetic, Literal, Parameter, Part, ShellWord, Substitution
+from verify.launch.shell.values import MOST_CHARACTERS, Gap, Shell, TooMuchError, Value
+
+# Gives the output of the commands in `$(...)`.
+Run = Callable[[Shell, Substitution], Value]
+_BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
+
+
+@dataclass
+class _Fields:
+    """The words that become of one: those that are whole, and the one that is being put together."""
+
+    shell: Shell
+    line: int
+    done: list[Value] = field(default_factory=list)
+    text: str = ""
+    gaps: list[Gap] = field(default_factory=list)
+    there: bool = False
+    maybe: str = ""
+    origin: Value | None = None
+    pieces: int = 0
+
+    def add(self, value: Value, quoted: bool = True) -> None:
+        """Adds a text to the current word. An unquoted one is only a word where it is not empty."""
+        self.text += value.text
+        self.gaps += value.gaps
+        self.maybe = self.maybe or value.maybe
+        self.there |= quoted or bool(value.text)
+        if value.text or value.gaps:
+            self.origin, self.pieces = value, self.pieces + 1
+        if len(self.text) > MOST_CHARACTERS:
+            raise TooMuchError(f"a word has more than {MOST_CHARACTERS} characters")
+
+    def end(self) -> None:
+        """Ends the current word. One that is an array's element alone is written where that is."""
+        if self.there:
+            alone = self.origin if self.pieces == 1 and self.origin and self.origin.line is not None else None
+            file, line = (alone.file, alone.line) if alone else (self.shell.file, self.line)
+            self.done.append(Value(self.text, tuple(self.gaps), file, line, self.maybe))
+        self.text, self.gaps, self.there, self.maybe, self.origin, self.pieces = "", [], False, "", None, 0
+
+
+def expand(shell: Shell, words: Sequence[ShellWord], run: Run) -> list[Value]:
+    """The words that become of these."""
+    found: list[Value] = []
+    for word in words:
+        found += _expand(shell, word, run)
+    return found
+
+
+def _expand(shell: Shell, word: ShellWord, run: Run) -> list[Value]:
+    fields = _Fields(shell, word.line)
+    for number, part in enumerate(word.parts):
+        match part:
+            case Literal(text, quoted):
+                fields.add(_literal(shell, text, quoted, number == 0), quoted)
+            case Parameter(quoted=True) if _is_list(part):
+                values = _listed(shell, part)
+                for count, value in enumerate(values):
+                    if count:
+                        fields.end()
+                    fields.add(value)
+                # "${A[@]}" of an empty array is no word, but `"${A[@]}"` is parsed with an empty literal before it.
+                fields.there = bool(values) or fields.text != ""
+            case _:
+                for count, value in enumerate(_values(shell, part, run)):
+                    if count:
+                        fields.end()
+                    _add_split(fields, value, getattr(part, "quoted", False))
+    fields.end()
+    return fields.done
+
+
+def _literal(shell: Shell, text: str, quoted: bool, first: bool) -> Value:
+    if quoted:
+        return Value(text)
+    if first and (text == "~" or text.startswith("~/")) and "HOME" in shell.environment:
+        return Value(shell.environment["HOME"] + text[1:])
+    if found := _BRACES.search(text):
+        return Value(text, (Gap(found[0], "braces are not expanded here"),))
+    return Value(text)
+
+
+def _add_split(fields: _Fields, value: Value, quoted: bool) -> None:
+    """Adds a value; an unquoted one is split at blanks, unless it has gaps, whose blanks nobody knows."""
+    if quoted or value.gaps or value.whole:
+        fields.add(value)
+        return
+    blanks = separators(fields.shell)
+    pieces = re.split(f"[{re.escape(blanks)}]+", value.text) if blanks else [value.text]
+    for count, piece in enumerate(pieces):
+        if count:
+            fields.end()
+        fields.add(Value(piece, (), value.file, value.line, value.maybe), quoted=False)
+
+
+def separators(shell: Shell) -> str:
+    """The characters of `$IFS`."""
+    known = shell.lookup("IFS") if "IFS" in shell.variables else None
+    return known.values[0].text if known and known.values else " \t\n"
+
+
+def joined(shell: Shell, word: ShellWord | None, run: Run) -> Value:
+    """A word as the one text that an assignment or a `[[ ]]` takes: nothing is split."""
+    if word is None:
+        return Value("")
+    text, gaps, maybe = "", list[Gap](), ""
+    for number, part in enumerate(word.parts):
+        values = [_literal(shell, part.text, part.quoted, number == 0)] if isinstance(part, Literal) else None
+        star = isinstance(part, Parameter) and (part.index == "*" or part.name == "*")
+        between = separators(shell)[:1] if star else " "
+        for count, value in enumerate(_values(shell, part, run) if values is None else values):
+            text += (between if count else "") + value.text
+            gaps += value.gaps
+            maybe = maybe or value.maybe
+    if len(text) > MOST_CHARACTERS:
+        raise TooMuchError(f"a word has more than {MOST_CHARACTERS} characters")
+    return Value(text, tuple(gaps), shell.file, word.line, maybe)
+
+
+def _is_list(part: Parameter) -> bool:
+    """Whether a quoted expansion makes a word of each value, as `"${A[@]}"` and `"$@"` do."""
+    return not part.length and not part.indirect and (part.index == "@" or part.name == "@")
+
+
+def _values(shell: Shell, part: Part, run: Run) -> list[Value]:
+    """The values of one part, which are several for an array."""
+    match part:
+        case Literal(text):
+            return [Value(text)]
+        case Arithmetic(text, source):
+            return [_calculated(shell, text, source, run)]
+        case Substitution():
+            if not part.readable:
+                return [unknown(part.source, "the output of another command")]
+            return [run(shell, part)]
+        case Parameter():
+            if part.quoted and (part.index == "*" or part.name == "*"):
+                return [_starred(shell, part)]
+            return _listed(shell, part, run)
+
+
+def _starred(shell: Shell, part: Parameter) -> Value:
+    values = _listed(shell, part)
+    text = separators(shell)[:1].join(value.text for value in values)
+    return Value(text, tuple(gap for value in values for gap in value.gaps), maybe=next(_maybes(values), ""))
+
+
+def _maybes(values: Sequence[Value]) -> Iterator[str]:
+    yield from (value.maybe for value in values if value.maybe)
+
+
+def unknown(source: str, why: str) -> Value:
+    """A value of which nothing is known."""
+    return Value(source, (Gap(source, why),))
+
+
+def _calculated(shell: Shell, text: str, source: str, run: Run) -> Value:
+    try:
+        return Value(str(calculate_in(shell, text, run)))
+    except ArithmeticFault as fault:
+        return unknown(source, str(fault))
+
+
+def calculate_in(shell: Shell, text: str, run: Run) -> int:
+    """The value of an arithmetic expression, whose variables are the shell's. Raises ArithmeticFault."""
+    # `${A[i]}`, `${#A[@]}` and `$1` are expanded first, as bash does; plain names are left to the expression.
+    lexer = Lexer(text, "arithmetic")
+    value = joined(shell, lexer.word(frozenset()), run) if re.search(r"\$[^A-Za-z_]", text) else Value(text)
+    if not value.known:
+        raise ArithmeticFault(_reason(value))
+
+    def get(name: str) -> int:
+        known = shell.lookup(name)
+        if known is None or not known.values:
+            return 0
+        found = known.values[0]
+        if not found.known:
+            raise ArithmeticFault(_reason(found))
+        try:
+            return int(found.text or "0", 8 if re.fullmatch(r"0[0-7]+", found.text) else 10)
+        except ValueError as error:
+            raise ArithmeticFault(f"${name} is {found.text[:40]!r}, which is no number") from error
+
+    return calculate(value.text, get, lambda name, number: shell.assign(name, Value(str(number), (), shell.file)))
+
+
+def _reason(value: Value) -> str:
+    return "; ".join(gap.why for gap in value.gaps) or value.maybe
+
+
+def _listed(shell: Shell, part: Parameter, run: Run | None = None) -> list[Value]:
+    """The values of a parameter, after its operator."""
+    values = _looked_up(shell, part, run)
+    if part.indirect and values is not None:
+        return [unknown(part.source, "which variable it is can not be told here")]
+    if part.length:
+        return [_length(part, values or [])]
+    if part.operator in (":-", "-", ":=", "=", ":+", "+", ":?", "?"):
+        return _defaulted(shell, part, values, run)
+    if values is None and part.index in ("@", "*") and not shell.unresolved:
+        # No array comes from the environment: one that the script does not set is empty.
+        shell.empty.setdefault(part.name, str(shell.file or "the text"))
+        return []
+    if values is None:
+        return [unknown(part.source, "set neither in the script nor in the environment")]
+    if not part.operator:
+        return values
+    return [_changed(shell, part, value, run) for value in values]
+
+
+def _looked_up(shell: Shell, part: Parameter, run: Run | None) -> list[Value] | None:
+    if part.name in ("@", "*"):
+        shell.arguments_used = True
+        return list(shell.arguments)
+    if part.name.isdecimal():
+        return _positional(shell, int(part.name))
+    if part.name == "#":
+        return [Value(str(len(shell.arguments)))]
+    if part.name in ("?", "$", "!", "-") or part.name in ("RANDOM", "SECONDS", "BASHPID"):
+        return [unknown(part.source, "known only when the script runs")]
+    if part.name == "BASH_SOURCE" and part.name not in shell.variables:
+        return [Value(str(shell.file))] if shell.file else None
+    if part.name == "PWD" and part.name not in shell.variables:
+        return [Value(str(shell.directory))] if shell.directory else None
+    known = shell.lookup(part.name)
+    if known is None or part.index in ("@", "*"):
+        return None if known is None else list(known.values)
+    return _element(shell, part, known.values, run)
+
+
+def _positional(shell: Shell, number: int) -> list[Value] | None:
+    if number == 0:
+        return [Value(str(shell.file))] if shell.file else None
+    shell.arguments_used = True
+    if number <= len(shell.arguments):
+        return [shell.arguments[number - 1]]
+    # A function is called with these and no others; what a script is started with is not known for certain.
+    return [Value("")] if shell.locals else None
+
+
+def _element(shell: Shell, part: Parameter, values: Sequence[Value], run: Run | None) -> list[Value] | None:
+    index = 0
+    if part.index is not None:
+        try:
+            index = calculate_in(shell, part.index, run or _none)
+        except ArithmeticFault as fault:
+            return [unknown(part.source, str(fault))]
+    if any(value.maybe for value in values[: index + 1]):
+        return [unknown(part.source, next(_maybes(values)))]
+    return [values[index]] if -len(values) <= index < len(values) else None
+
+
+def _none(_: Shell, part: Substitution) -> Value:
+    return unknown(part.source, "a command inside a parameter")
+
+
+def _length(part: Parameter, values: Sequence[Value]) -> Value:
+    if not all(value.known for value in values):
+        return unknown(part.source, "not all of it is known")
+    many = part.index in ("@", "*") or part.name in ("@", "*")
+    return Value(str(len(values) if many else len(values[0].text if values else "")))
+
+
+def _defaulted(shell: Shell, part: Parameter, values: list[Value] | None, run: Run | None) -> list[Value]:
+    """`${A:-default}` and its like."""
+    if values and not values[0].known and part.operator.startswith(":"):
+        empty = False if values[0].text and not values[0].gaps else None
+    else:
+        empty = not values or (part.operator.startswith(":") and not any(value.text for value in values))
+    kind = part.operator[-1]
+    if empty is None or not empty:
+        if kind == "+":
+            return [_argument(shell, part, run)] if empty is False else list(values or [])
+        return list(values or [])
+    if kind == "+":
+        return [Value("")]
+    if kind == "?":
+        return [unknown(part.source, "the script stops, since it is not set")]
+    default = _argument(shell, part, run)
+    if kind == "=":
+        shell.assign(part.name, default)
+    return [default]
+
+
+def _argument(shell: Shell, part: Parameter, run: Run | None) -> Value:
+    text = part.argument
+    word = Lexer(text, str(shell.file or "the command line")).word(frozenset())
+    value = joined(shell, word, run or _none)
+    quoted = any(isinstance(one, Literal) and one.quoted for one in word.parts)
+    return Value(value.text, value.gaps, maybe=value.maybe, whole=quoted)
+
+
+def _changed(shell: Shell, part: Parameter, value: Value, run: Run | None) -> Value:
+    """`${A#pattern}`, `${A/pattern/text}`, `${A:1:2}`, `${A,,}`."""
+    if value.gaps:
+        return Value(part.source, value.gaps)
+    text, operator = value.text, part.operator
+    if operator in (",,", "^^") and not part.argument:
+        changed: str | None = text.lower() if operator == ",," else text.upper()
+    elif operator in ("#", "##", "%", "%%"):
+        changed = _trimmed(text, _argument(shell, part, run).text, operator)
+    elif operator in ("/", "//"):
+        pattern, _, new = part.argument.partition("/")
+        pattern = re.sub(r"\\(.)", r"\1", pattern) if "*" not in pattern and "?" not in pattern else ""
+        changed = (
+            text.replace(pattern, new, -1 if operator == "//" else 1) if pattern and "$" not in part.argument else None
+        )
+    elif operator == ":" and re.fullmatch(r"\s*\d+(?::\d+)?", part.argument):
+        start, _, count = part.argument.strip().partition(":")
+        changed = text[int(start) :][: int(count) if count else None]
+    else:
+        changed = None
+    if changed is None:
+        return unknown(part.source, "this change of a variable is not worked out here")
+    return Value(changed, (), value.file, value.line, value.maybe)
+
+
+def _trimmed(text: str, pattern: str, operator: str) -> str | None:
+    """A text without what a pattern matches at its start (`#`) or end (`%`), at most (doubled) or at least."""
+    if len(text) > 10_000:
+        return None
+    matches = re.compile(translate(pattern)).fullmatch
+    if operator[0] == "#":
+        cuts = [cut for cut in range(len(text) + 1) if matches(text[:cut])]
+        return text[(max if operator == "##" else min)(cuts, default=0) :]
+    cuts = [cut for cut in range(len(text) + 1) if matches(text[cut:])]
+    return text[: (min if operator == "%%" else max)(cuts, default=len(text))]
+
+
+def script_directory(shell: Shell, text: str) -> Path | None:
+    """A path of the script, relative to the directory it has changed to; None where that is not known."""
+    path = Path(text)
+    if path.is_absolute():
+        return path
+    return None if shell.directory is None else shell.directory / path

@@ -1,0 +1,359 @@
+"""Parses a bash script into commands. Nothing is expanded or run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from verify.launch.shell.lexer import Lexer
+from verify.launch.shell.syntax import (
+    AndOr,
+    Assignment,
+    Calculation,
+    Case,
+    For,
+    ForArithmetic,
+    Function,
+    Group,
+    If,
+    Literal,
+    Node,
+    Pipeline,
+    ShellWord,
+    Simple,
+    Substitution,
+    Test,
+    While,
+)
+
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(?:\[([^]]*)\])?(\+?)=")
+_REDIRECT = re.compile(r"\d*(?:&>>|&>|<<<|<<-|<<|<>|<&|>&|>>|>\||<|>)(?!\()")
+_ENDS = frozenset({"then", "do", "done", "fi", "else", "elif", "esac", "}"})
+_DEPTH = 60
+# Builtins whose arguments may be assignments with arrays.
+_DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
+
+
+def parse(text: str, name: str, line: int = 1) -> tuple[Node, ...]:
+    """The commands of a script called `name`, whose first line is number `line`.
+
+    Raises CkptkitError, with the line, where bash would refuse the script too.
+    """
+    parser = _Parser(Lexer(text, name, line=line))
+    if "\r\n" in text:
+        raise parser.lexer.error("lines end in carriage returns, with which bash does not run it")
+    nodes = parser.list_until(frozenset())
+    if parser.lexer.rest:
+        raise parser.lexer.error(f"unexpected {parser.lexer.peek()!r}")
+    return nodes
+
+
+class _Parser:
+    """Where the parser is: its lexer, the end of heredocs behind this line, and how deeply commands are nested."""
+
+    def __init__(self, lexer: Lexer) -> None:
+        self.lexer = lexer
+        self.heredoc_end: int | None = None
+        self.depth = 0
+
+    def list_until(self, ends: frozenset[str]) -> tuple[Node, ...]:
+        """Commands up to one of these reserved words, a closing parenthesis, `;;` or the end. Leaves it to be read."""
+        self.depth += 1
+        if self.depth > _DEPTH:
+            raise self.lexer.error("commands are nested too deeply to be read")
+        nodes: list[Node] = []
+        while True:
+            self._separators()
+            if not self.lexer.rest or self.lexer.peek() == ")" or self.lexer.peek(2) == ";;":
+                break
+            if (word := self._reserved()) in _ENDS:
+                if word not in ends:
+                    raise self.lexer.error(f"unexpected {word!r}")
+                break
+            nodes.append(self._and_or())
+        self.depth -= 1
+        return tuple(nodes)
+
+    def _separators(self) -> None:
+        """Goes past blanks, newlines with the heredocs behind them, `;` and `&`."""
+        while True:
+            self.lexer.skip_blanks()
+            if self.lexer.peek() == "\n":
+                self._newline()
+            elif self.lexer.peek() in (";", "&") and self.lexer.peek(2) != ";;" and not self._at_redirect():
+                self.lexer.take()
+            else:
+                return
+
+    def _newline(self) -> None:
+        self.lexer.take((self.heredoc_end or 0) - self.lexer.position if self.heredoc_end else 1)
+        self.heredoc_end = None
+
+    def _reserved(self) -> str:
+        """The word that begins here, without taking it."""
+        found = re.compile(r"(?:[a-z]+|[{}!]|\[\[)(?=[\s;&|()<>]|$)").match(self.lexer.text, self.lexer.position)
+        return found[0] if found else ""
+
+    def _expect(self, word: str, opened: int) -> None:
+        self._separators()
+        if self._reserved() != word:
+            raise self.lexer.error(f"no {word!r} for what begins here", opened)
+        self.lexer.take(len(word))
+
+    def _and_or(self) -> Node:
+        line, parts, operators = self.lexer.line, [self._pipeline()], list[str]()
+        while True:
+            self.lexer.skip_blanks()
+            if self.lexer.peek(2) not in ("&&", "||"):
+                break
+            operators.append(self.lexer.take(2))
+            self._blank_lines()
+            parts.append(self._pipeline())
+        return AndOr(tuple(parts), tuple(operators), line) if operators else parts[0]
+
+    def _blank_lines(self) -> None:
+        self.lexer.skip_blanks()
+        while self.lexer.peek() == "\n":
+            self._newline()
+            self.lexer.skip_blanks()
+
+    def _pipeline(self) -> Node:
+        line, negated = self.lexer.line, False
+        while self._reserved() in ("!", "time"):
+            negated ^= self.lexer.take(len(self._reserved())) == "!"
+            self.lexer.skip_blanks()
+        commands = [self._command()]
+        while True:
+            self.lexer.skip_blanks()
+            if self.lexer.peek() != "|" or self.lexer.peek(2) == "||":
+                break
+            self.lexer.take(2 if self.lexer.peek(2) == "|&" else 1)
+            self._blank_lines()
+            commands.append(self._command())
+        return Pipeline(tuple(commands), negated, line) if negated or commands[1:] else commands[0]
+
+    def _command(self) -> Node:
+        compound: dict[str, Callable[[int], Node]] = {
+            "if": self._if,
+            "for": self._for,
+            "select": self._for,
+            "while": self._while,
+            "until": self._while,
+            "case": self._case,
+            "function": self._function,
+            "{": self._group,
+            "[[": self._test,
+        }
+        line = self.lexer.line
+        if read := compound.get(self._reserved()):
+            node = read(line)
+        elif self.lexer.peek(2) == "((":
+            node = Calculation(self.lexer.calculation(), line)
+        elif self.lexer.peek() == "(":
+            node = self._parentheses(line)
+        else:
+            return self._simple(line)
+        self._redirections()
+        return node
+
+    def _parentheses(self, line: int) -> Node:
+        self.lexer.take()
+        body = self.list_until(frozenset())
+        if self.lexer.peek() != ")":
+            raise self.lexer.error("( is never closed", line)
+        self.lexer.take()
+        return Group(body, True, line)
+
+    def _group(self, line: int) -> Node:
+        self.lexer.take()
+        body = self.list_until(frozenset({"}"}))
+        self._expect("}", line)
+        return Group(body, False, line)
+
+    def _if(self, line: int) -> Node:
+        branches: list[tuple[tuple[Node, ...], tuple[Node, ...]]] = []
+        ends = frozenset({"elif", "else", "fi"})
+        while self._reserved() in ("if", "elif"):
+            self.lexer.take(len(self._reserved()))
+            condition = self.list_until(frozenset({"then"}))
+            self._expect("then", line)
+            branches.append((condition, self.list_until(ends)))
+        if self._reserved() == "else":
+            self.lexer.take(4)
+            branches.append(((), self.list_until(ends)))
+        self._expect("fi", line)
+        return If(tuple(branches), line)
+
+    def _for(self, line: int) -> Node:
+        self.lexer.take(len(self._reserved()))
+        self.lexer.skip_blanks()
+        if self.lexer.peek(2) == "((":
+            parts = [part.strip() for part in self.lexer.calculation().split(";")]
+            if len(parts) != 3:
+                raise self.lexer.error("for (( without two semicolons", line)
+            return ForArithmetic(parts[0], parts[1], parts[2], self._body(line), line)
+        name = self.lexer.word().plain or ""
+        words: list[ShellWord] | None = None
+        self._blank_lines()
+        if self._reserved() == "in":
+            self.lexer.take(2)
+            words = []
+            self.lexer.skip_blanks()
+            while self.lexer.at_word():
+                words.append(self.lexer.word())
+                self.lexer.skip_blanks()
+        return For(name, None if words is None else tuple(words), self._body(line), line)
+
+    def _body(self, line: int) -> tuple[Node, ...]:
+        self._expect("do", line)
+        body = self.list_until(frozenset({"done"}))
+        self._expect("done", line)
+        return body
+
+    def _while(self, line: int) -> Node:
+        until = self.lexer.take(5) == "until"
+        condition = self.list_until(frozenset({"do"}))
+        return While(condition, self._body(line), until, line)
+
+    def _case(self, line: int) -> Node:
+        self.lexer.take(4)
+        self.lexer.skip_blanks()
+        subject = self.lexer.word()
+        self._expect("in", line)
+        branches: list[tuple[tuple[ShellWord, ...], tuple[Node, ...]]] = []
+        self._separators()
+        while self._reserved() != "esac":
+            branches.append(self._branch(line))
+            self._separators()
+        self._expect("esac", line)
+        return Case(subject, tuple(branches), line)
+
+    def _branch(self, line: int) -> tuple[tuple[ShellWord, ...], tuple[Node, ...]]:
+        if self.lexer.peek() == "(":
+            self.lexer.take()
+        patterns: list[ShellWord] = []
+        while True:
+            self.lexer.skip_blanks()
+            patterns.append(self.lexer.word())
+            self.lexer.skip_blanks()
+            end = self.lexer.take()
+            if end == ")":
+                break
+            if end != "|":
+                raise self.lexer.error("case without a pattern and `)`", line)
+        body = self.list_until(frozenset({"esac"}))
+        while self.lexer.peek() in (";", "&") and self.lexer.rest:
+            self.lexer.take()
+        return tuple(patterns), body
+
+    def _function(self, line: int) -> Node:
+        self.lexer.take(len("function"))
+        self.lexer.skip_blanks()
+        name = self.lexer.word().plain or ""
+        self.lexer.skip_blanks()
+        if re.match(r"\(\s*\)", self.lexer.text[self.lexer.position :][:10]):
+            self._empty_parentheses()
+        self._blank_lines()
+        return Function(name, self._command(), line)
+
+    def _empty_parentheses(self) -> None:
+        self.lexer.take()
+        self.lexer.skip_blanks()
+        self.lexer.take()
+
+    def _test(self, line: int) -> Node:
+        self.lexer.take(2)
+        words: list[ShellWord] = []
+        while True:
+            self._blank_lines()
+            if not self.lexer.rest:
+                raise self.lexer.error("[[ is never closed", line)
+            if self.lexer.peek(2) in ("&&", "||"):
+                words.append(ShellWord((Literal(self.lexer.take(2)),), self.lexer.line))
+            elif self.lexer.peek() in ("(", ")", "<", ">", ";", "&", "|"):
+                words.append(ShellWord((Literal(self.lexer.take()),), self.lexer.line))
+            elif re.match(r"\]\](?:[\s;&|)]|$)", self.lexer.peek(3)):
+                self.lexer.take(2)
+                return Test(tuple(words), line)
+            else:
+                words.append(self.lexer.word(frozenset(" \t\n)")))
+
+    def _simple(self, line: int) -> Node:
+        assignments: list[Assignment] = []
+        words: list[ShellWord] = []
+        here: ShellWord | None = None
+        while True:
+            self.lexer.skip_blanks()
+            if self._at_redirect():
+                here = self._redirection() or here
+            elif not self.lexer.at_word():
+                break
+            elif (found := self._assignment()) and (not words or words[0].plain in _DECLARES):
+                words = self._assign(found, assignments, words)
+            else:
+                words.append(self.lexer.word())
+                if len(words) == 1 and words[0].plain and self.lexer.peek() == "(":
+                    return self._definition(words[0].plain, line)
+        if not words and not assignments and here is None and self.lexer.peek() not in ("", "\n", ";", "&", "|", ")"):
+            raise self.lexer.error(f"unexpected {self.lexer.peek()!r}")
+        return Simple(tuple(assignments), tuple(words), line, here)
+
+    def _definition(self, name: str, line: int) -> Node:
+        self._empty_parentheses()
+        self._blank_lines()
+        return Function(name, self._command(), line)
+
+    def _assignment(self) -> re.Match[str] | None:
+        return _ASSIGNED.match(self.lexer.text, self.lexer.position)
+
+    def _assign(self, found: re.Match[str], assignments: list[Assignment], words: list[ShellWord]) -> list[ShellWord]:
+        """Reads an assignment; behind `export` and its like the name also stays a word."""
+        line, name, append = self.lexer.line, found[1], bool(found[3])
+        self.lexer.take(len(found[0]))
+        if self.lexer.peek() == "(":
+            assignments.append(Assignment(name, append, line, array=self._array(), index=found[2]))
+        else:
+            assignments.append(Assignment(name, append, line, value=self.lexer.word(), index=found[2]))
+        return [*words, ShellWord((Literal(name),), line)] if words else words
+
+    def _array(self) -> tuple[ShellWord, ...]:
+        line, words = self.lexer.line, list[ShellWord]()
+        self.lexer.take()
+        while True:
+            self._blank_lines()
+            if self.lexer.peek() == ")":
+                self.lexer.take()
+                return tuple(words)
+            if not self.lexer.at_word():
+                said = f"unexpected {self.lexer.peek()!r} in an array" if self.lexer.rest else "( is never closed"
+                raise self.lexer.error(said, self.lexer.line if self.lexer.rest else line)
+            words.append(self.lexer.word())
+
+    def _at_redirect(self) -> bool:
+        return _REDIRECT.match(self.lexer.text, self.lexer.position) is not None
+
+    def _redirections(self) -> None:
+        self.lexer.skip_blanks()
+        while self._at_redirect():
+            self._redirection()
+            self.lexer.skip_blanks()
+
+    def _redirection(self) -> ShellWord | None:
+        """Goes past a redirection, and returns the text of a `<<<` or a heredoc."""
+        found = _REDIRECT.match(self.lexer.text, self.lexer.position)
+        operator = self.lexer.take(len(found[0]) if found else 0).lstrip("0123456789")
+        self.lexer.skip_blanks()
+        target = self.lexer.word()
+        if operator not in ("<<", "<<-"):
+            return target if operator == "<<<" else None
+        mark = "".join(part.text if isinstance(part, Literal) else part.source for part in target.parts)
+        literal = any(isinstance(part, Literal) and part.quoted for part in target.parts)
+        newline = self.lexer.text.find("\n", self.lexer.position)
+        begin = self.heredoc_end or (len(self.lexer.text) if newline < 0 else newline + 1)
+        text, self.heredoc_end = self.lexer.heredoc(mark, literal, operator == "<<-", begin)
+        return text
+
+
+def nested(part: Substitution, name: str) -> tuple[Node, ...]:
+    """The commands inside `$(...)` or backticks."""
+    return parse(part.text, name, part.line)

@@ -1,0 +1,193 @@
+"""Reads the launch that a bash script is: the words of its trainer, its variables, and what could not be told."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ckptkit.core.errors import CkptkitError
+from verify.issue import Issue
+from verify.launch.arguments import QAT_FLAG, QAT_GROUP
+from verify.launch.nearest import nearest
+from verify.launch.options import OPTIONS, PATHS, SWITCH_NAMES
+from verify.launch.shell.parser import parse
+from verify.launch.shell.run import follow
+from verify.launch.shell.values import Shell, Start, TooMuchError, Value
+from verify.launch.unread import unread
+from verify.launch.words import LaunchText, UnresolvedWord, Word
+
+_LARGEST = 4_000_000
+# A variable of this name that is given without an option may be any number of options.
+_MANY = re.compile(r"ARGS|ARGUMENTS|OPTS|OPTIONS|FLAGS|EXTRA", re.IGNORECASE)
+
+
+def read_script(
+    script: Path | None,
+    text: str | None = None,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> LaunchText:
+    """What a bash script, or a pasted command, gives to its trainer. The script is read and never run.
+
+    `text` is used where there is no file. `arguments` are the positional parameters of a script that uses them, else
+    they come behind its words; `environment` holds the variables that it would start with. Raises CkptkitError where
+    it cannot be read, is no bash, or starts no trainer.
+    """
+    text = _text(script) if text is None and script is not None else text or ""
+    place = str(script) if script else "the text"
+    shell = Shell(script, Path.cwd(), environment or {}, tuple(Value(word) for word in arguments))
+    nodes = parse(text, place)
+    try:
+        follow(shell, nodes)
+    except TooMuchError as error:
+        return LaunchText(unresolved=(f"{place}: {error}, so it was not read to its end",))
+    except RecursionError:
+        return LaunchText(unresolved=(f"{place}: it is nested too deeply to be read",))
+    starts = list(dict.fromkeys((start.words, start.line, start.file) for start in shell.starts))
+    if not starts:
+        return _without_trainer(shell, place, arguments)
+    if len({words for words, _, _ in starts}) > 1:
+        lines = " and ".join(f"{file or 'line'}:{line}" for _, line, file in starts)
+        more = f"{lines} both start a trainer: give the command that is meant as a script of its own"
+        return LaunchText(unresolved=(more, *shell.unresolved))
+    return _launch(shell, shell.starts[0], [] if shell.arguments_used else arguments)
+
+
+def _text(script: Path) -> str:
+    try:
+        if script.stat().st_size > _LARGEST:
+            raise CkptkitError(f"{script} has more than {_LARGEST} bytes", "give the launch script itself")
+        return script.read_bytes().decode(errors="replace")
+    except OSError as error:
+        raise CkptkitError(f"{script}: {error.strerror}", "give the path of the launch script") from error
+
+
+def _without_trainer(shell: Shell, place: str, arguments: Sequence[str]) -> LaunchText:
+    """A text that is options and nothing else, as they are pasted from a log; anything else starts no trainer."""
+    if len(shell.lost) == 1 and not shell.unresolved:
+        words, line, file = shell.lost[0]
+        return _launch(shell, Start(words, (), {}, line, file, shell.directory), arguments)
+    if shell.stopped:
+        said = f"{place}: it ends at {shell.stopped[-1]} before a trainer starts"
+        hint = "set the variables that it asks for in the environment of this command, as for the job"
+        raise CkptkitError(said, hint)
+    hint = "give the script that runs `python3 train.py ...`, or paste that command into a file"
+    raise CkptkitError(f"{place}: no command starts a trainer (train.py, train_async.py, pretrain_gpt.py)", hint)
+
+
+def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
+    unresolved: dict[str, None] = dict(shell.unresolved)
+    words = (*_words(start, unresolved), *(Word(text) for text in arguments))
+    environment = {name: _word(value) for name, value in start.environment.items()}
+    environment |= dict(_runtime(start.before, unresolved))
+    for name in (QAT_FLAG, QAT_GROUP):
+        if isinstance(word := environment.get(name), UnresolvedWord):
+            unresolved[f"{word.place}: {name}: {word.why}"] = None
+    return LaunchText(words, environment, tuple(unresolved), (*_lost(shell), *_misspelled(shell)))
+
+
+def _word(value: Value) -> Word:
+    if value.known:
+        return Word(value.text, value.file, value.line)
+    why = value.maybe or "; ".join(str(gap) for gap in value.gaps)
+    return UnresolvedWord(value.text, value.file, value.line, why)
+
+
+def _words(start: Start, unresolved: dict[str, None]) -> Iterator[Word]:
+    """The words of a trainer; `unresolved` gets a line for each that is not known and that something depends on."""
+    option = ""
+    for value in start.words:
+        word = _placed(_word(value), option, start)
+        name, equals, _ = value.text.partition("=")
+        if name.startswith("--"):
+            option = "" if equals or name in SWITCH_NAMES else name
+            about = name
+        else:
+            about = option
+        if isinstance(word, UnresolvedWord):
+            anything = not about or (not name.startswith("--") and _may_be_options(value))
+            if anything or _matters(about):
+                said = f"{about} " if about and not anything and about != name else ""
+                unresolved[f"{word.place}: {said}{value.text}: {word.why}"] = None
+            word = UnresolvedWord(word.text, word.file, word.line, word.why, anything)
+        yield word
+
+
+def _matters(option: str) -> bool:
+    """Whether anything that is looked at depends on the value of an option."""
+    return option != "--save" and (option in OPTIONS or bool(unread([option, "1"], frozenset())))
+
+
+def _placed(word: Word, option: str, start: Start) -> Word:
+    """A word; a path that is relative to another directory than this one's becomes absolute."""
+    here = Path.cwd()
+    name, equals, value = word.text.partition("=")
+    if start.directory == here or isinstance(word, UnresolvedWord):
+        return word
+    if option not in PATHS and not (equals and name in PATHS):
+        return word
+    text = value if equals and name in PATHS else word.text
+    if text.startswith("--") or text.isdecimal() or Path(text).is_absolute():
+        return word
+    if start.directory is None:
+        return UnresolvedWord(word.text, word.file, word.line, "relative to a directory that is not known")
+    text = str(start.directory / text)
+    return Word(f"{name}={text}" if equals and name in PATHS else text, word.file, word.line)
+
+
+def _may_be_options(value: Value) -> bool:
+    """Whether a word that is not known may be several, options among them."""
+    if len(value.gaps) != 1 or value.text != value.gaps[0].source:
+        return False
+    return "[@]" in value.text or "$@" in value.text or _MANY.search(value.text) is not None
+
+
+def _runtime(before: Sequence[Value], unresolved: dict[str, None]) -> Iterator[tuple[str, Word]]:
+    """The variables that `ray job submit --runtime-env-json` gives to the trainer."""
+    for number, value in enumerate(before):
+        name, equals, given = value.text.partition("=")
+        if name != "--runtime-env-json":
+            continue
+        text = value if equals else before[number + 1] if number + 1 < len(before) else Value("")
+        content = given if equals else text.text
+        try:
+            variables = json.loads(content).get("env_vars") or {}
+            pairs = [(str(key), str(said)) for key, said in variables.items()]
+        except (ValueError, AttributeError, RecursionError):
+            place = f"{text.file}:{text.line}" if text.file else "the text"
+            unresolved[f"{place}: --runtime-env-json: its text is not known, or is no JSON"] = None
+            continue
+        for key, said in pairs:
+            gap = next((gap for gap in text.gaps if gap.source in said), None)
+            yield key, UnresolvedWord(said, text.file, text.line, str(gap)) if gap else Word(said, text.file, text.line)
+
+
+def _lost(shell: Shell) -> Iterator[Issue]:
+    """Commands that begin with an option: the line before them lacks its `\\`."""
+    if not shell.starts:
+        return
+    for words, line, file in shell.lost:
+        options = [word.text for word in words if word.text.startswith("--")] or [words[0].text]
+        more = f" and {len(options) - 3} more" if options[3:] else ""
+        yield Issue(
+            "a `\\` at the end of every line of the command but its last, with no blank or comment behind it",
+            f"{file or 'line'}:{line} begins with {words[0].text}: the command has ended before it, so "
+            f"{', '.join(options[:3])}{more} {'are' if options[1:] else 'is'} lost",
+            "end the line above with `\\`, without a comment in between",
+            file=file,
+        )
+
+
+def _misspelled(shell: Shell) -> Iterator[Issue]:
+    """Arrays that are set nowhere, where one is that differs in a letter: bash expands them to nothing."""
+    for name, file in shell.empty.items():
+        meant = nearest(name, (one for one, value in shell.variables.items() if value.array and value.values), 1)
+        if meant is not None and len(name) > 3:
+            yield Issue(
+                f"an array that is set, such as ${{{meant}[@]}}",
+                f"${{{name}[@]}} is set nowhere, so none of its words reach the trainer",
+                f"correct the name: {meant}",
+                file=file,
+            )

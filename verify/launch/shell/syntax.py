@@ -1,0 +1,198 @@
+"""The parts of a bash script: words, commands and what holds them together.
+
+Source of the grammar: the GNU Bash Reference Manual, "Basic Shell Features".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Literal:
+    """Text as it stands; quoted text is never split, and is a word even where it is empty."""
+
+    text: str
+    quoted: bool = False
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """`$name` or `${name...}`.
+
+    `index` is what stands in brackets, `operator` and `argument` what follows the name (`:-` and `default`). `length`:
+    `${#name}`; `indirect`: `${!name}`. `source` is the whole as written.
+    """
+
+    name: str
+    source: str
+    quoted: bool
+    index: str | None = None
+    operator: str = ""
+    argument: str = ""
+    length: bool = False
+    indirect: bool = False
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """`$((...))`."""
+
+    text: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """`$(...)` or backticks; `readable` is False for `<(...)`, which is a file of another process."""
+
+    text: str
+    source: str
+    quoted: bool
+    line: int
+    readable: bool = True
+
+
+Part = Literal | Parameter | Arithmetic | Substitution
+
+
+@dataclass(frozen=True)
+class ShellWord:
+    """One word before expansion, and its line."""
+
+    parts: tuple[Part, ...]
+    line: int
+
+    @property
+    def plain(self) -> str | None:
+        """Its text where it is one unquoted literal, as a reserved word must be."""
+        match self.parts:
+            case (Literal(text, False),):
+                return text
+        return None
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """`name=value`, `name+=value`, `name[index]=value` or `name=(...)`."""
+
+    name: str
+    append: bool
+    line: int
+    value: ShellWord | None = None
+    array: tuple[ShellWord, ...] | None = None
+    index: str | None = None
+
+
+@dataclass(frozen=True)
+class Simple:
+    """Assignments, then a command with its words; `here` is the text of `<<<` or of a heredoc; other
+    redirections are left out."""
+
+    assignments: tuple[Assignment, ...]
+    words: tuple[ShellWord, ...]
+    line: int
+    here: ShellWord | None = None
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Commands joined by `|`; `negated` by a `!` before them."""
+
+    commands: tuple[Node, ...]
+    negated: bool
+    line: int
+
+
+@dataclass(frozen=True)
+class AndOr:
+    """Pipelines joined by `&&` and `||`; `operators` has one fewer than `parts`."""
+
+    parts: tuple[Node, ...]
+    operators: tuple[str, ...]
+    line: int
+
+
+@dataclass(frozen=True)
+class If:
+    """Conditions with their bodies; the last condition may be empty, for `else`."""
+
+    branches: tuple[tuple[tuple[Node, ...], tuple[Node, ...]], ...]
+    line: int
+
+
+@dataclass(frozen=True)
+class For:
+    """`for name in words`; `words` is None for the positional parameters."""
+
+    name: str
+    words: tuple[ShellWord, ...] | None
+    body: tuple[Node, ...]
+    line: int
+
+
+@dataclass(frozen=True)
+class ForArithmetic:
+    """`for ((start; condition; step))`."""
+
+    start: str
+    condition: str
+    step: str
+    body: tuple[Node, ...]
+    line: int
+
+
+@dataclass(frozen=True)
+class While:
+    """`while` or, with `until`, its opposite."""
+
+    condition: tuple[Node, ...]
+    body: tuple[Node, ...]
+    until: bool
+    line: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """`case subject in`, with the patterns of each body."""
+
+    subject: ShellWord
+    branches: tuple[tuple[tuple[ShellWord, ...], tuple[Node, ...]], ...]
+    line: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """`{ ... }`, or with `subshell` `( ... )`."""
+
+    body: tuple[Node, ...]
+    subshell: bool
+    line: int
+
+
+@dataclass(frozen=True)
+class Function:
+    """`name() { ... }`."""
+
+    name: str
+    body: Node
+    line: int
+
+
+@dataclass(frozen=True)
+class Calculation:
+    """`(( ... ))`."""
+
+    text: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Test:
+    """`[[ ... ]]`, as words."""
+
+    words: tuple[ShellWord, ...]
+    line: int
+
+
+Node = Simple | Pipeline | AndOr | If | For | ForArithmetic | While | Case | Group | Function | Calculation | Test

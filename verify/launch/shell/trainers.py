@@ -1,0 +1,56 @@
+"""Which command of a script starts a trainer, and which of its words the trainer sees."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from verify.launch.shell.values import Shell, Start, Value
+
+# slime, miles, Megatron-LM, NeMo-RL and ROLL start a file, verl and others a module.
+_FILE = re.compile(r"(?:pre)?train\w*\.py|run_\w*(?:grpo|ppo|dpo|sft|distillation|rm)\w*\.py|start_\w+_pipeline\.py")
+_MODULE = re.compile(r"(?:[\w.]+\.)?(?:(?:pre)?train\w*|main_ppo\w*|main_\w*trainer)")
+_LAUNCHER = re.compile(r"python[\d.]*|torchrun|deepspeed|accelerate|uv|ray")
+# Commands that name a trainer and start none.
+_OTHERS = frozenset(
+    {"echo", "printf", "pkill", "kill", "killall", "pgrep", "grep", "ls", "cat", "cp", "mv", "rm", "sed"}
+)
+_RUNS_TEXT = frozenset({"bash", "sh", "ssh", "srun", "docker", "ray", "nohup", "kubectl", "su", "sudo", "tmux"})
+_INNER = re.compile(r"(?:python[\d.]*|torchrun)\s[^\n]*(?:train\w*\.py|main_ppo)", re.DOTALL)
+_SET = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+
+
+def start_of(words: Sequence[Value], shell: Shell, given: Mapping[str, Value], line: int) -> Start | None:
+    """The start of a trainer that these words are; None where they are none. `given`: variables set before them."""
+    at = _trainer_at(words)
+    if at is None:
+        return None
+    environment = {name: one.values[0] for name, one in shell.variables.items() if one.exported and one.values}
+    before = tuple(words[:at])
+    for word in before:
+        if found := _SET.fullmatch(word.text):
+            environment[found[1]] = Value(found[2], word.gaps, word.file, word.line, word.maybe)
+    return Start(tuple(words[at + 1 :]), before, environment | dict(given), line, shell.file, shell.directory)
+
+
+def _trainer_at(words: Sequence[Value]) -> int | None:
+    """The index of the word that names the trainer."""
+    if words[0].text in _OTHERS:
+        return None
+    launched = False
+    for number, word in enumerate(words):
+        name = os.path.basename(word.text)
+        if _FILE.fullmatch(name) and (launched or number == 0):
+            return number
+        if launched and number and words[number - 1].text == "-m" and _MODULE.fullmatch(word.text):
+            return number
+        launched |= _LAUNCHER.fullmatch(name) is not None
+    return None
+
+
+def inner_script(words: Sequence[Value]) -> str | None:
+    """The text that `bash -c` or `ssh` runs as a script, where a trainer is started in it."""
+    if os.path.basename(words[0].text) not in _RUNS_TEXT:
+        return None
+    return next((word.text for word in words[1:] if " " in word.text and _INNER.search(word.text)), None)

@@ -1,0 +1,184 @@
+"""What a shell knows at a point of a script: variables, what could not be told of them, and limits on its work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from verify.launch.shell.syntax import Node
+
+# A script that needs more is not read to its end.
+MOST_STEPS = 20_000
+MOST_WORDS = 20_000
+MOST_CHARACTERS = 1_000_000
+DEEPEST = 25
+
+
+class TooMuchError(Exception):
+    """A script does more than a launch does: the limit that it reached."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Something whose value is not known: how it is written, and why."""
+
+    source: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.source} ({self.why})"
+
+
+@dataclass(frozen=True)
+class Value:
+    """A text, with the source of every gap where its value would stand; and where it is written.
+
+    `maybe`: it is only there if a condition holds that cannot be decided. `whole`: it is never split at blanks.
+    """
+
+    text: str
+    gaps: tuple[Gap, ...] = ()
+    file: Path | None = None
+    line: int | None = None
+    maybe: str = ""
+    whole: bool = False
+
+    @property
+    def known(self) -> bool:
+        """Whether it is certain to be there, as it is."""
+        return not self.gaps and not self.maybe
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A scalar (one value) or an array."""
+
+    values: tuple[Value, ...]
+    array: bool = False
+    exported: bool = False
+
+
+@dataclass(frozen=True)
+class Start:
+    """A command that starts a trainer: its words, those before them, and the variables that it sees.
+
+    `directory`: where it is started; None where a `cd` could not be followed.
+    """
+
+    words: tuple[Value, ...]
+    before: tuple[Value, ...]
+    environment: Mapping[str, Value]
+    line: int
+    file: Path | None
+    directory: Path | None
+
+
+@dataclass
+class Shell:
+    """The state of a shell that is only imagined.
+
+    `directory` is None where a `cd` could not be followed. `unresolved` has a line for everything that may have
+    changed anything and could not be followed, `empty` the arrays that are expanded and set nowhere, `stopped` the
+    places where the script ends itself, `locals` what the functions that are being called must restore. These,
+    `starts`, `lost` and `steps` are shared by all branches.
+    """
+
+    file: Path | None
+    directory: Path | None
+    environment: Mapping[str, str]
+    arguments: tuple[Value, ...] = ()
+    variables: dict[str, Variable] = field(default_factory=dict)
+    functions: dict[str, Node] = field(default_factory=dict)
+    unresolved: dict[str, None] = field(default_factory=dict)
+    starts: list[Start] = field(default_factory=list)
+    lost: list[tuple[tuple[Value, ...], int, Path | None]] = field(default_factory=list)
+    output: list[Value] | None = None
+    steps: list[int] = field(default_factory=lambda: [0])
+    depth: int = 0
+    arguments_used: bool = False
+    empty: dict[str, str] = field(default_factory=dict)
+    stopped: list[str] = field(default_factory=list)
+    locals: list[dict[str, Variable | None]] = field(default_factory=list)
+
+    def step(self) -> None:
+        """Counts one command. Raises TooMuchError after `MOST_STEPS`."""
+        self.steps[0] += 1
+        if self.steps[0] > MOST_STEPS:
+            raise TooMuchError(f"it runs more than {MOST_STEPS} commands before a trainer starts")
+
+    def branch(self) -> Shell:
+        """A copy whose variables, functions and directory change apart from this one's."""
+        return replace(self, variables=dict(self.variables), functions=dict(self.functions))
+
+    def take_over(self, other: Shell) -> None:
+        """Makes a branch's state this one's."""
+        self.variables, self.functions, self.directory = other.variables, other.functions, other.directory
+        self.arguments = other.arguments
+
+    def place(self, line: int) -> str:
+        """`run.sh:12`."""
+        return f"{self.file}:{line}" if self.file else f"line {line}"
+
+    def assign(self, name: str, value: Value) -> None:
+        """Sets a scalar, which stays exported if it was."""
+        if len(value.text) > MOST_CHARACTERS:
+            raise TooMuchError(f"${name} has more than {MOST_CHARACTERS} characters")
+        before = self.variables.get(name)
+        self.variables[name] = Variable((value,), False, bool(before and before.exported))
+
+    def assign_array(self, name: str, values: tuple[Value, ...]) -> None:
+        """Sets an array."""
+        if len(values) > MOST_WORDS:
+            raise TooMuchError(f"${name} has more than {MOST_WORDS} words")
+        self.variables[name] = Variable(values, True)
+
+    def restore(self, name: str, variable: Variable | None) -> None:
+        """Makes a variable what it was; None: not set."""
+        if variable is None:
+            self.variables.pop(name, None)
+        else:
+            self.variables[name] = variable
+
+    def forget(self, name: str, why: str) -> None:
+        """Makes a variable unknown."""
+        source = f"${{{name}}}"
+        self.assign(name, Value(source, (Gap(source, why),), self.file))
+
+    def lookup(self, name: str) -> Variable | None:
+        """A variable of the script, or of the environment that it starts in; None where it is set in neither."""
+        if name in self.variables:
+            return self.variables[name]
+        if name in self.environment:
+            return Variable((Value(self.environment[name]),), exported=True)
+        return None
+
+
+def merged(one: Shell, other: Shell, why: str) -> dict[str, Variable]:
+    """The variables after one of two branches, where nobody knows which: what differs is unknown.
+
+    Arrays keep what they have in common at the start; what only one branch adds may be there.
+    """
+    variables: dict[str, Variable] = {}
+    for name in one.variables.keys() | other.variables.keys():
+        left, right = one.variables.get(name), other.variables.get(name)
+        if left == right and left is not None:
+            variables[name] = left
+        elif (left is None or left.array) and (right is None or right.array):
+            variables[name] = Variable(_joined(left, right, why), array=True)
+        else:
+            source = f"${{{name}}}"
+            known = left or right
+            place = known.values[0] if known and known.values else Value("")
+            exported = any(side is not None and side.exported for side in (left, right))
+            gap = Value(source, (Gap(source, why),), place.file, place.line)
+            variables[name] = Variable((gap,), exported=exported)
+    return variables
+
+
+def _joined(left: Variable | None, right: Variable | None, why: str) -> tuple[Value, ...]:
+    here, there = left.values if left else (), right.values if right else ()
+    same = 0
+    while same < min(len(here), len(there)) and here[same] == there[same]:
+        same += 1
+    return (*here[:same], *(replace(value, maybe=value.maybe or why) for value in (*here[same:], *there[same:])))

@@ -1,0 +1,81 @@
+"""What a stack's settings come to: the sides of the job, their sizes, and how these go with the GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from verify.issue import Issue
+from verify.launch.arguments import LaunchArguments
+from verify.launch.settings.yaml_tree import NULL
+from verify.launch.sides import Side, path_issue
+from verify.launch.stacks.settings import Settings
+from verify.launch.stacks.sizes import Group
+
+# The options of slime and miles that do what a setting does: checks of paths are told apart by them.
+HF, LOAD, REF, STEP = "--hf-checkpoint", "--load", "--ref-load", "--ckpt-step"
+ENGINE = "rollout engine"
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """A launch of verl, NeMo-RL or ROLL, as its settings say it.
+
+    `hf` is the model's HF directory, `models` those of roles with another, `sizes` the parallel sizes of a side by its
+    role. `groups` are compared with
+    their GPUs; `issues` are more that is wrong with sizes. `alike` are roles that start from the same weights.
+    """
+
+    name: str
+    sides: tuple[Side, ...]
+    hf: Path | None = None
+    sizes: Mapping[str, LaunchArguments] = field(default_factory=dict)
+    models: Mapping[str, Path | None] = field(default_factory=dict)
+    groups: tuple[Group, ...] = ()
+    issues: tuple[Issue, ...] = ()
+    alike: tuple[tuple[str, str], ...] = ()
+    unread: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def hf_side(role: str, settings: Settings, key: str, why: str) -> Side | None:
+    """A side that loads the HF directory of a key; None where it is not known."""
+    path = settings.model(key)
+    if path is None:
+        return None
+    if (path / "config.json").exists():
+        return Side(role, "hf", path, why)
+    actual = "no such directory" if not path.exists() else "no config.json in it"
+    hint = "give the HF directory of the model"
+    issue = path_issue(settings.place(key), path, "an HF directory with config.json", actual, hint, about=HF)
+    return Side(role, None, None, f"{key} {path} is no HF directory: {actual}", (issue,))
+
+
+def torch_dist_side(role: str, place: str, path: Path, why: str, stack: str, about: str) -> Side:
+    """A side that loads a torch_dist directory itself, without a tracker."""
+    if (path / ".metadata").exists() and (path / "metadata.json").exists():
+        return Side(role, "megatron", path, why)
+    if iterations := iterations_in(path):
+        actual, hint = "a directory of iterations", f"give the iteration: {path / iterations[-1]}"
+    elif not path.exists():
+        actual, hint = "no such directory", "check the path"
+    else:
+        missing = next(name for name in (".metadata", "metadata.json") if not (path / name).exists())
+        actual, hint = f"no {missing} in it", "check the path"
+    expected = f"the torch_dist directory itself, which {stack} loads"
+    issue = path_issue(place, path, expected, actual, hint, about=about)
+    return Side(role, None, None, f"{stack} stops: {path} is no torch_dist directory", (issue,))
+
+
+def iterations_in(path: Path) -> Sequence[str]:
+    """The names of `release` and `iter_N` directories in order."""
+    if not path.is_dir():
+        return []
+    names = (entry.name for entry in path.iterdir() if entry.is_dir())
+    return sorted(name for name in names if name == "release" or name.startswith("iter_"))
+
+
+def given(text: str) -> bool:
+    """Whether a value says something."""
+    return text.lower() not in ("", NULL, "none")

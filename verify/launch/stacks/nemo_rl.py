@@ -1,0 +1,240 @@
+"""What a job of NeMo-RL loads, by its YAML settings.
+
+Source: NeMo-RL `models/megatron/setup.py` (validate_model_paths, setup_model_and_optimizer), `models/policy/utils.py`,
+`utils/checkpoint.py`, `algorithms/grpo.py`, as of 2026-08.
+- With Megatron, the policy loads `pretrained_checkpoint` where that is given, else a copy of `policy.model_name` that
+  NeMo-RL converted before. The copy is known by the model's name alone: it is not made again when the model changes.
+- `pretrained_checkpoint.format` is `megatron_bridge` (it needs run_config.yaml) or `megatron_lm` (metadata.json). The
+  path is the iteration, or the directory above it: then the tracker counts, else the last iteration by name.
+- The run resumes from the last `step_N` of `checkpointing.checkpoint_dir`, whatever `checkpointing.enabled` says. The
+  reference never does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.formats.detect import TRACKER
+from verify.launch.arguments import LaunchArguments
+from verify.launch.sides import PathIssue, Side, path_issue
+from verify.launch.stacks.launched import ENGINE, LOAD, STEP, Stacked, hf_side, iterations_in
+from verify.launch.stacks.settings import Settings
+from verify.launch.stacks.sizes import NAMES, Gpus, Group, Sizes, engine_of, places
+
+_MODEL = "policy.model_name"
+_MEGATRON = "policy.megatron_cfg"
+_GENERATION = "policy.generation"
+# The file that makes a directory of this format an iteration.
+_MARKS = {"megatron_bridge": "run_config.yaml", "megatron_lm": "metadata.json"}
+_STATE = "latest_train_state.pt"
+_STEP = re.compile(r"step_\d+")
+_ELSEWHERE = re.compile(
+    r"^policy\.hf_config_overrides\.|^policy\.megatron_cfg\.model_overrides\.|^policy\.draft\.model_name$|"
+    r"^value\.model_name$|^on_policy_distillation\.|^teacher\.model_name$|^policy\.megatron_cfg\.peft\.enabled$"
+)
+
+
+def read(settings: Settings) -> Stacked:
+    """The sides, sizes and groups of a job. Raises CkptkitError for values that are no numbers or truth values."""
+    settings.not_looked_at(_ELSEWHERE)
+    megatron = settings.switch(f"{_MEGATRON}.enabled")
+    start = _pretrained(settings) if megatron else hf_side("actor", settings, _MODEL, f"{_MODEL}, without Megatron")
+    roles = ["actor", *(["reference"] if _reference(settings) else [])]
+    sides: list[Side] = []
+    resumed = False
+    if start:
+        actor = _resumed(settings, start, megatron)
+        resumed = actor is not start
+        sides += [actor, *(replace(start, role=role) for role in roles[1:])]
+    train, generate = _gpus(settings)
+    rollout, engine, asked = _engine(settings, generate)
+    sizes = _sizes(settings) if megatron else Sizes()
+    groups = [sizes.group(role, train) for role in roles] if megatron else []
+    arguments = replace(sizes.arguments(engine), **_ends(settings)) if megatron else engine
+    hf = settings.model(_MODEL)
+    return Stacked(
+        "NeMo-RL",
+        (*sides, *([rollout] if rollout else [])),
+        hf if hf and (hf / "config.json").exists() else None,
+        dict.fromkeys(roles, arguments) | {ENGINE: engine},
+        groups=(*groups, *([asked] if asked else [])),
+        alike=(("actor", ENGINE),) if megatron and not resumed else (),
+        unread=tuple(settings.unread),
+        notes=tuple(settings.notes),
+    )
+
+
+def _reference(settings: Settings) -> bool:
+    """Whether there is one: GRPO and its kin load it for a KL penalty, DPO always."""
+    if settings.word("dpo.reference_policy_kl_penalty"):
+        return True
+    return settings.above_zero("loss_fn.reference_policy_kl_penalty")
+
+
+def _pretrained(settings: Settings) -> Side | None:
+    """What the policy begins with, before anything is resumed."""
+    for prefix in ("checkpointing.pretrained_checkpoint", "policy.pretrained_checkpoint"):
+        if settings.word(f"{prefix}.path") or not settings.resolved(f"{prefix}.path"):
+            return _given(settings, prefix)
+    return _converted(settings)
+
+
+def _given(settings: Settings, prefix: str) -> Side | None:
+    key = f"{prefix}.path"
+    word, layout = settings.word(key), settings.word(f"{prefix}.format")
+    if word is None or not settings.resolved(f"{prefix}.format"):
+        return None
+    path, place = Path(word.text), settings.place(key)
+    mark = _MARKS.get(layout.text if layout else "")
+    if mark is None:
+        actual, hint = layout.text if layout else "no such setting", "say which of the two it is"
+        expected = f"{prefix}.format that is {' or '.join(_MARKS)}"
+        issue = path_issue(place, path, expected, actual, hint, about=LOAD)
+        return Side("actor", None, None, f"NeMo-RL stops: {prefix}.format is {actual}", (issue,))
+    found, why = _iteration(path, mark)
+    if found and (found / mark).exists():
+        return Side("actor", "megatron", found, f"{why} of {key}")
+    actual = "no such directory" if not path.exists() else f"no {mark} in {found or path}"
+    other = next((name for name, one in _MARKS.items() if one != mark and found and (found / one).exists()), None)
+    hint = f"this is a checkpoint for {prefix}.format={other}" if other else "check the path"
+    expected = f"an iteration with {mark}, which {layout.text if layout else ''} needs"
+    issue = path_issue(place, path, expected, actual, hint, about=LOAD)
+    return Side("actor", None, None, f"NeMo-RL stops: {actual}", (issue,))
+
+
+def _iteration(path: Path, mark: str) -> tuple[Path | None, str]:
+    """The iteration that NeMo-RL takes of a directory, and by what."""
+    if (path / mark).exists():
+        return path, "the directory"
+    if (path / TRACKER).is_file():
+        said = (path / TRACKER).read_text(errors="replace").strip()
+        name = said if said == "release" else f"iter_{int(said):07d}" if said.isdecimal() else said
+        return path / name, f"the tracker says {name}:"
+    names = [name for name in iterations_in(path) if name != "release"]
+    return (path / names[-1], f"no tracker, so the last iteration, {names[-1]},") if names else (None, "")
+
+
+def _converted(settings: Settings) -> Side | None:
+    """The HF model, or the copy of it that NeMo-RL converted before."""
+    model = settings.word(_MODEL)
+    if not settings.resolved(_MODEL) or model is None:
+        return hf_side("actor", settings, _MODEL, "--hf-checkpoint, which NeMo-RL converts at the start")
+    cache = _cache(settings.config.environment)
+    name = f"model_{model.text.replace('/', '_')}" if Path(model.text).exists() else model.text
+    copy = cache / name / "iter_0000000"
+    if not copy.exists() or settings.switch(f"{_MEGATRON}.force_reconvert_from_hf"):
+        return hf_side("actor", settings, _MODEL, f"{_MODEL}, which NeMo-RL converts at the start")
+    side = Side("actor", "megatron", copy, f"the copy of {_MODEL} that NeMo-RL converted before")
+    if not (newer := _newer(Path(model.text), copy)):
+        return side
+    expected = f"the converted copy, {copy}, made after the files of the model"
+    hint = f"set {_MEGATRON}.force_reconvert_from_hf=True, or delete the copy"
+    actual = f"{newer.name} is newer: NeMo-RL loads the copy all the same"
+    return replace(side, issues=(path_issue(settings.place(_MODEL), newer, expected, actual, hint, "warning", LOAD),))
+
+
+def _newer(model: Path, copy: Path) -> Path | None:
+    """A file of the model that was written after the copy was; None where there is none."""
+    made = max((path.stat().st_mtime for path in copy.iterdir() if path.is_file()), default=0.0)
+    files = [*model.glob("config.json"), *model.glob("*.safetensors")]
+    return next((path for path in files if path.stat().st_mtime > made), None) if made else None
+
+
+def _cache(environment: Mapping[str, str]) -> Path:
+    """Where NeMo-RL keeps what it converted."""
+    if own := environment.get("NRL_MEGATRON_CHECKPOINT_DIR", "").strip():
+        return Path(own)
+    home = environment.get("HF_HOME", "").strip()
+    return Path(home or Path.home() / ".cache" / "huggingface") / "nemo_rl"
+
+
+def _resumed(settings: Settings, start: Side, megatron: bool) -> Side:
+    """The actor after its last step, where there is one; `start` itself otherwise."""
+    key = "checkpointing.checkpoint_dir"
+    word = settings.word(key)
+    root = Path(word.text) if word else None
+    steps = sorted(
+        (path for path in (root.glob("step_*") if root and root.is_dir() else ()) if _STEP.fullmatch(path.name)),
+        key=lambda path: int(path.name[5:]),
+    )
+    if not steps:
+        return start
+    weights = steps[-1] / "policy" / "weights"
+    if not megatron:
+        settings.unread.append(f"{weights}: what it holds without Megatron is not looked at")
+        return start
+    if not ((weights / _STATE).exists() or (weights / TRACKER).exists()):
+        actual = f"no {_STATE} in it, so the run goes on at {steps[-1].name} with the weights of its start"
+        hint = "the save was cut short: delete this step, or restore its files"
+        issue = path_issue(settings.place(key), weights, "the weights of the last step", actual, hint, about=STEP)
+        return replace(start, issues=(*start.issues, issue))
+    names = [name for name in iterations_in(weights) if name != "release"]
+    if names and (weights / names[-1] / ".metadata").exists():
+        return Side("actor", "megatron", weights / names[-1], f"{steps[-1].name} is the last of {key}", start.issues)
+    issue = _no_weights(settings, key, weights)
+    return Side("actor", None, None, f"NeMo-RL stops: {weights} holds no iteration", (*start.issues, issue))
+
+
+def _no_weights(settings: Settings, key: str, weights: Path) -> PathIssue:
+    hint = "delete this step, or restore its files"
+    return path_issue(settings.place(key), weights, "an iteration of torch_dist", "none in it", hint, about=STEP)
+
+
+def _gpus(settings: Settings) -> tuple[Gpus, Gpus]:
+    """The GPUs of training and of generation, which share them or part them."""
+    nodes, each = settings.size("cluster.num_nodes", None), settings.size("cluster.gpus_per_node", None)
+    if nodes is None or each is None:
+        _missing(settings, "cluster.num_nodes", "cluster.gpus_per_node")
+        return Gpus(), Gpus()
+    all_of_them = Gpus(
+        nodes * each,
+        f"{settings.place('cluster.num_nodes')} {nodes} x {settings.place('cluster.gpus_per_node')} {each}",
+    )
+    if settings.switch(f"{_GENERATION}.colocated.enabled", True):
+        return all_of_them, all_of_them
+    resources = f"{_GENERATION}.colocated.resources"
+    key = f"{resources}.{'gpus_per_node' if nodes == 1 else 'num_nodes'}"
+    own = settings.number(key)
+    if own is None:
+        return Gpus(), Gpus()
+    taken = own if nodes == 1 else own * each
+    left = Gpus(nodes * each - taken, f"{all_of_them.said}, less {taken} for generation by {settings.place(key)} {own}")
+    return left, Gpus(taken, f"{settings.place(key)} {own}")
+
+
+def _missing(settings: Settings, *keys: str) -> None:
+    for key in keys:
+        if settings.resolved(key) and settings.word(key) is None:
+            settings.unread.append(f"{key} is not given, and NeMo-RL has no default for it")
+
+
+def _sizes(settings: Settings) -> Sizes:
+    """Those of Megatron. NeMo-RL stops where one is not given."""
+    _missing(settings, *(f"{_MEGATRON}.{NAMES[short]}" for short in ("tp", "pp", "cp", "ep", "etp")))
+    return Sizes.read(settings, lambda name: f"{_MEGATRON}.{name}")
+
+
+def _ends(settings: Settings) -> dict[str, Any]:
+    names = {"first": "num_layers_in_first_pipeline_stage", "last": "num_layers_in_last_pipeline_stage"}
+    return {short: settings.number(f"{_MEGATRON}.{name}") for short, name in names.items()}
+
+
+def _engine(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArguments, Group | None]:
+    backend = settings.text(f"{_GENERATION}.backend")
+    if not backend or backend == "megatron":
+        return None, LaunchArguments(), None
+    key, why = _MODEL, f"{backend} takes config and tokenizer from {_MODEL}, its weights come from the actor"
+    config = f"{_GENERATION}.{backend}_cfg"
+    if backend == "sglang" and settings.word(f"{config}.model_path"):
+        key, why = f"{config}.model_path", f"sglang loads {config}.model_path first"
+    side = hf_side(ENGINE, settings, key, why)
+    vllm = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
+    keys = [f"{config}.{name}" for name in (("tp_size", "pp_size", "ep_size") if backend == "sglang" else vllm)]
+    tp, pp, ep = (settings.size(one) for one in keys)
+    if tp is None or pp is None:
+        return side, LaunchArguments(), None
+    return side, engine_of(tp, pp, ep), Group(ENGINE, gpus, (("tp x pp", (tp, pp)),), places(settings, keys[:2]))

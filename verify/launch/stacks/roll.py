@@ -1,0 +1,222 @@
+"""What a job of ROLL loads, by its YAML settings.
+
+Source: ROLL `configs/base_config.py`, `configs/worker_config.py`, `pipeline/base_worker.py` and mcore_adapter's
+`models/model_factory.py` (from_pretrained), `checkpointing.py`, as of 2026-08.
+- All roles load `pretrain` as soon as one of actor_train, actor_infer and reference has no `model_args.
+  model_name_or_path` of its own. The critic loads `reward_pretrain`.
+- It must be an HF directory. Where mca_config.json lies in it, Megatron weights beside it count instead: those of
+  `iter_0000001/dist_model`, or files of one rank each where all sizes are those of the run.
+- The GPUs of a role are its `device_mapping`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from ckptkit.formats.detect import TRACKER
+from verify.launch.arguments import LaunchArguments
+from verify.launch.sides import PathIssue, Side, path_issue
+from verify.launch.stacks.launched import ENGINE, LOAD, STEP, Stacked, given, hf_side
+from verify.launch.stacks.settings import Settings
+from verify.launch.stacks.sizes import Gpus, Group, Sizes, engine_of, places
+
+_ROLES = {"actor": "actor_train", "reference": "reference", ENGINE: "actor_infer", "critic": "critic"}
+_OWN = "model_args.model_name_or_path"
+_MCA = "mca_config.json"
+_RANGE = re.compile(r"list\(range\((\d+)(?:,(\d+))?(?:,(\d+))?\)\)")
+_MOST_DEVICES = 1 << 17
+_ELSEWHERE = re.compile(
+    r"\.model_args\.(?:adapter_name_or_path|model_config_kwargs)|^(?:teacher|student_train|student_infer)\.|"
+    r"^actor_train\.strategy_args\.strategy_config\.additional_configs"
+)
+
+
+def read(settings: Settings) -> Stacked:
+    """The sides, sizes and groups of a job. Raises CkptkitError for values that are no numbers or truth values."""
+    settings.not_looked_at(_ELSEWHERE)
+    roles = ["actor", *(["reference"] if _reference(settings) else []), *(["critic"] if _critic(settings) else [])]
+    sides = {role: _initial(settings, role) for role in roles}
+    resumed = False
+    if first := sides["actor"]:
+        first = replace(first, issues=(*first.issues, *_lost(settings)))
+        sides["actor"] = _resumed(settings, first)
+        resumed = sides["actor"] is not first
+    rollout, engine, asked = _engine(settings)
+    groups = [
+        _sizes(settings, role).group(role, _devices(settings, role)) for role in roles if _megatron(settings, role)
+    ]
+    hf = settings.model(_key(settings, "actor")) if sides["actor"] else None
+    same = all(sides.get(role) for role in ("actor", "reference")) and not resumed
+    every = [*(side for side in sides.values() if side), *([rollout] if rollout else [])]
+    return Stacked(
+        "ROLL",
+        tuple(every),
+        hf if hf and (hf / "config.json").exists() else None,
+        {role: _arguments(settings, role, engine) for role in roles} | {ENGINE: engine},
+        models={"critic": settings.model(_key(settings, "critic"))} if "critic" in roles else {},
+        groups=(*groups, *([asked] if asked else [])),
+        alike=(("actor", "reference"),) if same else (),
+        unread=tuple(settings.unread),
+        notes=tuple(settings.notes),
+    )
+
+
+def _reference(settings: Settings) -> bool:
+    """Whether there is one: for a KL term, whose coefficient is 0.2 where none is given; never with LoRA."""
+    if (
+        given(settings.text("actor_train.model_args.lora_target"))
+        or settings.word("reference.strategy_args.strategy_name") is None
+    ):
+        return False
+    wanted = any(settings.switch(key) for key in ("use_kl_loss", "enable_reference"))
+    return wanted or settings.above_zero("init_kl_coef", 0.2)
+
+
+def _critic(settings: Settings) -> bool:
+    return (
+        settings.text("adv_estimator", "gae") == "gae"
+        and settings.word("critic.strategy_args.strategy_name") is not None
+    )
+
+
+def _megatron(settings: Settings, role: str) -> bool:
+    return settings.text(f"{_ROLES[role]}.strategy_args.strategy_name").startswith("megatron")
+
+
+def _one_of_three_missing(settings: Settings) -> bool:
+    return any(settings.word(f"{_ROLES[role]}.{_OWN}") is None for role in ("actor", "reference", ENGINE))
+
+
+def _key(settings: Settings, role: str) -> str:
+    """The key whose model a role loads."""
+    own = f"{_ROLES[role]}.{_OWN}"
+    if role == "critic":
+        return own if settings.word(own) else "reward_pretrain"
+    return "pretrain" if _one_of_three_missing(settings) else own
+
+
+def _lost(settings: Settings) -> list[PathIssue]:
+    """Models of a role that `pretrain` replaces, because another role has none of its own."""
+    if not _one_of_three_missing(settings):
+        return []
+    pretrain, found = settings.text("pretrain", "null"), []
+    for role in ("actor", "reference", ENGINE):
+        key = f"{_ROLES[role]}.{_OWN}"
+        word = settings.word(key)
+        if word and word.text != pretrain:
+            expected = f"the model that the {role} loads"
+            actual = (
+                f"{word.text}, which ROLL replaces by pretrain = {pretrain}, since another role has none of its own"
+            )
+            hint = "give all three of actor_train, actor_infer and reference, or only pretrain"
+            found.append(path_issue(settings.place(key), Path(word.text), expected, actual, hint, about=LOAD))
+    return found
+
+
+def _initial(settings: Settings, role: str) -> Side | None:
+    """What a role loads before anything is resumed."""
+    key = _key(settings, role)
+    side = hf_side(role, settings, key, key)
+    if side is None or side.path is None or not _megatron(settings, role) or not (side.path / _MCA).exists():
+        return side
+    dist = side.path / "iter_0000001" / "dist_model"
+    if (dist / "metadata.json").exists():
+        return Side(role, "megatron", dist, f"{_MCA} in {key}, so ROLL takes the Megatron weights beside it")
+    settings.unread.append(
+        f"{settings.place(key)} {side.path}: whether its files of one rank each count is not looked at"
+    )
+    return side
+
+
+def _resumed(settings: Settings, start: Side) -> Side:
+    key = "resume_from_checkpoint"
+    word = settings.word(key)
+    if word is None or word.text.lower() == "false":
+        return start
+    if word.text.lower() == "true":
+        settings.unread.append(
+            f"{settings.place(key)} true: the last step is looked for when the job starts; give its path"
+        )
+        return start
+    path, place = Path(word.text), settings.place(key)
+    expected = f"a directory with {TRACKER}"
+    if not (path / TRACKER).is_file():
+        actual = "no tracker in it" if path.is_dir() else "no such directory"
+        issue = path_issue(place, path, expected, actual, "choose a checkpoint that is there", about=STEP)
+        return Side("actor", None, None, f"ROLL stops: cannot resume from {path}: {actual}", (*start.issues, issue))
+    dist = path / "iter_0000001" / "dist_model"
+    if (dist / "metadata.json").exists():
+        return Side("actor", "megatron", dist, f"to resume: {key}", start.issues)
+    settings.unread.append(f"{place} {path}: files of one rank each are not looked at")
+    return start
+
+
+def _config(role: str, name: str) -> str:
+    return f"{_ROLES[role]}.strategy_args.strategy_config.{name}"
+
+
+def _sizes(settings: Settings, role: str) -> Sizes:
+    return Sizes.read(settings, lambda name: _config(role, name))
+
+
+def _arguments(settings: Settings, role: str, engine: LaunchArguments) -> LaunchArguments:
+    """All that cuts the model of a role."""
+    if not _megatron(settings, role):
+        return engine
+    return replace(
+        _sizes(settings, role).arguments(engine),
+        embedding=settings.switch(_config(role, "account_for_embedding_in_pipeline_split")),
+        loss=settings.switch(_config(role, "account_for_loss_in_pipeline_split")),
+        layout=settings.text(_config(role, "pipeline_model_parallel_layout")) or None,
+    )
+
+
+def _devices(settings: Settings, role: str) -> Gpus:
+    """How many GPUs `device_mapping` names. It is Python, of which lists and ranges are understood."""
+    key = f"{_ROLES[role]}.device_mapping"
+    if not settings.resolved(key):
+        return Gpus()
+    if (word := settings.word(key)) is None:
+        count = sum(1 for _ in settings.config.names(key))
+        if not count:
+            settings.unread.append(f"{key} is not given, so the number of GPUs is not known")
+        return Gpus(count or None, key)
+    parts = [_count(part) for part in re.sub(r"\s", "", word.text).split("+")]
+    if None in parts:
+        settings.unread.append(f"{settings.place(key)} {word.text}: only lists and ranges are understood")
+        return Gpus()
+    return Gpus(sum(part or 0 for part in parts), f"{settings.place(key)} {word.text}")
+
+
+def _count(text: str) -> int | None:
+    if match := _RANGE.fullmatch(text):
+        numbers = [int(one) for one in match.groups() if one is not None]
+        return len(range(*numbers)) if max(numbers) < _MOST_DEVICES and numbers[2:] != [0] else None
+    try:
+        value = ast.literal_eval(text) if len(text) < _MOST_DEVICES else None
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return len(value) if isinstance(value, list) else None
+
+
+def _engine(settings: Settings) -> tuple[Side | None, LaunchArguments, Group | None]:
+    prefix = _ROLES[ENGINE]
+    name = settings.text(f"{prefix}.strategy_args.strategy_name")
+    if not name:
+        return None, LaunchArguments(), None
+    key = _key(settings, ENGINE)
+    dummy = settings.text(_config(ENGINE, "load_format")) == "dummy"
+    weights = "its weights come from the actor" if dummy else "its first weights too"
+    side = hf_side(ENGINE, settings, key, f"{name} takes config and tokenizer from {key}, {weights}")
+    keys = [_config(ENGINE, "tensor_parallel_size"), _config(ENGINE, "pipeline_parallel_size")]
+    if name != "vllm":
+        keys = [f"{prefix}.num_gpus_per_worker"]
+    tp, *rest = (settings.size(one) for one in keys)
+    pp = rest[0] if rest else 1
+    if tp is None or pp is None:
+        return side, LaunchArguments(), None
+    group = Group(ENGINE, _devices(settings, ENGINE), (("tp x pp", (tp, pp)),), places(settings, keys))
+    return side, engine_of(tp, pp), group

@@ -1,0 +1,141 @@
+"""Asks a configuration for the settings that decide what is loaded, and remembers what it could not say."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptkit.core.errors import CkptkitError
+from verify.launch.settings.config import Config, UnresolvedError
+from verify.launch.words import Word
+
+_TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
+# `owner/name`, as model hubs have it; and what stands before a path of another machine.
+_HUB, _REMOTE = re.compile(r"[\w-][\w.-]*/[\w.-]+"), re.compile(r"[a-z][a-z0-9+.-]*://")
+
+
+@dataclass
+class Settings:
+    """A configuration with a list of what it was asked for in vain: values that cannot be resolved, or are not local.
+
+    `unread` has a line for each; the report is inconclusive where there is one. `stand_in` is the directory that the
+    command line gives for the model of the keys `stands_for`, where these name none on this machine.
+    """
+
+    config: Config
+    stand_in: Path | None = None
+    stands_for: frozenset[str] = frozenset()
+    unread: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    _unresolved: set[str] = field(default_factory=set)
+
+    def word(self, key: str) -> Word | None:
+        """The value of a key; None where it is absent, null, a mapping, or cannot be resolved."""
+        try:
+            node = self.config.find(key)
+        except UnresolvedError as reason:
+            if key not in self._unresolved:
+                self._unresolved.add(key)
+                self.unread.append(f"{key}: {reason}")
+            return None
+        return node if isinstance(node, Word) else None
+
+    def resolved(self, key: str) -> bool:
+        """Whether the value of a key is known, be it that there is none."""
+        self.word(key)
+        return key not in self._unresolved
+
+    def text(self, key: str, default: str = "") -> str:
+        """The value of a key, `default` where there is none."""
+        word = self.word(key)
+        return default if word is None else word.text
+
+    def number(self, key: str, default: int | None = None) -> int | None:
+        """A whole number; `default` where there is none; None where it cannot be resolved.
+
+        Raises CkptkitError for a value that is no number.
+        """
+        if not self.resolved(key):
+            return None
+        if (word := self.word(key)) is None:
+            return default
+        text = word.text.replace("_", "").removesuffix(".0")
+        if not (text.isdecimal() and len(text) < 10):
+            raise CkptkitError(f"{key}={word.text} ({word.place}) is no number", "give the number that the job has")
+        return int(text)
+
+    def size(self, key: str, default: int | None = 1) -> int | None:
+        """A number of ranks, as `number`. Raises CkptkitError for 0 too."""
+        found = self.number(key, default)
+        if found == 0:
+            raise CkptkitError(f"{key}=0 is no number of ranks", "give 1 or more, or leave it out")
+        return found
+
+    def switch(self, key: str, default: bool = False) -> bool:
+        """A truth value, `default` where there is none or it cannot be resolved. Raises CkptkitError for another."""
+        if (word := self.word(key)) is None:
+            return default
+        if word.text.lower() not in _TRUE | _FALSE:
+            raise CkptkitError(f"{key}={word.text} ({word.place}) is neither true nor false", "give one of them")
+        return word.text.lower() in _TRUE
+
+    def above_zero(self, key: str, default: float = 0.0) -> bool:
+        """Whether a number is above zero. Raises CkptkitError for a value that is no number."""
+        if (word := self.word(key)) is None:
+            return default > 0
+        try:
+            return float(word.text) > 0
+        except ValueError:
+            raise CkptkitError(f"{key}={word.text} ({word.place}) is no number", "give the number") from None
+
+    def place(self, key: str) -> str:
+        """`key (run.yaml:12)`, or the key alone where nothing says it."""
+        word = self.word(key)
+        return key if word is None else f"{key} ({word.place})"
+
+    def model(self, key: str) -> Path | None:
+        """The local directory of a model; None where there is none, with a line in `unread` that says why.
+
+        A name on a hub is downloaded by the trainer, so nobody can say here what it will hold. Raises CkptkitError
+        where the setting names one directory and the command line another.
+        """
+        stand_in = self.stand_in if key in self.stands_for else None
+        said = len(self.unread)
+        found = self._model(key)
+        if found is None and stand_in:
+            del self.unread[said:]
+            return stand_in
+        if found and stand_in and os.path.abspath(found) != os.path.abspath(stand_in):
+            hint = "leave --hf-checkpoint out"
+            raise CkptkitError(f"--hf-checkpoint {stand_in}, but {self.place(key)} says {found}", hint)
+        return found
+
+    def _model(self, key: str) -> Path | None:
+        if not self.resolved(key):
+            return None
+        if (word := self.word(key)) is None:
+            self._say(f"{key} is not given, so nothing says which model this is")
+            return None
+        if Path(word.text).exists():
+            return Path(word.text)
+        if _REMOTE.match(word.text):
+            self._say(f"{self.place(key)} {word.text}: not on this machine; copy it here and give its directory")
+            return None
+        if _HUB.fullmatch(word.text):
+            self._say(
+                f"{self.place(key)} {word.text}: a name on a model hub; give a local copy of it as --hf-checkpoint"
+            )
+            return None
+        return Path(word.text)
+
+    def not_looked_at(self, pattern: re.Pattern[str]) -> None:
+        """Adds a line for every key that matches, is given, and neither false, empty nor null."""
+        for key in self.config.names():
+            if pattern.search(key) and (word := self.word(key)) and word.text.lower() not in ("false", "", "{}", "[]"):
+                self._say(f"{self.place(key)} {word.text}: not looked at")
+
+    def _say(self, line: str) -> None:
+        if line not in self.unread:
+            self.unread.append(line)

@@ -1,0 +1,98 @@
+"""The parallel sizes of a role, the GPUs that it has, and whether the one divides the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from verify.issue import Issue
+from verify.launch.arguments import LaunchArguments
+from verify.launch.stacks.settings import Settings
+
+# The settings of Megatron's sizes, which all stacks call alike.
+NAMES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+}
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """How many GPUs a role has, None where that is not known, and where it is written."""
+
+    count: int | None = None
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The GPUs of one role, and products of sizes that must divide them, by their names: `tp x pp x cp`."""
+
+    role: str
+    gpus: Gpus = Gpus()
+    products: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    said: str = ""
+
+    def issues(self) -> Iterator[Issue]:
+        """Products that do not divide the GPUs."""
+        count = self.gpus.count
+        least = math.lcm(*(math.prod(sizes) for _, sizes in self.products))
+        for names, sizes in self.products if count is not None else ():
+            if count is not None and (count < 1 or count % math.prod(sizes)):
+                product = f"{' x '.join(map(str, sizes))} = {math.prod(sizes)}"
+                expected = f"GPUs of the {self.role} that divide by {names} = {product}"
+                said = f"{expected} ({self.said})" if self.said else expected
+                hint = f"make the GPUs a multiple of {least}, or choose other sizes"
+                yield Issue(said, f"{count} GPUs: {self.gpus.said}", hint)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Megatron's sizes of a role; None where they are not known, of `etp` and `vpp` also where they are not given."""
+
+    tp: int | None = 1
+    pp: int | None = 1
+    cp: int | None = 1
+    ep: int | None = 1
+    etp: int | None = None
+    vpp: int | None = None
+    said: str = ""
+
+    @staticmethod
+    def read(settings: Settings, key_of: Callable[[str], str]) -> Sizes:
+        """Those that `settings` have under the key that `key_of` gives for one of `NAMES`."""
+        keys = {short: key_of(name) for short, name in NAMES.items()}
+        tp, pp, cp, ep = (settings.size(keys[short]) for short in ("tp", "pp", "cp", "ep"))
+        etp, vpp = (settings.size(keys[short], None) for short in ("etp", "vpp"))
+        if not settings.resolved(keys["etp"]):
+            tp = None
+        return Sizes(tp, pp, cp, ep, etp, vpp, places(settings, list(keys.values())))
+
+    def group(self, role: str, gpus: Gpus) -> Group:
+        """What must divide the GPUs. Source: megatron-core `initialize_model_parallel`; etp is tp where not given."""
+        if self.tp is None or self.pp is None or self.cp is None or self.ep is None:
+            return Group(role)
+        etp = self.tp if self.etp is None else self.etp
+        experts = () if (self.ep, etp) == (1, self.tp) else (("ep x etp x pp", (self.ep, etp, self.pp)),)
+        return Group(role, gpus, (("tp x pp x cp", (self.tp, self.pp, self.cp)), *experts), self.said)
+
+    def arguments(self, engine: LaunchArguments) -> LaunchArguments:
+        """Those of a trainer beside this rollout engine."""
+        return replace(engine, tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp, vpp=self.vpp)
+
+
+def engine_of(tp: int | None, pp: int | None, ep: int | None = None) -> LaunchArguments:
+    """The sizes of a rollout engine; nothing where one that its weights are cut by is not known."""
+    return (
+        LaunchArguments() if tp is None or pp is None else LaunchArguments(engine=tp * pp, engine_pp=pp, engine_ep=ep)
+    )
+
+
+def places(settings: Settings, keys: Sequence[str]) -> str:
+    """Where these keys are written, those alone that are."""
+    return ", ".join(settings.place(key) for key in keys if settings.word(key) is not None)

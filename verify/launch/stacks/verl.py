@@ -1,0 +1,311 @@
+"""What a job of verl loads, by its Hydra settings.
+
+Source: verl `workers/engine/megatron/transformer_impl.py`, `workers/engine_workers.py`, `trainer/ppo/` (need_critic,
+need_reference_policy, _load_checkpoint), `utils/checkpoint/` and the YAML files of `trainer/config/`, as of 2026-08.
+- The actor loads `model.path` through a bridge, or, with `use_dist_checkpointing`, the torch_dist directory of
+  `dist_checkpointing_path` itself; trackers there mean nothing.
+- The reference exists for a KL term only. It takes its sizes from the actor, but not `use_dist_checkpointing`.
+- The rollout engine has config and tokenizer from `model.path`, its weights from the actor (`load_format: dummy`).
+- `resume_mode: auto` follows the tracker of `default_local_dir` to `global_step_N`. Where either is missing, the run
+  starts from the beginning without a word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptkit.formats.detect import TRACKER
+from verify.issue import Issue
+from verify.launch.arguments import LaunchArguments
+from verify.launch.sides import PathIssue, Side, path_issue
+from verify.launch.stacks.launched import ENGINE, LOAD, REF, STEP, Stacked, given, hf_side, torch_dist_side
+from verify.launch.stacks.settings import Settings
+from verify.launch.stacks.sizes import NAMES, Gpus, Group, Sizes, engine_of, places
+
+_AR = "actor_rollout_ref"
+_MODEL = f"{_AR}.model.path"
+_CRITIC_MODEL = "critic.model.path"
+# Keys of one role: where its weights come from, and where its Megatron settings stand.
+_ROLES = {
+    "actor": (_MODEL, f"{_AR}.actor.megatron", LOAD),
+    "reference": (_MODEL, f"{_AR}.ref.megatron", REF),
+    "critic": (_CRITIC_MODEL, "critic.megatron", LOAD),
+}
+# What changes a model, or loads another one, and is not read.
+_ELSEWHERE = re.compile(
+    r"^(?:actor_rollout_ref|critic)\.model\.(?:lora_adapter_path|lora\.adapter_path|hf_config_path|override_config\.model)|"
+    r"\.dist_checkpointing_prefix$|\.override_mcore_model_config\.|^reward(?:_model)?\.(?:.*\.)?(?:model\.path|model_path)$|"
+    r"\.override_transformer_config\.(?:num_layers|mtp_num_layers|hidden_size|ffn_hidden_size|num_attention_heads|"
+    r"num_query_groups|kv_channels|num_moe_experts|moe_ffn_hidden_size|moe_router_topk|vocab_size)$|"
+    r"^distillation\..*model_path$|^trainer\.default_hdfs_dir$|load_checkpoint_path$"
+)
+# Files of verl itself, whose settings are those that are taken where a launch says nothing.
+OWN = re.compile(
+    r"(?:ppo_trainer|ppo_megatron_trainer|megatron_(?:actor|critic|ref)|dp_(?:actor|critic|ref)|rollout|hf_model|actor|"
+    r"critic|ref|megatron|fsdp|legacy_data|algorithm|rollout_correction|reward|reward_manager|reward_model|"
+    r"megatron_reward_loop|dp_reward_loop|distillation|transfer_queue|profiler|legacy_reward_impl|"
+    r"\$\{model_engine\}_(?:actor|critic|ref))(?:\.yaml)?"
+)
+
+
+@dataclass(frozen=True)
+class _Resumed:
+    """The step that a run goes on from: its directory, None where it starts anew, and why."""
+
+    path: Path | None
+    why: str
+    issues: tuple[PathIssue, ...] = ()
+    stops: bool = False
+
+
+def read(settings: Settings, megatron: bool) -> Stacked:
+    """The sides, sizes and groups of a job. `megatron`: the file of settings is the one for Megatron.
+
+    Raises CkptkitError for values that are no numbers or truth values.
+    """
+    megatron = _is_megatron(settings, megatron)
+    roles = ["actor", *(["reference"] if _reference(settings) else []), *(["critic"] if _critic(settings) else [])]
+    gpus = _gpus(settings)
+    groups = [_sizes(settings, role).group(role, gpus) for role in roles] if megatron else []
+    first = {role: _initial(settings, role) if megatron else _from_hf(settings, role) for role in roles}
+    resumed = _resumed(settings)
+    sides = [_after(settings, resumed, role, side, megatron) for role, side in first.items() if side]
+    rollout, engine, asked = _rollout(settings, gpus)
+    sizes = {role: _arguments(settings, role, engine) for role in roles} if megatron else {}
+    settings.not_looked_at(_ELSEWHERE)
+    _notes(settings, roles)
+    same = first.get("actor"), first.get("reference")
+    alike = (("actor", "reference"),) if all(same) and not resumed.path else ()
+    hf = settings.model(_MODEL) if settings.resolved(_MODEL) else None
+    return Stacked(
+        "verl",
+        (*sides, *([rollout] if rollout else [])),
+        hf if hf and (hf / "config.json").exists() else None,
+        sizes | {ENGINE: engine},
+        {"critic": settings.model(_CRITIC_MODEL)} if "critic" in roles else {},
+        (*groups, asked),
+        tuple(_unlike(settings, roles)) if megatron else (),
+        alike,
+        tuple(settings.unread),
+        tuple(settings.notes),
+    )
+
+
+def _is_megatron(settings: Settings, named: bool) -> bool:
+    strategy = settings.text(f"{_AR}.actor.strategy") or settings.text("model_engine")
+    if strategy:
+        return strategy == "megatron"
+    return named or any(key.startswith(f"{_AR}.actor.megatron.") for key in settings.config.names())
+
+
+def _lora(settings: Settings) -> bool:
+    """Whether an adapter is trained; the reference is then the actor without it."""
+    model = f"{_AR}.model"
+    ranks = (f"{model}.lora.rank", f"{model}.lora_rank")
+    return any(settings.above_zero(key) for key in ranks) or given(settings.text(f"{model}.lora_adapter_path"))
+
+
+def _reference(settings: Settings) -> bool:
+    asked = (f"{_AR}.actor.use_kl_loss", "algorithm.use_kl_in_reward")
+    return any(settings.switch(key) for key in asked) and not _lora(settings)
+
+
+def _critic(settings: Settings) -> bool:
+    """Whether there is one: by `critic.enable`, or for `gae`, which is the default, where a launch says so."""
+    if settings.word("critic.enable") is not None:
+        return settings.switch("critic.enable")
+    estimator = settings.text("algorithm.adv_estimator")
+    return estimator == "gae" or (not estimator and settings.word(_CRITIC_MODEL) is not None)
+
+
+def _notes(settings: Settings, roles: Sequence[str]) -> None:
+    if "reference" not in roles and settings.word(f"{_AR}.ref.megatron.dist_checkpointing_path"):
+        why = (
+            "the reference is the actor without its adapter"
+            if _lora(settings)
+            else ("neither use_kl_loss nor use_kl_in_reward asks for one")
+        )
+        settings.notes.append(f"no reference is loaded: {why}")
+    if not settings.text("algorithm.adv_estimator") and "critic" not in roles:
+        settings.notes.append(f"algorithm.adv_estimator is not given; verl's default, gae, also loads {_CRITIC_MODEL}")
+    key = f"{_AR}.actor.megatron.use_mbridge"
+    if settings.word(key) and not settings.switch(key):
+        settings.notes.append(
+            f"{settings.place(key)} is false: verl stops at that since it loads through a bridge only"
+        )
+
+
+def _from_hf(settings: Settings, role: str) -> Side | None:
+    key = _ROLES[role][0]
+    return hf_side(role, settings, key, f"{key}, through a bridge")
+
+
+def _initial(settings: Settings, role: str) -> Side | None:
+    """What a role loads before anything is resumed."""
+    model, megatron, about = _ROLES[role]
+    switch, key = f"{megatron}.use_dist_checkpointing", f"{megatron}.dist_checkpointing_path"
+    word = settings.word(key)
+    if not (settings.resolved(switch) and settings.resolved(key)):
+        return None
+    if settings.switch(switch):
+        if word is None:
+            issue = path_issue(
+                settings.place(switch), Path(), f"{key} with it", "no such setting", f"give {key}", about=about
+            )
+            return Side(role, None, None, f"verl stops: {key} is not given", (issue,))
+        why = f"verl loads the directory of {key} itself"
+        return torch_dist_side(role, settings.place(key), Path(word.text), why, "verl", about)
+    side = _from_hf(settings, role)
+    if word is None or side is None:
+        return side
+    actual = f"it is ignored, and {model} is loaded, since use_dist_checkpointing is not set"
+    hint = f"set {switch}=True, or leave the path out"
+    issue = path_issue(settings.place(key), Path(word.text), f"{switch}=True with it", actual, hint, "warning", about)
+    return replace(side, issues=(*side.issues, issue))
+
+
+def _resumed(settings: Settings) -> _Resumed:
+    mode = settings.text("trainer.resume_mode", "auto")
+    if mode == "resume_path":
+        return _resumed_path(settings)
+    if mode != "auto":
+        return _Resumed(None, f"trainer.resume_mode is {mode}")
+    key = "trainer.default_local_dir"
+    if not settings.resolved(key):
+        return _Resumed(None, f"{key} is not known")
+    names = (settings.text("trainer.project_name", "verl_examples"), settings.text("trainer.experiment_name", "gsm8k"))
+    root = Path(settings.text(key) or f"checkpoints/{names[0]}/{names[1]}")
+    place = settings.place(key)
+    steps = _steps(root)
+    if not (root / TRACKER).is_file():
+        if not steps:
+            return _Resumed(None, f"resume_mode auto finds no tracker in {root}")
+        actual = f"{', '.join(steps)} but no tracker, so verl starts from the beginning without a word"
+        hint = f"write the number into {root / TRACKER}, or set trainer.resume_mode=resume_path"
+        issue = path_issue(place, root, f"{TRACKER} beside its steps", actual, hint, about=LOAD)
+        return _Resumed(None, f"resume_mode auto finds no tracker in {root}", (issue,))
+    said = (root / TRACKER).read_text(errors="replace").strip()
+    if not said.isdecimal():
+        hint = "write the number of a step that is there"
+        issue = path_issue(place, root / TRACKER, "the number of a step", f"{said!r}", hint, about=LOAD)
+        return _Resumed(None, f"{root / TRACKER} says {said!r}, at which verl stops", (issue,), stops=True)
+    path = root / f"global_step_{int(said)}"
+    if path.exists():
+        return _Resumed(path, f"the tracker of {key} says {said}")
+    actual = f"only {', '.join(steps) or 'nothing'}, so verl starts from the beginning without a word"
+    hint = "write the number of a step that is there into the tracker"
+    issue = path_issue(place, root / TRACKER, f"{path.name}, which the tracker names", actual, hint, about=STEP)
+    return _Resumed(None, f"the tracker says {said}, but {path.name} is not there", (issue,))
+
+
+def _resumed_path(settings: Settings) -> _Resumed:
+    key = "trainer.resume_from_path"
+    word = settings.word(key)
+    if not settings.resolved(key):
+        return _Resumed(None, f"{key} is not known")
+    path = Path(word.text) if word else Path()
+    number = path.name.rpartition("global_step_")[2]
+    if word and "global_step_" in word.text and number.isdecimal() and path.is_dir():
+        return _Resumed(path, f"{key}")
+    there = ", ".join(_steps(path.parent)) or "nothing" if word else ""
+    actual = "no such setting" if word is None else "another name" if path.is_dir() else f"not there; beside it {there}"
+    expected, hint = "a directory global_step_N that is there", "choose a step that is there"
+    issue = path_issue(settings.place(key), path, expected, actual, hint, about=STEP)
+    return _Resumed(None, f"verl stops: {key} {path} is no step of a run", (issue,), stops=True)
+
+
+def _steps(root: Path) -> list[str]:
+    names = [path.name for path in root.glob("global_step_*")] if root.is_dir() else []
+    return sorted(names, key=lambda name: (len(name), name))
+
+
+def _after(settings: Settings, resumed: _Resumed, role: str, side: Side, megatron: bool) -> Side:
+    """A side after the run was resumed: actor and critic load their part of the step over what they began with."""
+    if role == "reference":
+        return side
+    if resumed.stops:
+        return Side(role, None, None, resumed.why, (*side.issues, *resumed.issues))
+    if resumed.path is None:
+        return replace(side, why=f"{side.why}; {resumed.why}", issues=(*side.issues, *resumed.issues))
+    root = resumed.path / role
+    if not megatron:
+        settings.unread.append(f"{root}: shards of FSDP are not looked at")
+        return side
+    key = f"{_ROLES[role][1]}.use_dist_checkpointing"
+    name = "dist_ckpt" if settings.switch(key) else "huggingface"
+    nested = (root / "model").is_dir()
+    path = root / "model" / name if nested else root / name
+    old = "" if nested else " (in the layout that verl of 2026 asks to migrate)"
+    is_hf = name == "huggingface"
+    if (path / ("config.json" if is_hf else ".metadata")).exists():
+        return Side(role, "hf" if is_hf else "megatron", path, f"{resumed.why}{old}", side.issues)
+    actual = "no such directory" if not path.exists() else "no checkpoint in it"
+    expected, hint = f"the {role}'s weights of this step", f"choose another step, or change {key}"
+    issue = path_issue("trainer.resume_mode", path, expected, actual, hint, about=STEP)
+    return Side(role, None, None, f"verl stops: {path} holds no checkpoint", (*side.issues, issue))
+
+
+def _gpus(settings: Settings) -> Gpus:
+    nodes, each = settings.size("trainer.nnodes"), settings.size("trainer.n_gpus_per_node", 8)
+    if nodes is None or each is None:
+        return Gpus()
+    said = f"{settings.place('trainer.nnodes')} {nodes} x {settings.place('trainer.n_gpus_per_node')} {each}"
+    return Gpus(nodes * each, said)
+
+
+def _size_key(settings: Settings, role: str, name: str) -> str:
+    """The key that gives a size of a role: the reference takes the actor's where it has none of its own."""
+    own = f"{_ROLES[role][1]}.{name}"
+    return f"{_AR}.actor.megatron.{name}" if role == "reference" and settings.word(own) is None else own
+
+
+def _sizes(settings: Settings, role: str) -> Sizes:
+    return Sizes.read(settings, lambda name: _size_key(settings, role, name))
+
+
+def _arguments(settings: Settings, role: str, engine: LaunchArguments) -> LaunchArguments:
+    """All that cuts the model of a role."""
+    over = f"{_ROLES['actor' if role == 'reference' else role][1]}.override_transformer_config"
+    return replace(
+        _sizes(settings, role).arguments(engine),
+        first=settings.number(f"{over}.num_layers_in_first_pipeline_stage"),
+        last=settings.number(f"{over}.num_layers_in_last_pipeline_stage"),
+        embedding=settings.switch(f"{over}.account_for_embedding_in_pipeline_split"),
+        loss=settings.switch(f"{over}.account_for_loss_in_pipeline_split"),
+        layout=settings.text(f"{over}.pipeline_model_parallel_layout") or None,
+    )
+
+
+def _unlike(settings: Settings, roles: Sequence[str]) -> Iterator[Issue]:
+    """Sizes of the reference or the critic that differ from the actor's.
+
+    Megatron's groups are made once in a process, by whichever role is built first; what another role says is lost.
+    """
+    for role in roles[1:]:
+        for name in NAMES.values():
+            here, there = f"{_ROLES[role][1]}.{name}", f"{_AR}.actor.megatron.{name}"
+            default = None if name in (NAMES["etp"], NAMES["vpp"]) else 1
+            if settings.word(here) is None and role == "reference":
+                continue
+            other, actors = settings.size(here, default), settings.size(there, default)
+            if settings.resolved(here) and settings.resolved(there) and other != actors:
+                expected, actual = f"{settings.place(there)} = {actors}", f"{settings.place(here)} = {other}"
+                hint = "give both the same size: roles in one process share the groups of the first"
+                yield Issue(expected, actual, hint, severity="warning")
+
+
+def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArguments, Group]:
+    prefix = f"{_AR}.rollout"
+    name = settings.text(f"{prefix}.name") or "the engine"
+    dummy = "dummy" in settings.text(f"{prefix}.load_format", "dummy")
+    weights = "its weights come from the actor" if dummy else "its first weights too"
+    side = hf_side(ENGINE, settings, _MODEL, f"{name} takes config and tokenizer from {_MODEL}, {weights}")
+    keys = [f"{prefix}.{one}_size" for one in ("tensor_model_parallel", "data_parallel", "pipeline_model_parallel")]
+    tp, dp, pp = settings.size(keys[0], 2), settings.size(keys[1]), settings.size(keys[2])
+    if tp is None or dp is None or pp is None:
+        return side, LaunchArguments(), Group(ENGINE)
+    group = Group(ENGINE, gpus, (("tp x dp x pp", (tp, dp, pp)),), places(settings, keys))
+    return side, engine_of(tp, pp, settings.size(f"{prefix}.expert_parallel_size", None)), group
