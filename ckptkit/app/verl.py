@@ -7,7 +7,7 @@ verl's overrides among its arguments; in the others there is nothing to check.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ckptkit.app.hooks import raise_errors
@@ -16,11 +16,10 @@ from verify.check import Outcome
 from verify.launch.preflight import preflight
 
 _MODEL = "actor_rollout_ref.model.path"
-_TRAINERS = ("actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron")
 
 
 def check_launch(words: Sequence[str]) -> None:
-    """Preflight of the directories that verl's overrides name: the model, and those of distributed checkpoints.
+    """Preflight of verl's overrides, where they name a model.
 
     Raises CkptkitError with the findings that are errors. Says on standard error how it ended, and what it could not
     look at, such as a model that is no local directory.
@@ -32,17 +31,9 @@ def check_launch(words: Sequence[str]) -> None:
     if not Path(model).is_dir():
         _say(f"{model} is no directory here, so nothing was checked")
         return
-    load, reference = (_directory(settings, prefix) for prefix in _TRAINERS)
-    others = [word for word in words if word.partition("=")[0].lstrip("+") != _MODEL]
-    report = preflight(model, load, reference, arguments=others)
+    report = preflight(arguments=words)
     raise_errors(report.checkpoint, Outcome(findings=list(report.findings)))
     _say(f"preflight of {report.checkpoint}: {'; '.join([report.status, *report.reasons])}")
-
-
-def _directory(settings: Mapping[str, str], prefix: str) -> str | None:
-    """What a trainer loads as a distributed checkpoint; None where it takes the model's own weights."""
-    switch = settings.get(f"{prefix}.use_dist_checkpointing", "").casefold()
-    return settings.get(f"{prefix}.dist_checkpointing_path") if switch == "true" else None
 
 
 def _say(text: str) -> None:

@@ -211,9 +211,9 @@ def test_verl_launch_is_checked_by_its_overrides(releases: PathOf, converted: Pa
     code, said = verl(model, switch, f"{directory}{path}")
     assert code == 0
     assert said == f"ckptkit: preflight of {path}, {releases(NAME)}: passed\n"
-    code, said = verl(model, switch, f"{directory}{path}", f"{prefix}.tensor_model_parallel_size=2")
-    assert code == 0
-    assert f"{path}, {releases(NAME)}: inconclusive; CK717: " in said  # a size that is not read
+    code, said = verl(model, switch, f"{directory}{path}", f"{prefix}.tensor_model_parallel_size=5")
+    assert code == 1
+    assert "CK703" in said
     code, said = verl(model, switch, f"{directory}{path.parent}")
     assert code == 1
     assert "CK711" in said
