@@ -15,9 +15,7 @@ from verify.report import CheckResult, Report
 from verify.run import choose
 
 
-def judged(
-    launched: Subject, sides: Sequence[Side], subjects: Iterable[Subject], notes: Sequence[str] = ()
-) -> Report:
+def judged(launched: Subject, sides: Sequence[Side], subjects: Iterable[Subject], notes: Sequence[str] = ()) -> Report:
     """The report of a launch: `launched` stands for it as a whole, `subjects` for the directories that it loads.
 
     `notes` are printed with what the checks remark.
