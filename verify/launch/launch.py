@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from verify.launch import slime, verl
-from verify.launch.model_arguments import GivenArguments, given_arguments
-from verify.launch.options import MODULES
+from verify.launch.options.given import GivenArguments, given_arguments
+from verify.launch.options.tables import MODULES
 from verify.launch.sides import Side
 from verify.launch.unread import overrides, unread
 from verify.launch.words import LaunchText, known_words
