@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ckptkit.formats.detect import TRACKER
 from verify.launch import slime
-from verify.launch.model_arguments import GivenArguments, given_arguments
-from verify.launch.options import MODULES
+from verify.launch.options.given import GivenArguments, given_arguments
+from verify.launch.options.tables import MODULES
 from verify.launch.role_files import RoleFiles, role_files
 from verify.launch.sides import Side
 from verify.launch.slime import ROLLOUT

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from verify.launch.arguments import READ, pairs
-from verify.launch.options import GPUS
+from verify.launch.options.tables import GPUS
 
 # Hydra's overrides of a configuration of no stack that is known: `actor.rollout.tp_size=4`, `+a.b=c`, `~a.b`.
 _OVERRIDE = re.compile(r"(?:[+~]{1,2}\w[\w@/:-]*(?:\.[\w@/:-]+)*(?:=|$)|[A-Za-z_][\w@/:-]*(?:\.[\w@/:-]+)+=)")

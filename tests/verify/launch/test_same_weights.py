@@ -53,8 +53,9 @@ def test_megatron_weights_converted_from_the_engines_model_pass(hf: Path, megatr
 def test_other_weights_than_the_engines_are_found(hf: Path, megatron: Path, only: OnlyFinding) -> None:
     change(megatron, "decoder.final_layernorm.weight")
     finding = only(preflight(hf_checkpoint=hf, ref_load=megatron))
-    assert (finding.code, finding.tensor, finding.file) == (
+    assert (finding.code, finding.severity, finding.tensor, finding.file) == (
         "CK723",
+        "warning",
         "decoder.final_layernorm.weight",
         str(megatron / "release"),
     )
@@ -102,5 +103,5 @@ def test_actor_and_reference_of_verl_with_other_weights_are_found(
         prefix = f"actor_rollout_ref.{role}.megatron"
         words += [f"{prefix}.use_dist_checkpointing=True", f"{prefix}.dist_checkpointing_path={root / 'release'}"]
     finding = only(preflight(arguments=words))
-    assert (finding.code, finding.tensor) == ("CK723", "decoder.final_layernorm.weight")
+    assert (finding.code, finding.severity, finding.tensor) == ("CK723", "error", "decoder.final_layernorm.weight")
     assert finding.actual.startswith("others of 1 of the ")

@@ -14,7 +14,7 @@ from verify.checks.launch.groups import of_stack
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.launch import Launch
-from verify.launch.model_arguments import GivenArguments
+from verify.launch.options.given import GivenArguments
 
 _JOB = ("actor_num_nodes", "actor_num_gpus_per_node")
 _ENGINE = ("rollout_num_gpus_per_engine", "sglang_pp_size", "sglang_ep_size", "sglang_dp_size")

@@ -17,7 +17,7 @@ from verify.checks.launch.engine import engine_config, engine_of, unless_skipped
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.launch import Launch
-from verify.launch.model_arguments import GivenArguments
+from verify.launch.options.given import GivenArguments
 
 # Options that change what an argument of another name comes to.
 _DECIDED_BY: Mapping[str, tuple[str, ...]] = {

@@ -18,6 +18,8 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.launch import Launch, sides_of
 from verify.launch.sides import Side
+from verify.launch.stacks.launched import ENGINE
+from verify.report import Severity
 
 # A tensor's name on the first side, and its digest on both.
 _Pair: TypeAlias = "tuple[str, TensorDigest | None, TensorDigest | None]"
@@ -58,7 +60,10 @@ def _roles(launch: Launch) -> list[tuple[str, str]]:
     unless=unless_skipped(_pairs),
 )
 def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The digests of ckptkit.json beside both, of tensors that both formats store alike; else what one was made of."""
+    """The digests of ckptkit.json beside both, of tensors that both formats store alike; else what one was made of.
+
+    Other weights than the engine's are a warning.
+    """
     left: list[str] = []
     for one, other in _pairs(subject):
         here, there = locate(one.path or Path()), locate(other.path or Path())
@@ -76,7 +81,9 @@ def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
             expected = f"the digests of the {other.role}, {there.path}"
             actual = f"others of {len(wrong)} of the {len(pairs)} tensors that both store alike"
             hint = f"give both sides checkpoints of one release; `ckptkit verify {here.path} --source {there.path}`"
-            yield Issue(expected, actual, hint, names=wrong, file=here.path, together=True)
+            # The first update replaces the engine's weights, so that these may differ on purpose.
+            severity: Severity = "warning" if ENGINE in (one.role, other.role) else "error"
+            yield Issue(expected, actual, hint, names=wrong, file=here.path, severity=severity, together=True)
     for line in left:
         tally.note(f"not compared: {line}")
     if left and not tally.tensors:

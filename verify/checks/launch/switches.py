@@ -9,7 +9,7 @@ from verify.checks.launch.engine import engine_config, unless_skipped
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.launch import Launch
-from verify.launch.model_arguments import GivenArguments
+from verify.launch.options.given import GivenArguments
 
 # Backends of attention that do not share a sequence out over context parallel ranks.
 # Source: Transformer Engine's `get_attention_backend`; `local` is Megatron's own, which has no context parallelism.

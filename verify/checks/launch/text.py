@@ -10,8 +10,8 @@ from verify.checks.launch.engine import unless_skipped
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.launch import Launch
-from verify.launch.nearest import nearest
-from verify.launch.options import NEIGHBOURS, OPTIONS
+from verify.launch.options.nearest import nearest
+from verify.launch.options.tables import NEIGHBOURS, OPTIONS
 from verify.launch.words import UnresolvedWord, Word
 
 # Letters that may differ, in a short name and in a long one.

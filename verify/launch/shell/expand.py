@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from fnmatch import translate
 from pathlib import Path
 
 from verify.launch.shell.arithmetic import ArithmeticFault, calculate
 from verify.launch.shell.lexer import Lexer
+from verify.launch.shell.operators import changed_text
 from verify.launch.shell.syntax import Arithmetic, Literal, Parameter, Part, ShellWord, Substitution
 from verify.launch.shell.values import MOST_CHARACTERS, Gap, Shell, TooMuchError, Value
 
@@ -307,37 +307,11 @@ def _changed(shell: Shell, part: Parameter, value: Value, run: Run | None) -> Va
     """`${A#pattern}`, `${A/pattern/text}`, `${A:1:2}`, `${A,,}`."""
     if value.gaps:
         return Value(part.source, value.gaps)
-    text, operator = value.text, part.operator
-    if operator in (",,", "^^") and not part.argument:
-        changed: str | None = text.lower() if operator == ",," else text.upper()
-    elif operator in ("#", "##", "%", "%%"):
-        changed = _trimmed(text, _argument(shell, part, run).text, operator)
-    elif operator in ("/", "//"):
-        pattern, _, new = part.argument.partition("/")
-        pattern = re.sub(r"\\(.)", r"\1", pattern) if "*" not in pattern and "?" not in pattern else ""
-        changed = (
-            text.replace(pattern, new, -1 if operator == "//" else 1) if pattern and "$" not in part.argument else None
-        )
-    elif operator == ":" and re.fullmatch(r"\s*\d+(?::\d+)?", part.argument):
-        start, _, count = part.argument.strip().partition(":")
-        changed = text[int(start) :][: int(count) if count else None]
-    else:
-        changed = None
+    trims = part.operator in ("#", "##", "%", "%%")
+    changed = changed_text(value.text, part.operator, _argument(shell, part, run).text if trims else part.argument)
     if changed is None:
         return unknown(part.source, "this change of a variable is not worked out here")
     return Value(changed, (), value.file, value.line, value.maybe)
-
-
-def _trimmed(text: str, pattern: str, operator: str) -> str | None:
-    """A text without what a pattern matches at its start (`#`) or end (`%`), at most (doubled) or at least."""
-    if len(text) > 10_000:
-        return None
-    matches = re.compile(translate(pattern)).fullmatch
-    if operator[0] == "#":
-        cuts = [cut for cut in range(len(text) + 1) if matches(text[:cut])]
-        return text[(max if operator == "##" else min)(cuts, default=0) :]
-    cuts = [cut for cut in range(len(text) + 1) if matches(text[cut:])]
-    return text[: (min if operator == "%%" else max)(cuts, default=len(text))]
 
 
 def script_directory(shell: Shell, text: str) -> Path | None:

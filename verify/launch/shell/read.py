@@ -10,8 +10,8 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 from verify.issue import Issue
 from verify.launch.arguments import QAT_FLAG, QAT_GROUP
-from verify.launch.nearest import nearest
-from verify.launch.options import OPTIONS, PATHS, SWITCH_NAMES
+from verify.launch.options.nearest import nearest
+from verify.launch.options.tables import OPTIONS, PATHS, SWITCH_NAMES
 from verify.launch.shell.parser import parse
 from verify.launch.shell.run import follow
 from verify.launch.shell.values import Shell, Start, TooMuchError, Value

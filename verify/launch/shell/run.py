@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
 from ckptkit.core.errors import CkptkitError
 from verify.launch.shell.arithmetic import ArithmeticFault
+from verify.launch.shell.assign import assign
 from verify.launch.shell.commands import Result, known_command
 from verify.launch.shell.conditions import decide, opposite
 from verify.launch.shell.expand import calculate_in, expand, joined, script_directory, unknown
 from verify.launch.shell.parser import nested, parse
 from verify.launch.shell.syntax import (
     AndOr,
-    Assignment,
     Calculation,
     Case,
     For,
@@ -33,13 +32,12 @@ from verify.launch.shell.syntax import (
     While,
 )
 from verify.launch.shell.trainers import inner_script, start_of
-from verify.launch.shell.values import DEEPEST, Gap, Shell, TooMuchError, Value, Variable, merged
+from verify.launch.shell.values import DEEPEST, Shell, TooMuchError, Value, merged
 
 # How a list of commands ended. "maybe": it may have ended early, and nobody knows.
 Flow = Literal["", "exit", "return", "break", "continue", "maybe"]
 Body = Callable[[Shell], Flow]
 _LARGEST_FILE = 1_000_000
-_INDEXED = re.compile(r"\[[^]]*\]\+?=")
 _DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _LOCAL = frozenset({"local", "declare", "typeset"})
 _QUIET = frozenset({"activate", ".bashrc", ".bash_profile", ".profile"})
@@ -263,7 +261,7 @@ def _simple(shell: Shell, node: Simple) -> tuple[Flow, Result]:
             shell.locals[-1] |= {
                 word.text: shell.variables.get(word.text) for word in words[1:] if word.text not in shell.locals[-1]
             }
-        known = [_assign(shell, assignment) for assignment in node.assignments]
+        known = [assign(shell, assignment, substituted) for assignment in node.assignments]
         if not words:
             return "", True if all(known) else None
     elif node.assignments:
@@ -275,7 +273,7 @@ def _with_assignments(shell: Shell, node: Simple, words: list[Value]) -> tuple[F
     """`NAME=value command`: only the command sees them."""
     branch = shell.branch()
     for assignment in node.assignments:
-        _assign(branch, assignment)
+        assign(branch, assignment, substituted)
     given = {one.name: branch.variables[one.name] for one in node.assignments}
     before = {name: shell.variables.get(name) for name in given}
     shell.variables |= given
@@ -283,47 +281,6 @@ def _with_assignments(shell: Shell, node: Simple, words: list[Value]) -> tuple[F
     for name, variable in before.items():
         shell.restore(name, variable)
     return outcome
-
-
-def _assign(shell: Shell, assignment: Assignment) -> bool:
-    """Assigns, and returns whether all of the value is known."""
-    name, line = assignment.name, assignment.line
-    before = shell.variables.get(name)
-    if assignment.array is not None:
-        values = tuple(expand(shell, assignment.array, substituted))
-        if any(_INDEXED.match(value.text) for value in values):
-            shell.forget(name, f"an array with indices at {shell.place(line)}")
-            return False
-        kept = before.values if assignment.append and before else ()
-        shell.assign_array(name, (*kept, *values))
-        return all(value.known for value in values)
-    value = joined(shell, assignment.value, substituted)
-    value = replace(value, file=shell.file, line=line)
-    if value.gaps and value.text == value.gaps[0].source:
-        value = replace(value, text=f"${{{name}}}", gaps=(Gap(f"${{{name}}}", value.gaps[0].why),))
-    if assignment.index is not None or (before and before.array):
-        _assign_element(shell, assignment, value, before)
-    elif assignment.append and before and before.values:
-        old = before.values[0]
-        shell.assign(name, replace(value, text=old.text + value.text, gaps=(*old.gaps, *value.gaps)))
-    else:
-        shell.assign(name, value)
-    return value.known
-
-
-def _assign_element(shell: Shell, assignment: Assignment, value: Value, before: Variable | None) -> None:
-    """`A[index]=value`; without an index it is the first element."""
-    values = list(before.values) if before else []
-    try:
-        index = calculate_in(shell, assignment.index or "0", substituted)
-    except ArithmeticFault:
-        index = -1
-    named = re.fullmatch(r"[A-Za-z_]\w*", assignment.index or "") and shell.lookup(assignment.index or "") is None
-    if named or assignment.append or not 0 <= index <= len(values):
-        shell.forget(assignment.name, f"an element set at {shell.place(assignment.line)}")
-        return
-    values[index : index + 1] = [value]
-    shell.assign_array(assignment.name, tuple(values))
 
 
 def _command(shell: Shell, node: Simple, words: list[Value], given: dict[str, Value]) -> tuple[Flow, Result]:

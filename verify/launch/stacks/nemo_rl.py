@@ -46,6 +46,8 @@ def read(settings: Settings) -> Stacked:
     roles = ["actor", *(["reference"] if _reference(settings) else [])]
     sides: list[Side] = []
     resumed = False
+    # Weights of pretrained_checkpoint need not be those of the model that gives config and tokenizer.
+    copied = megatron and start is not None and start.kind == "megatron" and not _pretrained_keys(settings)
     if start:
         actor = _resumed(settings, start, megatron)
         resumed = actor is not start
@@ -62,7 +64,7 @@ def read(settings: Settings) -> Stacked:
         hf if hf and (hf / "config.json").exists() else None,
         dict.fromkeys(roles, arguments) | {ENGINE: engine},
         groups=(*groups, *([asked] if asked else [])),
-        alike=(("actor", ENGINE),) if megatron and not resumed else (),
+        alike=(("actor", ENGINE),) if copied and not resumed else (),
         unread=tuple(settings.unread),
         notes=tuple(settings.notes),
     )
@@ -77,10 +79,14 @@ def _reference(settings: Settings) -> bool:
 
 def _pretrained(settings: Settings) -> Side | None:
     """What the policy begins with, before anything is resumed."""
-    for prefix in ("checkpointing.pretrained_checkpoint", "policy.pretrained_checkpoint"):
-        if settings.word(f"{prefix}.path") or not settings.resolved(f"{prefix}.path"):
-            return _given(settings, prefix)
-    return _converted(settings)
+    prefixes = _pretrained_keys(settings)
+    return _given(settings, prefixes[0]) if prefixes else _converted(settings)
+
+
+def _pretrained_keys(settings: Settings) -> list[str]:
+    """Where a pretrained checkpoint is given, the one that counts first."""
+    prefixes = ("checkpointing.pretrained_checkpoint", "policy.pretrained_checkpoint")
+    return [one for one in prefixes if settings.word(f"{one}.path") or not settings.resolved(f"{one}.path")]
 
 
 def _given(settings: Settings, prefix: str) -> Side | None:

@@ -21,7 +21,7 @@ class Settings:
     """A configuration with a list of what it was asked for in vain: values that cannot be resolved, or are not local.
 
     `unread` has a line for each; the report is inconclusive where there is one. `stand_in` is the directory that the
-    command line gives for the model of the keys `stands_for`, where these name none on this machine.
+    command line gives for the model of the keys `stands_for`; it counts before these.
     """
 
     config: Config
@@ -98,19 +98,19 @@ class Settings:
     def model(self, key: str) -> Path | None:
         """The local directory of a model; None where there is none, with a line in `unread` that says why.
 
-        A name on a hub is downloaded by the trainer, so nobody can say here what it will hold. Raises CkptkitError
-        where the setting names one directory and the command line another.
+        A name on a hub is downloaded by the trainer, so nobody can say here what it will hold. The command line's
+        directory counts before that of a setting, and a note says so.
         """
         stand_in = self.stand_in if key in self.stands_for else None
         said = len(self.unread)
         found = self._model(key)
-        if found is None and stand_in:
-            del self.unread[said:]
-            return stand_in
-        if found and stand_in and os.path.abspath(found) != os.path.abspath(stand_in):
-            hint = "leave --hf-checkpoint out"
-            raise CkptkitError(f"--hf-checkpoint {stand_in}, but {self.place(key)} says {found}", hint)
-        return found
+        if stand_in is None:
+            return found
+        del self.unread[said:]
+        if found and os.path.abspath(found) != os.path.abspath(stand_in):
+            note = f"--hf-checkpoint {stand_in} was looked at, although {self.place(key)} says {found}"
+            self.notes += [] if note in self.notes else [note]
+        return stand_in
 
     def _model(self, key: str) -> Path | None:
         if not self.resolved(key):

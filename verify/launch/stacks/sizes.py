@@ -78,7 +78,8 @@ class Sizes:
         if self.tp is None or self.pp is None or self.cp is None or self.ep is None:
             return Group(role)
         etp = self.tp if self.etp is None else self.etp
-        experts = () if (self.ep, etp) == (1, self.tp) else (("ep x etp x pp", (self.ep, etp, self.pp)),)
+        implied = (self.tp * self.cp) % (self.ep * etp) == 0
+        experts = () if implied else (("ep x etp x pp", (self.ep, etp, self.pp)),)
         return Group(role, gpus, (("tp x pp x cp", (self.tp, self.pp, self.cp)), *experts), self.said)
 
     def arguments(self, engine: LaunchArguments) -> LaunchArguments:

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.formats.detect import TRACKER
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
-from verify.launch.sides import PathIssue, Side, path_issue
+from verify.launch.sides import Side, path_issue
 from verify.launch.stacks.launched import ENGINE, LOAD, REF, STEP, Stacked, given, hf_side, torch_dist_side
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import NAMES, Gpus, Group, Sizes, engine_of, places
+from verify.launch.stacks.verl_steps import Resumed, resumed_step
 
 _AR = "actor_rollout_ref"
 _MODEL = f"{_AR}.model.path"
@@ -51,16 +51,6 @@ OWN = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class _Resumed:
-    """The step that a run goes on from: its directory, None where it starts anew, and why."""
-
-    path: Path | None
-    why: str
-    issues: tuple[PathIssue, ...] = ()
-    stops: bool = False
-
-
 def read(settings: Settings, megatron: bool) -> Stacked:
     """The sides, sizes and groups of a job. `megatron`: the file of settings is the one for Megatron.
 
@@ -71,7 +61,7 @@ def read(settings: Settings, megatron: bool) -> Stacked:
     gpus = _gpus(settings)
     groups = [_sizes(settings, role).group(role, gpus) for role in roles] if megatron else []
     first = {role: _initial(settings, role) if megatron else _from_hf(settings, role) for role in roles}
-    resumed = _resumed(settings)
+    resumed = resumed_step(settings)
     sides = [_after(settings, resumed, role, side, megatron) for role, side in first.items() if side]
     rollout, engine, asked = _rollout(settings, gpus)
     sizes = {role: _arguments(settings, role, engine) for role in roles} if megatron else {}
@@ -167,62 +157,7 @@ def _initial(settings: Settings, role: str) -> Side | None:
     return replace(side, issues=(*side.issues, issue))
 
 
-def _resumed(settings: Settings) -> _Resumed:
-    mode = settings.text("trainer.resume_mode", "auto")
-    if mode == "resume_path":
-        return _resumed_path(settings)
-    if mode != "auto":
-        return _Resumed(None, f"trainer.resume_mode is {mode}")
-    key = "trainer.default_local_dir"
-    if not settings.resolved(key):
-        return _Resumed(None, f"{key} is not known")
-    names = (settings.text("trainer.project_name", "verl_examples"), settings.text("trainer.experiment_name", "gsm8k"))
-    root = Path(settings.text(key) or f"checkpoints/{names[0]}/{names[1]}")
-    place = settings.place(key)
-    steps = _steps(root)
-    if not (root / TRACKER).is_file():
-        if not steps:
-            return _Resumed(None, f"resume_mode auto finds no tracker in {root}")
-        actual = f"{', '.join(steps)} but no tracker, so verl starts from the beginning without a word"
-        hint = f"write the number into {root / TRACKER}, or set trainer.resume_mode=resume_path"
-        issue = path_issue(place, root, f"{TRACKER} beside its steps", actual, hint, about=LOAD)
-        return _Resumed(None, f"resume_mode auto finds no tracker in {root}", (issue,))
-    said = (root / TRACKER).read_text(errors="replace").strip()
-    if not said.isdecimal():
-        hint = "write the number of a step that is there"
-        issue = path_issue(place, root / TRACKER, "the number of a step", f"{said!r}", hint, about=LOAD)
-        return _Resumed(None, f"{root / TRACKER} says {said!r}, at which verl stops", (issue,), stops=True)
-    path = root / f"global_step_{int(said)}"
-    if path.exists():
-        return _Resumed(path, f"the tracker of {key} says {said}")
-    actual = f"only {', '.join(steps) or 'nothing'}, so verl starts from the beginning without a word"
-    hint = "write the number of a step that is there into the tracker"
-    issue = path_issue(place, root / TRACKER, f"{path.name}, which the tracker names", actual, hint, about=STEP)
-    return _Resumed(None, f"the tracker says {said}, but {path.name} is not there", (issue,))
-
-
-def _resumed_path(settings: Settings) -> _Resumed:
-    key = "trainer.resume_from_path"
-    word = settings.word(key)
-    if not settings.resolved(key):
-        return _Resumed(None, f"{key} is not known")
-    path = Path(word.text) if word else Path()
-    number = path.name.rpartition("global_step_")[2]
-    if word and "global_step_" in word.text and number.isdecimal() and path.is_dir():
-        return _Resumed(path, f"{key}")
-    there = ", ".join(_steps(path.parent)) or "nothing" if word else ""
-    actual = "no such setting" if word is None else "another name" if path.is_dir() else f"not there; beside it {there}"
-    expected, hint = "a directory global_step_N that is there", "choose a step that is there"
-    issue = path_issue(settings.place(key), path, expected, actual, hint, about=STEP)
-    return _Resumed(None, f"verl stops: {key} {path} is no step of a run", (issue,), stops=True)
-
-
-def _steps(root: Path) -> list[str]:
-    names = [path.name for path in root.glob("global_step_*")] if root.is_dir() else []
-    return sorted(names, key=lambda name: (len(name), name))
-
-
-def _after(settings: Settings, resumed: _Resumed, role: str, side: Side, megatron: bool) -> Side:
+def _after(settings: Settings, resumed: Resumed, role: str, side: Side, megatron: bool) -> Side:
     """A side after the run was resumed: actor and critic load their part of the step over what they began with."""
     if role == "reference":
         return side

@@ -54,7 +54,7 @@ def read_stack(
     """What a launch of verl, NeMo-RL or ROLL loads; None for a launch that has no such settings.
 
     `config` is its YAML file where it was given by itself, `words` those of its command line. `environment` holds the
-    variables that its job sees. `hf_checkpoint` stands for a model that the settings name by a hub's name only.
+    variables that its job sees. `hf_checkpoint` stands for the model that the settings name.
     Raises CkptkitError for files that cannot be read, a file of settings of another program, and values that are none.
     """
     named = _Named(config) if config else _named(words)

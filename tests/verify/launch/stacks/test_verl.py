@@ -257,15 +257,22 @@ def test_a_local_copy_stands_for_a_name_on_a_hub(hf: Path) -> None:
     assert passes(preflight(hf_checkpoint=hf, arguments=given))
 
 
-def test_options_that_contradict_the_settings_are_refused(hf: Path, torch_dist: Path, releases: PathOf) -> None:
+def test_a_model_of_the_command_line_counts_before_that_of_the_settings(hf: Path) -> None:
+    given = words(Path("/elsewhere/model"), "trainer.resume_mode=disable")
+    report = preflight(hf_checkpoint=hf, arguments=given)
+    assert passes(report)
+    key = "actor_rollout_ref.model.path (the command line)"
+    note = f"--hf-checkpoint {hf} was looked at, although {key} says /elsewhere/model"
+    assert report.facts["notes"] == [note]
+
+
+def test_options_that_contradict_the_settings_are_refused(hf: Path, torch_dist: Path) -> None:
     given = words(hf, *dist("actor", torch_dist), "trainer.resume_mode=disable")
     assert passes(preflight(load=torch_dist, hf_checkpoint=hf, arguments=given))
     with pytest.raises(CkptkitError, match="the actor loads"):
         preflight(load=torch_dist.parent, arguments=given)
     with pytest.raises(CkptkitError, match="no reference is loaded"):
         preflight(ref_load=torch_dist, arguments=given)
-    with pytest.raises(CkptkitError, match="--hf-checkpoint .* says"):
-        preflight(hf_checkpoint=releases("qwen2-tied"), arguments=given)
     with pytest.raises(CkptkitError, match="--tp 2, but by the settings of the job it is 1"):
         preflight(tp=2, arguments=given)
     with pytest.raises(CkptkitError, match="--ckpt-step does not go with settings of verl"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verify.launch.options import GPUS, MODEL, SWITCHES, Kind
+from verify.launch.options.tables import GPUS, MODEL, SWITCHES, Kind
 from verify.launch.words import UnresolvedWord, Word
 
 _TABLE: Mapping[str, tuple[str, Kind]] = {**MODEL, **SWITCHES, **GPUS}

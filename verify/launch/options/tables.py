@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verify.launch.arguments import READ
-from verify.launch.patterns import frequency, sizes
+from verify.launch.options.patterns import frequency, sizes
 
 
 def _named(kind: Any, *names: str) -> dict[str, tuple[str, Any]]:

@@ -1,0 +1,4 @@
+"""Options of a trainer: which there are, how argparse reads each, and what a misspelled one was meant to be.
+
+May import the words of a launch.
+"""
