@@ -108,7 +108,7 @@ def loads(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     report = run.report
     _count(tally, report.fed)
-    untested = "" if report.version in TESTED else f" (tested are {' and '.join(TESTED)})"
+    untested = "" if report.version in TESTED else f" (tested are {', '.join(TESTED)})"
     facts = [f"SGLang {report.version}{untested}, {report.model}, {report.dtype}, {report.sizes}, on {report.device}"]
     facts += [f"{report.fed} tensors into {report.parameters} parameters"]
     facts += [f"left to the draft model: {text}" for text, _ in by_pattern(report.draft)]
@@ -179,7 +179,8 @@ def none_dropped(subject: Subject, tally: Tally) -> Iterator[Issue]:
     def why(seen: Observation) -> str:
         if seen.tensor.endswith(f".{WEIGHT_SCALE_INV}"):
             return _why_no_scale(seen.tensor, report)
-        return (_why_unpacked(seen.tensor) if packed else None) or _why_unknown(seen, report.model, config)
+        dense = _why_no_dense_layer(seen, report.model, config)
+        return dense or (_why_unpacked(seen.tensor) if packed else None) or _why_unknown(seen, report.model)
 
     yield from _findings("CK503", report.dropped, "written into its own parameter", why)
 
@@ -212,7 +213,26 @@ def _why_no_scale(name: str, report: SglangReport) -> str:
     return f"SGLang builds {module} without FP8: store it in BF16 and name it in modules_to_not_convert of config.json"
 
 
-def _why_unknown(seen: Observation, model: str, config: Mapping[str, Any]) -> str:
+def _why_no_dense_layer(seen: Observation, model: str, config: Mapping[str, Any]) -> str | None:
+    """The hint for a dense MLP where SGLang's class builds experts all the same."""
+    config = config.get("text_config") or config
+    layer = LAYER.match(seen.tensor)
+    if not layer or ".mlp." not in seen.tensor or "elements were written" in seen.what:
+        return None
+    number = int(layer[1])
+    if number in (config.get("mlp_only_layers") or ()):
+        key = "mlp_only_layers"
+    elif (number + 1) % (config.get("decoder_sparse_step") or 1):
+        key = "decoder_sparse_step"
+    else:
+        return None
+    return (
+        f"SGLang's {model} has no parameter {seen.param}: it does not read {key} of config.json and builds experts in "
+        f"layer {number}, so it cannot serve this model"
+    )
+
+
+def _why_unknown(seen: Observation, model: str) -> str:
     if seen.tensor.endswith((".experts.gate_up_proj", ".experts.down_proj")):
         return "SGLang reads one tensor an expert: save with save_original_format=True, or convert to Megatron and back"
     if "elements were written" in seen.what:
@@ -221,12 +241,6 @@ def _why_unknown(seen: Observation, model: str, config: Mapping[str, Any]) -> st
             "in config.json with the release; a class may not read all of them (head_dim, for one)"
         )
     unknown = f"SGLang's {model} has no parameter {seen.param}"
-    layer = LAYER.match(seen.tensor)
-    if ".mlp." in seen.tensor and layer and int(layer[1]) in (config.get("mlp_only_layers") or ()):
-        return (
-            f"{unknown}: it does not read mlp_only_layers of config.json and builds experts in layer {layer[1]}, so "
-            "it cannot serve this model"
-        )
     return f"{unknown}: compare model_type and num_hidden_layers with the release, or remove the tensor"
 
 

@@ -73,7 +73,7 @@ class Examination:
         logging.getLogger("sglang").addHandler(handler)
         self.phases.enter(LOAD)
         with Trace(before.values()) as trace:
-            model.load_weights(trace.feed(self.alter(weights)))  # type: ignore[operator]
+            model.load_weights(trace.feed(self._told(self.alter(weights))))  # type: ignore[operator]
         logging.getLogger("sglang").removeHandler(handler)
         self.phases.enter(COMPARE)
         self.log = tuple(handler.lines)
@@ -83,6 +83,12 @@ class Examination:
         self._examine(self.loaded)
         if device.type == "cuda":
             self._repack(model)
+
+    def _told(self, weights: Weights) -> Weights:
+        for name, tensor in weights:
+            self.phases.step(f"the last tensor it was given: {name}")
+            yield name, tensor
+        self.phases.step("by then it had been given every tensor")
 
     @staticmethod
     def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
