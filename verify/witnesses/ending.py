@@ -70,11 +70,16 @@ class PhaseLog:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._phase = Phase("starting")
+        self._step = ""
 
     def enter(self, phase: Phase) -> None:
         """Notes that a phase begins."""
-        self._phase = phase
+        self._phase, self._step = phase, ""
         Ending(phase.name).save(self._path)
+
+    def step(self, what: str) -> None:
+        """Notes what happens now in this phase. An exception that follows is told with it."""
+        self._step = what
 
     def __enter__(self) -> PhaseLog:
         return self
@@ -83,7 +88,8 @@ class PhaseLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            Ending(self._phase.name, described(error), is_verdict(error, self._phase)).save(self._path)
+            said = "\n  ".join(filter(None, [described(error), self._step]))
+            Ending(self._phase.name, said, is_verdict(error, self._phase)).save(self._path)
 
 
 def ending_path(report: Path) -> Path:

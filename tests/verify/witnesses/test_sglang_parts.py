@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import models
 import pytest
 import torch
+from sglang_runs import int4_config
 
+from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
-from verify.check import Unable, all_checks, run_checks
+from verify.check import Tally, Unable, all_checks, run_checks
+from verify.checks.witnesses.sglang import none_dropped
 from verify.evidence.subject import Subject
 from verify.witnesses.bits import difference, poison, poisoned
 from verify.witnesses.sglang import run as sglang_run
+from verify.witnesses.sglang.compare import NOWHERE
+from verify.witnesses.sglang.job import ONE_RANK, Observation, SglangReport
 from verify.witnesses.sglang.names import fuses_shared, left_empty, of_draft, promised_names
-from verify.witnesses.sglang.run import last_words, start
+from verify.witnesses.sglang.run import SglangRun, last_words, start
 
 GLM = models.configs()["glm4_moe"].to_dict()
 L = "model.layers.4."
@@ -152,3 +158,59 @@ def test_config_that_names_another_class_never_reaches_sglang(
         (Unable, CkptkitError), match=r"(not \['Glm4MoeForCausalLM'\]: SGLang would run another class|is another model)"
     ):
         sglang_run.run_sglang(Subject(release, against=frozenset({"sglang"})))
+
+
+def test_a_vision_tower_that_is_not_at_hand_makes_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron does not hold it. `convert` puts it beside the checkpoint; a trainer's save has nothing there."""
+    release, megatron = tmp_path / "release", tmp_path / "megatron"
+    models.save("qwen2_5_vl", release)
+    convert(release, megatron)
+    monkeypatch.setattr(sglang_run, "find_spec", lambda name: name)
+
+    def start(root: Path, *_: object) -> dict[int, str]:
+        (root / "log-0").touch()
+        return {0: "it was started"}
+
+    monkeypatch.setattr(sglang_run, "start", start)
+    against = frozenset({"sglang"})
+    assert "it was started" in str(sglang_run.run_sglang(Subject(megatron, against=against)).unable)
+    shutil.rmtree(megatron / "carried")
+    with pytest.raises(Unable, match=r"Megatron holds no visual\.\*, and .*: give --hf the release with its weights"):
+        sglang_run.run_sglang(Subject(megatron, against=against))
+    run = sglang_run.run_sglang(Subject(megatron, hf_path=release, against=against))
+    assert "it was started" in str(run.unable)
+
+
+def dropped(*names: str) -> SglangRun:
+    """What the witness reports where SGLang has no place for these tensors."""
+    seen = tuple(Observation(name, name, NOWHERE) for name in names)
+    report = SglangReport(
+        *("0", "SomeMoe", "cpu", "bfloat16", ONE_RANK, False, 1, len(names), {"a": 1}, {}, 1),
+        *((), seen, (), (), (), (), (), (), None, 0),
+    )
+    return SglangRun(report)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["BF16", "INT4"])
+def test_a_dense_layer_that_sglangs_class_does_not_build_is_its_limit(packed: bool, tmp_path: Path) -> None:
+    """Of three layers one is sparse, and 2 is in `mlp_only_layers`; 5 has experts. Nobody is told to pack a layer."""
+    models.save("qwen3_moe-dense-between", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["mlp_only_layers"], config["decoder_sparse_step"]) == ([2, 7], 3)
+    if packed:
+        (tmp_path / "config.json").write_text(
+            json.dumps(config | {"quantization_config": int4_config(["lm_head"], 32)})
+        )
+    subject = Subject(tmp_path, against=frozenset({"sglang"}))
+    by_list, by_step, sparse, attention = (
+        f"model.layers.{name}.weight" for name in ("2.mlp.up_proj", "3.mlp.gate_proj", "5.mlp.x", "5.self_attn.q_proj")
+    )
+    subject._results[sglang_run.run_sglang] = dropped(by_list, by_step, sparse, attention)
+    hints = {finding.tensor: finding.hint for finding in none_dropped(subject, Tally())}
+    assert hints[by_list].endswith(
+        "it does not read mlp_only_layers of config.json and builds experts in layer 2, so it cannot serve this model"
+    )
+    assert "it does not read decoder_sparse_step of config.json and builds experts in layer 3" in hints[by_step]
+    assert hints[sparse].endswith("compare model_type and num_hidden_layers with the release, or remove the tensor")
+    assert ("pack it" in hints[attention]) is packed
+    assert not [name for name in (by_list, by_step, sparse) if "pack" in hints[name]]

@@ -91,6 +91,18 @@ def test_every_element_is_followed_back(loader: Loader) -> None:
     assert not placement.computed
 
 
+def test_tensors_and_parameters_may_begin_anywhere_in_a_storage() -> None:
+    """As those of a reader that reads whole pieces of a file."""
+    storage = torch.arange(100.0)
+    tensors = {"a": storage[10:34].view(4, 6), "b": storage[40:64].view(4, 6)}
+    fused = torch.empty(80)[12:60].view(8, 6)
+    placement = placed({"fused": fused}, tensors, rows)
+    assert counts(placement, tensors) == {"a": 24, "b": 24}
+    (piece,) = placement.pieces["b"]
+    assert piece.taken(tensors["b"]).flatten().tolist() == list(range(40, 64))
+    assert piece.actual(fused).flatten().tolist() == list(range(40, 64))
+
+
 def test_a_regular_part_is_told_as_one() -> None:
     tensors = given("a", "b")
     placement = placed({"fused": torch.empty(8, 6)}, tensors, rows)

@@ -38,7 +38,9 @@ def test_an_untested_release_runs_and_says_so(releases: PathOf, verified: Callab
     report = verified(releases("qwen2-tied"))
     assert report.findings == []
     assert report.status == "passed"
-    assert report.facts["SGLang"][0].startswith("SGLang 9.9.9 (tested are 0.5.16 and 0.5.23), Qwen2ForCausalLM")
+    assert report.facts["SGLang"][0].startswith(
+        "SGLang 9.9.9 (tested are 0.5.15.post1, 0.5.16, 0.5.23), Qwen2ForCausalLM"
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,9 @@ def test_what_it_refuses_without_a_gpu_is_inconclusive(
     report = verified(tmp_path / "int4", f"{INT4}:CompressedTensorsConfig._get_scheme_from_parts")
     assert report.findings == []
     assert report.status == "inconclusive"
-    assert "SGLang 9.9.9 was not tested without a GPU (0.5.16 and 0.5.23 were), and fails" in report.reasons[0]
+    assert (
+        "SGLang 9.9.9 was not tested without a GPU (0.5.15.post1, 0.5.16, 0.5.23 were), and fails" in report.reasons[0]
+    )
 
 
 def test_what_it_refuses_on_a_gpu_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,21 @@ def test_phase_log_keeps_phase_and_exception(tmp_path: Path) -> None:
     assert ending.said.startswith("ValueError: no\n  at <string>, line 2, in f")
 
 
+def test_an_exception_is_told_with_the_step_that_it_came_in(tmp_path: Path) -> None:
+    path = ending_path(tmp_path / "report.json")
+    with pytest.raises(ValueError, match="no"), PhaseLog(path) as phases:
+        phases.enter(BUILD)
+        phases.step("of another phase")
+        phases.enter(LOAD)
+        chain(OURS, MODEL)()
+    assert Ending.load(path).said.endswith("in f")
+    with pytest.raises(ValueError, match="no"), PhaseLog(path) as phases:
+        phases.enter(LOAD)
+        phases.step("the last tensor it was given: a")
+        chain(OURS, MODEL)()
+    assert Ending.load(path).said.endswith("in f\n  the last tensor it was given: a")
+
+
 def test_the_end_of_a_process_in_words() -> None:
     assert how_it_ended(0) is None
     assert how_it_ended(1) == "exit code 1"

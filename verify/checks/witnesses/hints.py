@@ -47,7 +47,8 @@ def why_dropped(seen: Observation, report: SglangReport, config: Mapping[str, An
         )
     if seen.tensor.endswith(f".{WEIGHT_SCALE_INV}"):
         return why_no_scale(seen.tensor, report)
-    return (_why_unpacked(seen.tensor) if packed else None) or _why_unknown(seen, report.model, config)
+    dense = _why_no_dense_layer(seen, report.model, config)
+    return dense or (_why_unpacked(seen.tensor) if packed else None) or _why_unknown(seen, report.model)
 
 
 def _why_unpacked(name: str) -> str | None:
@@ -78,7 +79,26 @@ def why_no_scale(name: str, report: SglangReport) -> str:
     return f"SGLang builds {module} without FP8: store it in BF16 and name it in modules_to_not_convert of config.json"
 
 
-def _why_unknown(seen: Observation, model: str, config: Mapping[str, Any]) -> str:
+def _why_no_dense_layer(seen: Observation, model: str, config: Mapping[str, Any]) -> str | None:
+    """The hint for a dense MLP where SGLang's class builds experts all the same."""
+    config = config.get("text_config") or config
+    layer = LAYER.match(seen.tensor)
+    if not layer or ".mlp." not in seen.tensor or "elements were written" in seen.what:
+        return None
+    number = int(layer[1])
+    if number in (config.get("mlp_only_layers") or ()):
+        key = "mlp_only_layers"
+    elif (number + 1) % (config.get("decoder_sparse_step") or 1):
+        key = "decoder_sparse_step"
+    else:
+        return None
+    return (
+        f"SGLang's {model} has no parameter {seen.param}: it does not read {key} of config.json and builds experts in "
+        f"layer {number}, so it cannot serve this model"
+    )
+
+
+def _why_unknown(seen: Observation, model: str) -> str:
     if seen.tensor.endswith((".experts.gate_up_proj", ".experts.down_proj")):
         return "SGLang reads one tensor an expert: save with save_original_format=True, or convert to Megatron and back"
     if "elements were written" in seen.what:
@@ -87,12 +107,6 @@ def _why_unknown(seen: Observation, model: str, config: Mapping[str, Any]) -> st
             "in config.json with the release; a class may not read all of them (head_dim, for one)"
         )
     unknown = f"SGLang's {model} has no parameter {seen.param}"
-    layer = LAYER.match(seen.tensor)
-    if ".mlp." in seen.tensor and layer and int(layer[1]) in (config.get("mlp_only_layers") or ()):
-        return (
-            f"{unknown}: it does not read mlp_only_layers of config.json and builds experts in layer {layer[1]}, so "
-            "it cannot serve this model"
-        )
     return f"{unknown}: compare model_type and num_hidden_layers with the release, or remove the tensor"
 
 

@@ -117,7 +117,7 @@ def loads(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     report = run.report
     _count(tally, report.fed)
-    untested = "" if report.version in TESTED else f" (tested are {' and '.join(TESTED)})"
+    untested = "" if report.version in TESTED else f" (tested are {', '.join(TESTED)})"
     facts = [f"SGLang {report.version}{untested}, {report.model}, {report.dtype}, {report.sizes}, on {report.device}"]
     facts += [f"{report.fed} tensors into {report.parameters} parameters"]
     unseen = report.draft if run.draft is None else ()

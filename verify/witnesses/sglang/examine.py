@@ -76,7 +76,7 @@ class Examination:
         logging.getLogger("sglang").addHandler(handler)
         self.phases.enter(LOAD)
         with Trace(before.values()) as trace:
-            model.load_weights(trace.feed(self.alter(weights)))  # type: ignore[operator]
+            model.load_weights(trace.feed(self._told(self.alter(weights))))  # type: ignore[operator]
         logging.getLogger("sglang").removeHandler(handler)
         if self.target is not None:
             share(self.target[0], model)
@@ -86,6 +86,12 @@ class Examination:
         self._examine(self.loaded)
         if device.type == "cuda":
             self._repack(model)
+
+    def _told(self, weights: Weights) -> Weights:
+        for name, tensor in weights:
+            self.phases.step(f"the last tensor it was given: {name}")
+            yield name, tensor
+        self.phases.step("by then it had been given every tensor")
 
     def _loaded(self, trace: Trace, tensors: Mapping[str, Tensor]) -> Loaded:
         sizes = {name: block.numel for name, block in trace.given.items()}

@@ -1,7 +1,7 @@
 """Builds the real SGLang model of an HF config in this process and loads it through the model's own `load_weights`.
 
 Without a GPU the model is built on the CPU, and loading stops before the quantization methods repack weights with CUDA
-kernels. Works with SGLang 0.5.16 and 0.5.23, which is imported inside the functions alone.
+kernels. Works with the releases in `run.TESTED`. SGLang is imported inside the functions alone.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ where its forward pass wants them is shown by the tests, which compare its logit
 the quantization methods then repack weights, and that is checked too.
 
 An HF directory is read by SGLang's own weight iterator and, for the comparison, by the safetensors library. A Megatron
-checkpoint is streamed Megatron -> HF -> SGLang as a live weight update does, with no HF copy of the weights on disk.
+checkpoint is streamed Megatron -> HF -> SGLang as a live weight update does, with no HF copy of the weights on disk;
+what Megatron does not hold (a vision tower) comes from beside it, or from the release.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ import torch
 from safetensors import safe_open
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.join import Joined
 from ckptkit.core.plan import View
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.reader import HfCheckpoint, read_json
 from ckptkit.formats.hf.side_files import copy_side_files, write_config
-from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from converters.experts import is_fused, unfuse
+from converters.experts import is_fused, only_fused, unfuse
+from converters.open import open_megatron
+from converters.passthrough import passthrough_beside
 from converters.planner import to_hf
+from verify.evidence.plain import plain
 from verify.witnesses.ending import PhaseLog, ending_path
 from verify.witnesses.sglang.compare import Loaded
 from verify.witnesses.sglang.draft import beyond_layers
@@ -106,8 +110,10 @@ def material_of(job: SglangJob) -> Material:
         fused = fuses_shared(HfCheckpoint(location.path).specs)
         config = read_json(location.path / "config.json")
         return Material(location.path, config, fused, lambda wanted: None, partial(safetensors_of, location.path))
-    checkpoint = TorchDistCheckpoint(location.path, hf=job.hf)
-    view = to_hf(checkpoint, job.checkpoint)
+    checkpoint = open_megatron(location, job.hf)
+    view: Checkpoint = to_hf(checkpoint, job.checkpoint, fused=only_fused(checkpoint.config))
+    if untouched := passthrough_beside(checkpoint, checkpoint.hf, location.root, plain):
+        view = Joined(view, untouched)
     path = Path(job.scratch) / f"model-{job.rank}"
     copy_side_files(checkpoint.hf_path, path)
     write_config(path, checkpoint.config, view.specs)
@@ -131,9 +137,11 @@ def stream(checkpoint: Checkpoint, wanted: Wanted) -> Weights:
 
 
 def source_of(path: Path) -> Checkpoint:
-    """The HF directory to compare with, with one tensor an expert."""
+    """The HF directory to compare with, with one tensor an expert where SGLang knows experts one by one."""
     source = HfCheckpoint(path)
-    return View(source, unfuse(source.specs, source.config, str(path))) if is_fused(source.specs) else source
+    if not is_fused(source.specs) or only_fused(source.config):
+        return source
+    return View(source, unfuse(source.specs, source.config, str(path)))
 
 
 def main() -> None:

@@ -15,15 +15,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ckptkit.formats.hf.reader import read_json
+from converters.open import open_megatron
+from converters.passthrough import passthrough_beside
 from converters.registry import FAMILIES
 from verify.evidence.expected import config_of, is_quantized
+from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.skip import Unable
 from verify.witnesses.ending import Ending, ending_path, how_it_ended
 from verify.witnesses.ranks import causes, end, wait
 from verify.witnesses.sglang.job import ONE_RANK, EngineSizes, SglangJob, SglangReport
 
-TESTED = ("0.5.16", "0.5.23")  # versions of SGLang: docs/sglang-versions.md
+TESTED = ("0.5.15.post1", "0.5.16", "0.5.23")  # versions of SGLang: docs/sglang-versions.md
 _WITNESS = "verify.witnesses.sglang.process"  # the module that ranks run
 _START_S = 900  # importing SGLang and building its kernels on a cold machine
 _BYTES_A_SECOND = 20e6  # slower than any disk worth waiting for
@@ -48,14 +51,15 @@ class SglangRun:
 def run_sglang(subject: Subject) -> SglangRun:
     """Loads the subject into real SGLang, in a subprocess a rank whose output only serves to describe how it ended.
 
-    On GPUs (NCCL) where there is one for each rank, else on the CPU (gloo). Raises Unable where SGLang is not installed
-    or would take a class or a layout that ckptkit does not know, CkptkitError where the config is of no supported
-    family.
+    On GPUs (NCCL) where there is one for each rank, else on the CPU (gloo). Raises Unable where SGLang is missing,
+    would take a class or a layout that ckptkit does not know, or would lack tensors that no Megatron model holds;
+    CkptkitError where the config is of no supported family.
     """
     if find_spec("sglang") is None:
         raise Unable("SGLang is not installed here: pip install sglang")
     config = config_of(subject)
     check_class(config)
+    check_passthrough(subject, config)
     with TemporaryDirectory(prefix="ckptkit-sglang-") as scratch:
         root = Path(scratch)
         (root / "scratch").mkdir()
@@ -82,7 +86,7 @@ def _of_untested(run: SglangRun, found: str) -> SglangRun:
 
     if run.crash is None or found in TESTED or torch.cuda.is_available():
         return run
-    known = " and ".join(TESTED)
+    known = ", ".join(TESTED)
     return SglangRun(None, unable=f"SGLang {found} was not tested without a GPU ({known} were), and fails: {run.crash}")
 
 
@@ -136,6 +140,22 @@ def check_class(config: Mapping[str, Any]) -> None:
         raise Unable(
             f"config.json has architectures {named!r:.80}, not ['{wanted[0]}']: SGLang would run another class, or "
             "code that comes with the checkpoint"
+        )
+
+
+def check_passthrough(subject: Subject, config: Mapping[str, Any]) -> None:
+    """Raises Unable for a Megatron checkpoint of a model with a vision tower that is not at hand.
+
+    SGLang builds the tower, and a Megatron language model has no weights for it.
+    """
+    carried = FAMILIES[config["model_type"]].carried
+    if subject.kind == "hf" or not carried or "vision_config" not in config:
+        return
+    opened = open_megatron(subject.location, subject.hf_path)
+    if passthrough_beside(opened, opened.hf, subject.location.root, plain) is None:
+        raise Unable(
+            f"Megatron holds no {carried[0]}*, and neither a folder beside it nor {opened.hf_path} has it: give --hf "
+            "the release with its weights"
         )
 
 

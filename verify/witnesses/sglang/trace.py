@@ -41,8 +41,8 @@ class Region:
     strides: tuple[int, ...]
 
     def of(self, flat: Tensor) -> Tensor:
-        """This part of a block whose elements are given in the order of their addresses."""
-        return flat.as_strided(self.sizes, self.strides, self.offset)
+        """This part of a block whose elements are given in the order of their addresses, wherever they lie."""
+        return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.offset)
 
     @property
     def count(self) -> int:
