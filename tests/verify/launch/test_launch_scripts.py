@@ -442,3 +442,29 @@ def test_two_trainers_in_one_script_are_inconclusive(configs: PathOf, tmp_path: 
     report = preflight(script=tmp_path / "run.sh")
     assert (report.status, report.findings) == ("inconclusive", [])
     assert "both start a trainer" in report.reasons[0]
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"num_attention_heads": 0}])
+def test_broken_config_is_said_by_the_check_of_configs_alone(
+    change: dict[str, object], configs: PathOf, tmp_path: Path
+) -> None:
+    root = write_config(tmp_path / "hf", "qwen3")
+    (root / "config.json").write_text(json.dumps(json.loads((root / "config.json").read_text()) | change))
+    report = preflight(script=write_launch(tmp_path, "qwen3", root))
+    assert "CK101" in [finding.code for finding in report.findings]
+    assert of_launch(report) == []
+
+
+def test_model_that_is_not_supported_is_inconclusive(tmp_path: Path) -> None:
+    root = write_config(tmp_path / "hf", "qwen3")
+    (root / "config.json").write_text(json.dumps({"model_type": "unheard_of", "hidden_size": 8}))
+    report = preflight(script=write_launch(tmp_path, "qwen3", root))
+    assert [finding.code for finding in of_launch(report)] == ["CK712"]  # slime does not load it either
+    assert any("CK718" in reason for reason in report.reasons)
+
+
+def test_source_that_is_no_bash_is_unresolved(configs: PathOf, tmp_path: Path) -> None:
+    (tmp_path / "broken.sh").write_text("A=(1\n")
+    template = RAY.replace("ray start", f"source {tmp_path}/broken.sh\nray start")
+    report = preflight(script=write_launch(tmp_path, "qwen3", configs("qwen3"), template))
+    assert "broken.sh:1: ( is never closed" in report.reasons[0]

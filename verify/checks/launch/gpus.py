@@ -7,9 +7,8 @@ from typing import Any
 
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.dims import ModelDims
-from converters.planner import dims_of
 from verify.check import Skip, Tally, check
-from verify.checks.launch.engine import engine_config, unless_skipped
+from verify.checks.launch.engine import engine_config, engine_dims, unless_skipped
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.launch import Launch
@@ -54,7 +53,7 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from sizes.engines()
     config = engine_config(subject.launch.hf_checkpoint) if subject.launch and subject.launch.hf_checkpoint else {}
     if config:
-        yield from sizes.model(dims_of(config), config)
+        yield from sizes.model(engine_dims(config), config)
 
 
 class _Sizes:
