@@ -343,7 +343,9 @@ def _source(shell: Shell, words: list[Value], line: int) -> tuple[Flow, Result]:
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise TooMuchError(f"{path} has more than {_LARGEST_FILE} bytes")
-        text = path.read_bytes().decode(errors="replace") if path.is_file() else None
+        # A file without a size is empty, or one of the kernel's, whose reading may never end.
+        content = path.read_bytes() if path.is_file() and path.stat().st_size else b""
+        text = content.decode(errors="replace") if path.is_file() else None
     except OSError:
         text = None
     if text is None:
