@@ -128,7 +128,7 @@ def test_preflight_of_a_yaml_file_imports_no_torch_and_no_hydra(
 
 
 def test_preflight_of_a_script_imports_no_torch_and_takes_seconds(tmp_path: Path) -> None:
-    """DeepSeek V3, with 91,991 tensors. The clock of a busy machine is not CI's, so it allows for twice as long."""
+    """DeepSeek V3, with 91,991 tensors. Processor time is counted, with room for a slow machine."""
     root = write_headers(tmp_path / "hf", "deepseek_v3")
     script = str(write_launch(tmp_path, "deepseek_v3", root))
     started = time.process_time() + children()

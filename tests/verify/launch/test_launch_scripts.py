@@ -180,6 +180,7 @@ LAUNCHES = [
     ("qwen3", "OFF=(", "OFF=(--fp16 ", "CK719", "warning", "bfloat16", "float16, at"),
     ("qwen3", "OFF=(", "OFF=(--attention-backend unfused ", "CK719", "warning", "flash", "context_parallel_size = 2"),
     ("deepseek_v3", "OFF=(", "OFF=(--attention-backend flash ", "CK719", "warning", "auto", "multi_latent_attention"),
+    ("qwen3", "OFF=(", "OFF=(--padded-vocab-size 151937 ", "CK722", "error", "by TP = 2", "size = 151937, at"),
     ("qwen3_moe", "--moe-router-dtype fp32", "", "CK719", "warning", "moe_router_dtype = fp32", "nothing"),
     ("qwen3_moe", "--moe-permute-fusion", "", "CK719", "warning", "--moe-permute-fusion", "False"),
     ("qwen3", "--context-parallel-size 2", "--context-parallel-size 3", "CK722", "error", "2 x 1 x 3 = 6", "8 GPUs"),
@@ -319,6 +320,8 @@ HOSTILE = [
     "bash -c 'touch ROOT/ran'",
     "cat <(touch ROOT/ran)",
     "while true; do touch ROOT/ran; done",
+    "source /dev/zero",
+    "source /proc/kmsg",
     "while :; do X+=(1); done",
     "for ((;;)); do X=$X$X; done",
     "f() { f; }; f",
@@ -442,3 +445,31 @@ def test_two_trainers_in_one_script_are_inconclusive(configs: PathOf, tmp_path: 
     report = preflight(script=tmp_path / "run.sh")
     assert (report.status, report.findings) == ("inconclusive", [])
     assert "both start a trainer" in report.reasons[0]
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"num_attention_heads": 0}])
+def test_broken_config_is_said_by_the_check_of_configs_alone(
+    change: dict[str, object], configs: PathOf, tmp_path: Path
+) -> None:
+    root = write_config(tmp_path / "hf", "qwen3")
+    (root / "config.json").write_text(json.dumps(json.loads((root / "config.json").read_text()) | change))
+    report = preflight(script=write_launch(tmp_path, "qwen3", root))
+    assert "CK101" in [finding.code for finding in report.findings]
+    assert of_launch(report) == []
+
+
+def test_model_that_is_not_supported_is_not_judged(tmp_path: Path) -> None:
+    root = write_config(tmp_path / "hf", "qwen3")
+    (root / "config.json").write_text(json.dumps({"model_type": "unheard_of", "hidden_size": 8}))
+    report = preflight(script=write_launch(tmp_path, "qwen3", root))
+    assert "CK101" in [finding.code for finding in report.findings]
+    # slime does not load it as --ref-load either.
+    assert [finding.code for finding in of_launch(report)] == ["CK712"]
+    assert [check.status for check in report.checks if check.code in ("CK718", "CK722")] == ["skipped", "skipped"]
+
+
+def test_source_that_is_no_bash_is_unresolved(configs: PathOf, tmp_path: Path) -> None:
+    (tmp_path / "broken.sh").write_text("A=(1\n")
+    template = RAY.replace("ray start", f"source {tmp_path}/broken.sh\nray start")
+    report = preflight(script=write_launch(tmp_path, "qwen3", configs("qwen3"), template))
+    assert "broken.sh:1: ( is never closed" in report.reasons[0]

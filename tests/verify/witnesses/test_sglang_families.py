@@ -105,8 +105,8 @@ def test_lost_and_exchanged_tensors_of_a_draft_layer_are_named(
     name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
 ) -> None:
     """The projection of both inputs, a norm and up of one expert are missing; two experts have each other's names."""
-    report = runs[f"{name} broken"].draft
-    assert report is not None, runs[f"{name} broken"]
+    report = runs[f"{name} lost_and_exchanged"].draft
+    assert report is not None, runs[f"{name} lost_and_exchanged"]
     tensors = models.tensors(cases[name].checkpoint)
     missing = {one for one in tensors if LOST_OF_DRAFT.fullmatch(one)}
     assert len(missing) == (2 if name == "qwen3_5" else 3)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, UnsupportedError
+from converters.config.dims import ModelDims
+from converters.planner import dims_of
 from verify.check import Skip
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
@@ -25,6 +27,17 @@ def engine_config(root: Path) -> Mapping[str, Any]:
         return SideFiles(root).config
     except CkptkitError:
         return {}
+
+
+def engine_dims(config: Mapping[str, Any]) -> ModelDims:
+    """The model of the engine's config. Raises Skip where CK101 says that it is broken, UnsupportedError for others."""
+    try:
+        return dims_of(config)
+    except UnsupportedError:
+        raise
+    except (CkptkitError, TypeError, ValueError) as error:
+        said = error.message if isinstance(error, CkptkitError) else error
+        raise Skip(f"there is no usable config.json: {said}") from error
 
 
 def unless_skipped(look: Callable[[Subject], object]) -> Callable[[Subject], str | None]:

@@ -7,9 +7,8 @@ from typing import Any
 
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.dims import ModelDims
-from converters.planner import dims_of
 from verify.check import Skip, Tally, check
-from verify.checks.launch.engine import engine_config, unless_skipped
+from verify.checks.launch.engine import engine_config, engine_dims, unless_skipped
 from verify.checks.launch.groups import of_stack
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -60,10 +59,11 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     sizes = _Sizes(given, subject)
     if not set(_JOB).isdisjoint(given.values):
         yield from sizes.job()
+    yield from sizes.vocabulary()
     yield from sizes.engines()
     config = engine_config(subject.launch.hf_checkpoint) if subject.launch and subject.launch.hf_checkpoint else {}
     if config:
-        yield from sizes.model(dims_of(config), config)
+        yield from sizes.model(engine_dims(config), config)
 
 
 class _Sizes:
@@ -115,6 +115,14 @@ class _Sizes:
             product = f"{self.ep} x {self.etp} x {self.pp} = {self.ep * self.etp * self.pp}"
             expected = f"a multiple of EP x ETP x PP = {product} GPUs"
             yield self.issue(expected, said, "change the number of GPUs, or these sizes")
+
+    def vocabulary(self) -> Iterator[Issue]:
+        """Rows of the embedding, which Megatron pads by itself to a multiple of TP unless it is told how many."""
+        rows = self.given.get("padded_vocab_size", None)
+        if rows and self.tp and rows % self.tp:
+            expected = f"padded_vocab_size that divides by TP = {self.tp}"
+            hint = "leave --padded-vocab-size out, so that Megatron pads by --make-vocab-size-divisible-by x TP"
+            yield self.issue(expected, f"padded_vocab_size = {rows}, at {self.given.place('padded_vocab_size')}", hint)
 
     def engines(self) -> Iterator[Issue]:
         """The rollout's GPUs. Source: slime `sglang_utils/arguments.py`, SGLang `ServerArgs`."""

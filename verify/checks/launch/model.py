@@ -6,14 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
 from converters.blocks.latent_attention import WITHOUT_FLAG
 from converters.config.dims import ModelDims
 from converters.megatron.arguments import comparable_args
-from converters.planner import dims_of
 from verify.check import Skip, Tally, check
 from verify.checks.config.arguments import compared, mismatches
-from verify.checks.launch.engine import engine_config, engine_of, unless_skipped
+from verify.checks.launch.engine import engine_config, engine_dims, engine_of, unless_skipped
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.launch import Launch
@@ -90,10 +88,7 @@ def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _dims(config: Mapping[str, Any], given: GivenArguments, tally: Tally) -> ModelDims:
     """The model of the release; without --mtp-num-layers a run has no such layers, whatever config.json says."""
-    try:
-        dims = dims_of(config)
-    except (TypeError, ValueError) as error:
-        raise CkptkitError(f"config.json: a size is not a number: {error}", "compare it with the release") from error
+    dims = engine_dims(config)
     if dims.mtp_layers and not given.get("mtp_num_layers", 0):
         tally.note(f"the launch trains without the {dims.mtp_layers} multi-token prediction layers of the release")
         return replace(dims, mtp_layers=0)

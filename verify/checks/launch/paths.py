@@ -113,7 +113,8 @@ def _words(subject: Subject) -> Launch:
         "the job may stop after the GPUs were booked."
     ),
     fix=(
-        "Give paths and sizes as options of preflight, or as the options of Megatron-LM, slime and SGLang; "
+        "Give paths and sizes as options of preflight, or as the options of Megatron-LM, slime and SGLang, and set a "
+        "variable that the script does not set in the environment (`NUM_GPUS=8 ckptkit preflight run.sh`); "
         "the reasons say which words were not read."
     ),
     unless=unless_skipped(_words),

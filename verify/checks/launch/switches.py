@@ -20,7 +20,7 @@ def _given(subject: Subject) -> GivenArguments:
     """The arguments of a launch that says what it trains. Raises Skip for any other."""
     launch = subject.launch or Launch()
     given = launch.given
-    if not given.describes_model and not launch.bridge:
+    if not given.describes_model:
         raise Skip("the launch gives no model arguments")
     return given
 

@@ -15,6 +15,7 @@ _LONG_NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+|[@*#?$!-]")
 _OPERATOR = re.compile(r":[-=?+]|[-=?+]|##?|%%?|//?|\^\^?|,,?|:|@")
 _HEREDOC = re.compile(r"<<(-)?(?!<)[ \t]*([^\s;&|<>()]+)")
 _DEPTH = 100
+_CHECK = "check it with `bash -n`; if that accepts it, paste the trainer's command into a file of its own"
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Lexer:
     def error(self, message: str, line: int | None = None) -> CkptkitError:
         """What is wrong with the script, and where."""
         where = f"{self.name}:{line or self.line}"
-        return CkptkitError(f"{where}: {message}", "`bash -n` says the same of it: correct the script")
+        return CkptkitError(f"{where}: {message}", _CHECK)
 
     @property
     def rest(self) -> bool:

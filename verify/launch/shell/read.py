@@ -38,9 +38,8 @@ def read_script(
     text = _text(script) if text is None and script is not None else text or ""
     place = str(script) if script else "the text"
     shell = Shell(script, Path.cwd(), environment or {}, tuple(Value(word) for word in arguments))
-    nodes = parse(text, place)
     try:
-        follow(shell, nodes)
+        follow(shell, parse(text, place))
     except TooMuchError as error:
         return LaunchText(unresolved=(f"{place}: {error}, so it was not read to its end",))
     except RecursionError:

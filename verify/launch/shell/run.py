@@ -241,7 +241,11 @@ def substituted(shell: Shell, part: Substitution) -> Value:
     branch = shell.branch()
     branch.output, branch.depth = [], shell.depth + 1
     _deep(branch)
-    follow(branch, nested(part, str(shell.file or "the command line")))
+    try:
+        nodes = nested(part, str(shell.file or "the command line"))
+    except CkptkitError as error:
+        return unknown(part.source, error.message)
+    follow(branch, nodes)
     shell.arguments_used |= branch.arguments_used
     if any(not value.known for value in branch.output):
         why = next(gap.why for value in branch.output for gap in value.gaps)
@@ -339,15 +343,22 @@ def _source(shell: Shell, words: list[Value], line: int) -> tuple[Flow, Result]:
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise TooMuchError(f"{path} has more than {_LARGEST_FILE} bytes")
-        text = path.read_bytes().decode(errors="replace") if path.is_file() else None
+        # A file without a size is empty, or one of the kernel's, whose reading may never end.
+        content = path.read_bytes() if path.is_file() and path.stat().st_size else b""
+        text = content.decode(errors="replace") if path.is_file() else None
     except OSError:
         text = None
     if text is None:
         shell.unresolved[f"{shell.place(line)}: source {said}: there is no such file"] = None
         return "", None
+    try:
+        nodes = parse(text, str(path))
+    except CkptkitError as error:
+        shell.unresolved[f"{shell.place(line)}: source {said}: {error.message}"] = None
+        return "", None
     before, shell.file, shell.depth = shell.file, path, shell.depth + 1
     _deep(shell)
-    flow, result = follow(shell, parse(text, str(path)))
+    flow, result = follow(shell, nodes)
     shell.file, shell.depth = before, shell.depth - 1
     return ("exit" if flow == "exit" else ""), result
 
