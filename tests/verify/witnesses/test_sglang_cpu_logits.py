@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 # Its class takes the hidden size divided by the heads for a head's size, whatever head_dim says.
 FOUR_HEADS = "mixtral"
 COMPUTED = (
-    *("qwen2-untied", "qwen3-tied", "llama", "mistral", "glm4", "gemma3_text", "qwen2_5_vl"),
+    *("qwen2-untied", "qwen3-tied", "llama", "mistral", "glm4", "gemma3_text", "qwen2_5_vl", "qwen3_vl-tied"),
     *("qwen3_moe", "glm4_moe", "qwen3_vl_moe", "deepseek_v3", "moonlight", "glm4_moe_lite"),
     FOUR_HEADS,
 )
