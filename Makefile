@@ -5,6 +5,7 @@ PYTHON ?=
 DEMO_OUT ?= demo-out
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+CELLS ?=
 INSTALL ?= -c constraints.txt
 
 .DELETE_ON_ERROR:
@@ -26,7 +27,7 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 		exit 1; \
 	fi
 
-.PHONY: help setup demo test test-sglang lint families mutation-report bench which-python
+.PHONY: help setup demo test test-sglang lint families mutation-report sglang-matrix bench which-python
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -60,6 +61,10 @@ families: $(stamp)  ## write the table of docs/families.md from the registry
 
 mutation-report: $(stamp)  ## break checkpoints in every known way and print which checks find it
 	@PYTHONPATH=.:tests $(python) -W ignore -m mutations.report
+
+# With CUDA it also passes through SGLang's repacking. CELLS takes --only REGEX and --limit N.
+sglang-matrix: $(stamp)  ## load every test model in every format into SGLang (an hour) and print what came out
+	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(python) -W ignore -m sglang_matrix $(CELLS)
 
 examples: $(stamp)  ## make the reports of docs/examples again
 	@$(python) docs/examples/make.py

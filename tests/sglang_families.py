@@ -46,5 +46,5 @@ LEFT_OUT = {
 # What SGLang's own loader raises where experts are shared out between two ranks.
 _NOT_SHARED_OUT = "The size of tensor a (6) must match the size of tensor b (12) at non-singleton dimension 0"
 REFUSED_IN_PARALLEL = {EngineSizes(2, 2): dict.fromkeys(("gpt_oss", "gpt_oss-v4"), _NOT_SHARED_OUT)}
-EXPERT = re.compile(r"layers\.3\.\w+\.experts\.[45]\.")
+EXPERT = re.compile(r"layers\.3\.\w+\.experts\.([45]\.|gate_up_proj|down_proj)")
 CLEAN = [name for name in CASES if name not in SAID and name not in LEFT_OUT]

@@ -28,11 +28,15 @@ from verify.witnesses.sglang.run import SglangRun, outcome
 Weights = Iterator[tuple[str, Tensor]]
 
 
-LOST = re.compile(r".*layers\.(5\.input_layernorm\.weight|6\.\w+\.experts\.7\.(up_proj|w3)\.weight)")
-
-
-# The same in INT4, where up of an expert loses its packed weight and keeps its scales.
-LOST_PARTS = re.compile(LOST.pattern.removesuffix(r"\.weight)") + r"\.weight_packed)")
+# A norm, up of an expert beside its gate, and all of another expert. In INT4 up loses its packed weight alone.
+LOST = re.compile(
+    r".*layers\.(5\.input_layernorm\.weight|6\.\w+\.experts\.7\.(up_proj|w3)\.weight|7\.\w+\.experts\.2\.\w+\.weight)"
+)
+LOST_PARTS = re.compile(r".*layers\.(5\.input_layernorm\.weight|6\.\w+\.experts\.7\.(up_proj|w3)\.weight_packed)")
+# What rank 1 loses: a norm, and the queries, of which it holds a slice. Layer 7 has attention in hybrid models too.
+LOST_ON_RANK_1 = re.compile(r".*layers\.7\.(input_layernorm|self_attn\.(q_proj|q_b_proj))\.weight")
+CUT = re.compile(r".*layers\.6\.(\w+\.experts\.7\.(up_proj|w3)|self_attn\.o_proj|linear_attn\.out_proj)\.weight")
+FUSED = re.compile(r".*layers\.3\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
 
 
 def unaltered(weights: Weights) -> Weights:
@@ -40,9 +44,11 @@ def unaltered(weights: Weights) -> Weights:
 
 
 def swapped_experts(weights: Weights) -> Weights:
-    """Experts 4 and 5 of layer 3 under each other's names."""
+    """Experts 4 and 5 of layer 3 under each other's names, or in each other's places where all are one tensor."""
     other = {"4": "5", "5": "4"}
     for name, tensor in weights:
+        if FUSED.fullmatch(name):
+            tensor = tensor[[0, 1, 2, 3, 5, 4, *range(6, len(tensor))]]
         yield (
             re.sub(r"(layers\.3\.\w+\.experts\.)([45])\.", lambda match: f"{match[1]}{other[match[2]]}.", name),
             tensor,
@@ -76,7 +82,7 @@ def one_bit(weights: Weights) -> Weights:
 
 
 def half_written(weights: Weights) -> Weights:
-    """A loader with a defect: it fills only the first half of every expert's down_proj."""
+    """A loader with a defect: it fills only the first half of every expert's down projection."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     original = FusedMoE._load_w2
@@ -96,16 +102,24 @@ def skipped_layer(weights: Weights) -> Weights:
 
 
 def lost_and_exchanged(weights: Weights) -> Weights:
-    """The first norm of layer 5 is missing, and up of expert 7 of layer 6; experts 4 and 5 of layer 3 are exchanged."""
+    """What LOST matches is missing; experts 4 and 5 of layer 3 are exchanged."""
     return swapped_experts(
         (name, tensor) for name, tensor in weights if not (LOST.fullmatch(name) or LOST_PARTS.fullmatch(name))
     )
 
 
 def lost_on_one_rank(weights: Weights) -> Weights:
-    """Rank 1 is not given a norm, nor the query projection of which it holds a slice."""
-    lost = {f"model.layers.5.{name}.weight" for name in ("input_layernorm", "self_attn.q_proj")}
-    return ((name, tensor) for name, tensor in weights if name not in lost or not torch.distributed.get_rank())
+    """As `lost_and_exchanged`, and rank 1 is not given what LOST_ON_RANK_1 matches."""
+    rank = torch.distributed.get_rank()
+    return lost_and_exchanged(
+        (name, tensor) for name, tensor in weights if rank != 1 or not LOST_ON_RANK_1.fullmatch(name)
+    )
+
+
+def cut(weights: Weights) -> Weights:
+    """Output of attention in layer 6, and up of an expert there, come with half of their rows, as slices of them."""
+    for name, tensor in weights:
+        yield name, tensor.chunk(2)[0] if CUT.fullmatch(name) else tensor
 
 
 def broken_feed(weights: Weights) -> Weights:
@@ -125,6 +139,7 @@ ALTER: Mapping[str, Callable[[Weights], Weights]] = {
         skipped_layer,
         lost_and_exchanged,
         lost_on_one_rank,
+        cut,
         broken_feed,
         swapped_scales,
     )

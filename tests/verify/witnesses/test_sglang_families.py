@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import models
 import pytest
 from families import CASES
 from sglang_families import CLEAN, EXPERT, LEFT_OUT, SAID
-from sglang_runs import LOST, Case, run_cases
+from sglang_runs import CUT, LOST, Case, run_cases
 
 from verify.witnesses.sglang.run import SglangRun
 
@@ -17,6 +18,14 @@ pytestmark = [
     pytest.mark.sglang,
     pytest.mark.timeout(900),
 ]
+# Test models whose experts SGLang loads by its class for all of them, and how a down projection's name ends.
+ROUTED = [
+    name
+    for name in CLEAN
+    if "moe" in name or name.startswith(("deepseek", "kimi", "moonlight", "qwen3_next", "minimax"))
+]
+COLLECTED = ("deepseek_v3", "moonlight", "kimi_k2", "gpt_oss", "gpt_oss-v4")
+DOWN = re.compile(r".*\.experts\.(\d+\.(down_proj|w2)\.weight|down_proj)")
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +33,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     root = tmp_path_factory.mktemp("models")
     for name in CASES:
         models.save(name, root / name)
+    altered = {"lost_and_exchanged": CLEAN, "cut": CLEAN, "half_written": ROUTED}
     return {name: Case(root / name) for name in CASES} | {
-        f"{name} broken": Case(root / name, alter="lost_and_exchanged") for name in CLEAN
+        f"{name} {alter}": Case(root / name, alter=alter) for alter, names in altered.items() for name in names
     }
 
 
@@ -67,11 +77,45 @@ def test_what_sglang_refuses_is_quoted(name: str, runs: Mapping[str, SglangRun])
 def test_lost_and_exchanged_tensors_are_named(
     name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
 ) -> None:
-    """A norm and up of one expert are missing; two experts of another layer have each other's names."""
-    report = runs[f"{name} broken"].report
-    assert report is not None, runs[f"{name} broken"]
+    """A norm, up of an expert and all of another are missing; two experts of another layer have each other's names."""
+    report = runs[f"{name} lost_and_exchanged"].report
+    assert report is not None, runs[f"{name} lost_and_exchanged"]
     tensors = models.tensors(cases[name].checkpoint)
     missing = {one for one in tensors if LOST.fullmatch(one)}
     assert {one.tensor for one in report.unwritten} == missing
     assert {one.tensor for one in report.dropped} == missing
     assert {one.tensor for one in report.differing} == {one for one in tensors if EXPERT.search(one)}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_matrix_with_half_of_its_rows_is_named_with_what_sglang_says(
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    """Up of an expert, or the output of attention. No loader of SGLang takes it; some collect all tensors first."""
+    crash = str(runs[f"{name} cut"].crash)
+    cut = {one: tensor.shape for one, tensor in models.tensors(cases[name].checkpoint).items() if CUT.fullmatch(one)}
+    if name in COLLECTED:
+        assert crash.endswith("by then it had been given every tensor")
+    else:
+        last = crash.rpartition("the last tensor it was given: ")[2]
+        cut = {last: cut[last]}
+    assert any(
+        f"loaded_weight.shape=torch.Size([{rows // 2}, {columns}])" in crash or f"dimension size ({rows // 2})" in crash
+        for rows, columns in cut.values()
+    )
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_the_half_of_each_expert_that_a_loader_leaves_out_is_named(
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    report = runs[f"{name} half_written"].report
+    assert report is not None, runs[f"{name} half_written"]
+    tensors = models.tensors(cases[name].checkpoint)
+    down = {one: tensor.numel() for one, tensor in tensors.items() if DOWN.fullmatch(one) and one not in report.draft}
+    assert {one.tensor: one.what for one in report.dropped} == {
+        one: f"only {size // 2} of its {size} elements were written" for one, size in down.items()
+    }
+    params = {re.sub(r"\.experts\..*", ".experts.w2_weight", one).replace("language_model.", "") for one in down}
+    assert {one.param for one in report.unwritten} == params
+    assert report.differing == ()

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import models
 import pytest
+from sglang_cells import BF16, FP8, Cell, checkpoint, values
 from sglang_families import EXPERT
 from sglang_formats import LABELS, NOT_IN_FP8, write_all
+from sglang_matrix import CLEAN, judged
 from sglang_runs import LOST_PARTS, Case, run_cases
 
 from verify.checks.witnesses.sglang import _why_no_scale
@@ -16,6 +18,22 @@ from verify.witnesses.sglang.run import SglangRun
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
+# Of the matrix that `make sglang-matrix` runs: a dense model, one with experts, one with latent attention in the larger
+# groups and each way, a vision tower, experts that nobody knows one by one, and FP8 of linear attention.
+CELLS = {
+    str(cell): cell
+    for cell in (
+        Cell("qwen3-untied", "wide", "INT4 64 qmax7", "HF"),
+        Cell("qwen2-tied", "wide", "INT4 128 zero points", "Megatron"),
+        Cell("qwen3_moe", "wide", "INT4 128 minmax", "HF"),
+        Cell("qwen3_moe", "wide", "INT4 64 zero points", "Megatron"),
+        Cell("deepseek_v3", "wide", "INT4 64 minmax", "HF"),
+        Cell("deepseek_v3", "wide", "INT4 128 qmax7", "Megatron"),
+        Cell("qwen2_5_vl", "odd", BF16, "Megatron"),
+        Cell("gpt_oss", "wide", BF16, "Megatron"),
+        Cell("qwen3_5", "odd", FP8, "HF"),
+    )
+}
 BROKEN = ("qwen2-tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2", "qwen3_vl_moe")
 
 
@@ -24,7 +42,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     root = tmp_path_factory.mktemp("formats")
     labels = [*LABELS, *(f"fp8 {name}" for name in NOT_IN_FP8)]
     broken = {f"broken {name}": Case(root / f"groups {name}", alter="lost_and_exchanged") for name in BROKEN}
-    return {label: Case(path) for label, path in write_all(root, labels)} | broken
+    cells = {label: checkpoint(cell, root) for label, cell in CELLS.items()}
+    return {label: Case(path) for label, path in write_all(root, labels)} | broken | cells
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +62,12 @@ def test_every_part_is_where_sglang_keeps_it(
     # SGLang never uses the shapes, and keeps only the last one of a fused layer.
     left = {name for name in tensors if name in report.draft or name.endswith(("inv_freq", "weight_shape"))}
     assert report.equal == {name: tensor.nbytes for name, tensor in tensors.items() if name not in left}
+
+
+@pytest.mark.parametrize("label", CELLS)
+def test_a_cell_of_the_matrix_is_clean(label: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]) -> None:
+    outcome = judged(CELLS[label], runs[label], values(cases[label]))
+    assert (outcome.word, outcome.why) == (CLEAN, "")
 
 
 @pytest.mark.parametrize("name", BROKEN)
