@@ -179,7 +179,6 @@ LAUNCHES = [
     ("qwen3", "--hidden-dropout 0.0", "--hidden-dropout 0.2", "CK719", "warning", "dropout = 0.0", "dropout = 0.2"),
     ("qwen3", "OFF=(", "OFF=(--fp16 ", "CK719", "warning", "bfloat16", "float16, at"),
     ("qwen3", "OFF=(", "OFF=(--attention-backend unfused ", "CK719", "warning", "flash", "context_parallel_size = 2"),
-    ("deepseek_v3", "OFF=(", "OFF=(--attention-backend flash ", "CK719", "warning", "auto", "multi_latent_attention"),
     ("qwen3", "OFF=(", "OFF=(--padded-vocab-size 151937 ", "CK722", "error", "by TP = 2", "size = 151937, at"),
     ("qwen3_moe", "--moe-router-dtype fp32", "", "CK719", "warning", "moe_router_dtype = fp32", "nothing"),
     ("qwen3_moe", "--moe-permute-fusion", "", "CK719", "warning", "--moe-permute-fusion", "False"),

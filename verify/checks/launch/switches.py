@@ -37,10 +37,10 @@ def _given(subject: Subject) -> GivenArguments:
     unless=unless_skipped(_given),
 )
 def switches_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Dropout, fp16, the attention backend with context or latent parallelism, and a router's dtype and order."""
+    """Dropout, fp16, the attention backend under context parallelism, and a router's dtype and order."""
     given = _given(subject)
     yield from (*_dropout(given), *_precision(given, subject), *_attention(given), *_experts(given))
-    tally.compared(0, 7)
+    tally.compared(0, 6)
 
 
 def _warning(given: GivenArguments, name: str, expected: str, actual: str, hint: str) -> Issue:
@@ -81,10 +81,6 @@ def _attention(given: GivenArguments) -> Iterator[Issue]:
         yield _warning(
             given, "attention_backend", "a backend that shares a sequence out: flash, fused or auto", said, hint
         )
-    if backend == "flash" and given.get("multi_latent_attention", False):
-        hint = "leave --attention-backend out, so that Transformer Engine chooses a kernel for heads of two sizes"
-        said = "attention_backend = flash with multi_latent_attention"
-        yield _warning(given, "attention_backend", "auto or fused for latent attention", said, hint)
 
 
 def _experts(given: GivenArguments) -> Iterator[Issue]:
