@@ -10,6 +10,7 @@ from typing import Any, Literal
 import models
 import torch
 from families import CASES, case
+from quantized import small_groups_allowed
 from sglang_families import CLEAN
 from sglang_formats import EXPERTS, SHARED
 from sglang_fp8 import one_an_expert, with_fp8_blocks
@@ -96,12 +97,13 @@ def checkpoint(cell: Cell, root: Path) -> Case:
     if cell.format == FP8:
         plain = one_an_expert(release, root / f"{release.name} experts", transposed="qwen3_vl" in cell.model)
         return Case(with_fp8_blocks(plain, target, cell.block))
-    # Zero points of experts are in a layout of SGLang's own.
+    # Zero points of experts are in a layout of SGLang's own, of which its kernel does not read small groups.
     readers: dict[str, Any] = {"readers": ("sglang",)} if cell.format.endswith("zero points") else {}
-    if cell.way == "HF":
-        quantize(release, target, int4_scheme(**cell.scheme), **readers)
-    else:
-        convert(megatron, target, quantize=int4_scheme(**cell.scheme), **readers)
+    with small_groups_allowed():
+        if cell.way == "HF":
+            quantize(release, target, int4_scheme(**cell.scheme), **readers)
+        else:
+            convert(megatron, target, quantize=int4_scheme(**cell.scheme), **readers)
     return Case(target)
 
 
