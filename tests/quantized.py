@@ -132,5 +132,5 @@ def compressed_config(form: str, **weights: Any) -> dict[str, Any]:
 def small_groups_allowed() -> Iterator[None]:
     """Lets experts have zero points in small groups, which SGLang loads and repacks rightly but computes wrongly."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero_points, "TILE", 0)
+        patch.setattr(zero_points, "SMALL_TILE", 0)
         yield

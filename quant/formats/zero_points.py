@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 # Which of eight rows each nibble of a word holds, lowest nibble first: AWQ's order.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _EXPERTS = ".experts."
-# Inputs of the widest tile of SGLang's Marlin kernel for experts. Of each tile it reads one group's zero points, and
-# takes those of further groups from memory that nobody wrote. Source: `marlin_moe/marlin_template.h` of 0.5.16 and
-# 0.5.23, whose `zp_sh_wr_pred` covers one group; that of dense layers is without the fault.
-TILE = 128
+# Inputs of a tile of SGLang's Marlin kernel for experts, which chooses the smaller or the larger by how many fit a GPU
+# (on an H100 the smaller). Of each tile it reads one group's zero points, and takes those of further groups from memory
+# that nobody wrote. Source: `marlin_moe/marlin_template.h` of 0.5.16 and 0.5.23, whose `zp_sh_wr_pred` covers one
+# group; that of dense layers is without the fault.
+SMALL_TILE, LARGE_TILE = 64, 128
 
 
 def is_expert(name: str) -> bool:
@@ -38,8 +39,8 @@ def check_zero_point_layout(scheme: QuantScheme, has_experts: bool, readers: Seq
         if is_misread(scheme.group_size):
             raise CkptkitError(
                 f"zero points of experts in groups of {scheme.group_size}: SGLang's kernel reads those of one group in "
-                f"{TILE} inputs, and its answers change from one request to the next",
-                f"--group-size {TILE} or channel; or quantize symmetrically",
+                f"{SMALL_TILE} inputs or more, and its answers change from one request to the next",
+                f"--group-size {LARGE_TILE} or channel; or quantize symmetrically",
             )
         return True
     raise CkptkitError(
@@ -51,7 +52,7 @@ def check_zero_point_layout(scheme: QuantScheme, has_experts: bool, readers: Seq
 
 def is_misread(group_size: int | None) -> bool:
     """Whether SGLang's kernel for experts misses zero points of groups of this size; None is a group a row."""
-    return group_size is not None and group_size < TILE
+    return group_size is not None and group_size < SMALL_TILE
 
 
 def for_sglang_experts(zero_point: Tensor, rows: int, name: str) -> Tensor:

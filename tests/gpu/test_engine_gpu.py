@@ -68,17 +68,16 @@ def with_zero_points(name: str, group: int | None, root: Path) -> Report:
     return verified(path, frozenset({"engine", "logits"}))
 
 
-@pytest.mark.parametrize(("name", "group"), [("dense", 32), ("moe", 128), ("moe", None)])
+@pytest.mark.parametrize(("name", "group"), [("dense", 32), ("moe", 64), ("moe", 128), ("moe", None)])
 def test_zero_points_are_what_the_engine_computes_with(name: str, group: int | None, tmp_path: Path) -> None:
     report = with_zero_points(name, group, tmp_path)
     assert not failed(report), report.findings
     assert not report.reasons
 
 
-@pytest.mark.parametrize("group", [32, 64])
-def test_zero_points_of_experts_in_small_groups_are_misread(group: int, tmp_path: Path) -> None:
+def test_zero_points_of_experts_in_small_groups_are_misread(tmp_path: Path) -> None:
     """SGLang's kernel takes those of all but one group in a tile from memory that nobody wrote."""
-    report = with_zero_points("moe", group, tmp_path)
+    report = with_zero_points("moe", 32, tmp_path)
     assert failed(report) >= {"CK309", "CK601"}, report.findings
 
 

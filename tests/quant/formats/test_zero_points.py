@@ -44,11 +44,11 @@ def test_who_may_have_it() -> None:
     assert not check_zero_point_layout(symmetric, True, ("sglang", "vllm"))
     assert not check_zero_point_layout(ASYMMETRIC, False, ("sglang", "vllm"))
     assert check_zero_point_layout(ROWS, True, ("sglang",))
-    assert check_zero_point_layout(replace(ASYMMETRIC, group_size=128), True, ("sglang",))
+    assert check_zero_point_layout(replace(ASYMMETRIC, group_size=64), True, ("sglang",))
     with pytest.raises(
-        CkptkitError, match=r"groups of 64: SGLang's kernel reads those of one group in 128 inputs"
+        CkptkitError, match=r"groups of 32: SGLang's kernel reads those of one group in 64 inputs or more"
     ) as misread:
-        check_zero_point_layout(replace(ASYMMETRIC, group_size=64), True, ("sglang",))
+        check_zero_point_layout(ASYMMETRIC, True, ("sglang",))
     assert misread.value.hint == "--group-size 128 or channel; or quantize symmetrically"
     assert is_expert("model.layers.0.mlp.experts.3.up_proj.weight")
     assert not is_expert("model.layers.0.mlp.shared_experts.up_proj.weight")

@@ -10,7 +10,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from converters.planner import expected_hf
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
-from quant.formats.zero_points import TILE, is_expert, is_misread
+from quant.formats.zero_points import LARGE_TILE, SMALL_TILE, is_expert
 from quant.selection.readers import RL_READERS
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.int4 import not_quantized, packed_weights
@@ -111,8 +111,8 @@ def _no_tp(subject: Subject) -> str | None:
     "SGLang's kernels read every zero point of the experts",
     stage="quantization",
     preflight=True,
-    rationale="SGLang's kernel for packed experts reads the zero points of one group in each tile of 128 inputs. Those "
-    "of further groups are whatever shared memory held, and answers change from one request to the next.",
+    rationale="SGLang's kernel for packed experts reads the zero points of one group in each tile of 64 or 128 inputs. "
+    "Those of further groups are whatever shared memory held, and answers change from one request to the next.",
     fix="Quantize the experts again symmetrically, or in groups of 128 or with a scale a row.",
     unless=not_quantized,
 )
@@ -122,17 +122,27 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0, len(schemes))
     if "sglang" not in (subject.readers or RL_READERS):
         raise Skip("SGLang is none of the readers that were named")
-    misread = [
-        module + ZERO_POINT
+    small = [
+        (module + ZERO_POINT, scheme[0])
         for module, scheme in schemes
-        if scheme and scheme[2] and is_expert(module) and is_misread(scheme[0] or None)
+        if scheme and scheme[2] and is_expert(module) and 0 < scheme[0] < LARGE_TILE
     ]
+    hint = f"quantize the experts again: symmetrically, or with --group-size {LARGE_TILE} or channel"
     yield Issue(
-        f"groups of at least {TILE} inputs, or one a row",
+        f"groups of at least {SMALL_TILE} inputs, or one a row",
         "smaller groups, of whose zero points SGLang's kernel reads one in each tile",
-        "quantize the experts again: symmetrically, or with --group-size 128 or channel",
-        names=misread,
+        hint,
+        names=[name for name, group in small if group < SMALL_TILE],
         file=subject.path,
+    )
+    yield Issue(
+        f"groups of at least {LARGE_TILE} inputs, or one a row",
+        f"groups of {SMALL_TILE}, which SGLang's kernel reads in tiles of {SMALL_TILE} (as on an H100), but not in "
+        f"tiles of {LARGE_TILE}",
+        f"{hint}; or `verify --logits` on the GPU that serves it",
+        names=[name for name, group in small if group >= SMALL_TILE],
+        file=subject.path,
+        severity="warning",
     )
 
 
