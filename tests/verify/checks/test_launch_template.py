@@ -1,0 +1,64 @@
+"""CK724: a chat template and stop ids that a launch asks for, by hand-written files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from fixture_types import PathOf
+
+from verify.launch.preflight import preflight
+from verify.report import Finding
+
+STOPS = "--rollout-stop-token-ids"
+
+
+@pytest.fixture
+def engine(releases: PathOf, tmp_path: Path) -> Path:
+    """A directory of 320 tokens, with a tokenizer and a chat template."""
+    root = shutil.copytree(releases("qwen2-tied"), tmp_path / "engine")
+    words = {f"w{number}": number for number in range(300)}
+    (root / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": words, "merges": []}}))
+    (root / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w3"}))
+    (root / "chat_template.jinja").write_text("{{ messages }}")
+    return root
+
+
+def judged(root: Path, *words: str) -> tuple[str | None, list[Finding]]:
+    """Status of CK724, None where it does not apply, and its findings."""
+    report = preflight(root, arguments=words)
+    status = next((check.status for check in report.checks if check.code == "CK724"), None)
+    return status, [finding for finding in report.findings if finding.code == "CK724"]
+
+
+def test_a_template_and_stop_ids_that_are_there_pass(engine: Path) -> None:
+    assert judged(engine, "--apply-chat-template", STOPS, "3", "5", "--rollout-max-response-len", "8192") == (
+        "passed",
+        [],
+    )
+
+
+def test_a_launch_that_asks_for_neither_is_not_judged(engine: Path) -> None:
+    assert judged(engine, "--rollout-max-response-len", "8192") == (None, [])
+
+
+def test_a_template_in_the_tokenizers_config_counts(engine: Path) -> None:
+    (engine / "chat_template.jinja").unlink()
+    (engine / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w3", "chat_template": "{{ messages }}"}))
+    assert judged(engine, "--apply-chat-template") == ("passed", [])
+
+
+def test_a_template_that_is_nowhere_is_found(engine: Path) -> None:
+    (engine / "chat_template.jinja").unlink()
+    status, (finding,) = judged(engine, "--apply-chat-template")
+    assert (status, finding.severity) == ("failed", "error")
+    assert finding.expected == "a chat template, since the command line has --apply-chat-template"
+
+
+def test_a_stop_id_beyond_the_vocabulary_is_found(engine: Path) -> None:
+    vocabulary = json.loads((engine / "config.json").read_text())["vocab_size"]
+    status, (finding,) = judged(engine, STOPS, "3", str(vocabulary))
+    assert status == "failed"
+    assert finding.actual == f"{STOPS} {vocabulary}, at the command line"
