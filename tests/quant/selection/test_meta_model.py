@@ -499,7 +499,7 @@ def test_lint_of_a_config_with_a_kernel_fetches_nothing(tmp_path: Path, attempts
 def test_one_module_alone_hands_configs_to_transformers() -> None:
     """Two others build models: the demo, from its own sizes, and the reference of `--logits`, in an offline process.
 
-    Another loads tokenizers alone, in an offline process too.
+    Two load tokenizers alone: one in an offline process too, one by tokenizer.json and no config.
     """
     root = Path(__file__).parents[3]
     found = set()
@@ -516,6 +516,7 @@ def test_one_module_alone_hands_configs_to_transformers() -> None:
             )
             if any(name.partition(".")[0] == "transformers" for name in names):
                 found.add(str(file.relative_to(root)))
-    others = {"verify/witnesses/engine/reference.py", "verify/witnesses/rollouts/template.py"}
+    witnesses = ("engine/reference.py", "engine/text.py", "rollouts/template.py")
+    others = {f"verify/witnesses/{file}" for file in witnesses}
     assert found == {"ckptkit/app/demo.py", "quant/selection/meta_model.py", *others}
     assert importlib.import_module("quant.selection.meta_model")
