@@ -91,5 +91,5 @@ def _experts(given: GivenArguments) -> Iterator[Issue]:
         hint = "give --moe-router-dtype fp32: near ties in bfloat16 choose other experts than the engine does"
         yield _warning(given, "moe_router_dtype", "moe_router_dtype = fp32", actual, hint)
     if not given.get("moe_permute_fusion", False) and "moe_permute_fusion" not in given.unknown:
-        hint = "give it: without it Megatron adds a token's experts up in another order"
+        hint = "give it: without it Megatron may add a token's experts up in another order than the engine"
         yield _warning(given, "moe_permute_fusion", "--moe-permute-fusion", "moe_permute_fusion = False", hint)
