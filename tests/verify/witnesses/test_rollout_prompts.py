@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import rollout_files
+from installed import release
 from rollout_files import Sample, ids_of, write
 
 from verify.check import Tally
@@ -172,7 +173,12 @@ def test_sglangs_own_chat_handler_renders_the_template(recorded: Any, tmp_path: 
         prompted(ASKED, "<bos>helpo<eos>A"),
         prompted("hello", "hello"),
     ]
-    found = run_sglang_templates(Subject(recorded.path, rollout_data=write(tmp_path / "rollout.pt", given)))
+    subject = Subject(recorded.path, rollout_data=write(tmp_path / "rollout.pt", given))
+    if release("sglang") >= (0, 5, 23):  # its handler wants a server's context
+        with pytest.raises(Unable, match="while starting SGLang's chat handler"):
+            run_sglang_templates(subject)
+        return
+    found = run_sglang_templates(subject)
     assert [(one.index, one.at, one.refused) for one in found] == [(0, None, ""), (1, None, ""), (2, 4, "")]
 
 
