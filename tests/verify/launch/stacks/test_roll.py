@@ -14,7 +14,7 @@ from verify.report import Report
 NAME = "qwen3_moe"
 JOB = """
 defaults:
-  - ../shared/envs@_here_
+  - ../common/envs@_here_
 exp_name: job
 pretrain: MODEL
 reward_pretrain: MODEL
@@ -54,8 +54,8 @@ def hf(releases: PathOf) -> Path:
 
 @pytest.fixture
 def job(hf: Path, tmp_path: Path) -> Path:
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared" / "envs.yaml").write_text("custom_envs: {}\n")
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "envs.yaml").write_text("custom_envs: {}\n")
     path = tmp_path / "jobs" / "job.yaml"
     path.parent.mkdir()
     path.write_text(JOB.replace("MODEL", str(hf)))
@@ -182,7 +182,7 @@ def test_what_cannot_be_told_makes_the_report_inconclusive(word: str, line: str,
 
 
 def test_a_file_of_the_defaults_that_is_not_there_is_inconclusive(job: Path) -> None:
-    (job.parent.parent / "shared" / "envs.yaml").unlink()
+    (job.parent.parent / "common" / "envs.yaml").unlink()
     report = preflight(script=job)
     assert (report.status, report.findings) == ("inconclusive", [])
     assert f"{job}:3: defaults: envs: no such file beside it" in report.facts["not read"]
