@@ -129,6 +129,7 @@ def verdict(
     reference: Mapping[str, Answers],
     routed: Any = (),
     routed_layers: int = 12,
+    source: Path | None = None,
 ) -> Outcome:
     report = EngineReport(
         "0.5.16", "a GPU", {name: [FINITE] for name in (FIRST, AGAIN)}, written=[written], routed=routed, complete=True
@@ -137,7 +138,7 @@ def verdict(
     monkeypatch.setattr(behaviour, "run_engine", lambda subject: run)
     monkeypatch.setattr(behaviour, "run_reference", lambda subject: reference)
     checks = [one for one in all_checks() if one.code in ("CK604", "CK605")]
-    return run_checks(Subject(release, against=frozenset({"engine", "logits"})), checks)
+    return run_checks(Subject(release, source, against=frozenset({"engine", "logits"})), checks)
 
 
 CHOICES = [[[[layer % 12, (layer + 1) % 12] for layer in range(12)] for _ in range(50)]]
@@ -167,6 +168,34 @@ def test_text_that_transformers_would_not_write_fails(
     outcome = verdict(release, monkeypatch, PLAIN, reference(score), CHOICES)
     assert [(one.code, one.severity) for one in outcome.findings] == [("CK604", "error")]
     assert outcome.findings[0].actual == f"-1.00 a token by SGLang, {score:.2f} by transformers"
+
+
+def test_text_that_only_the_source_would_not_write_is_a_warning(release: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantization cost 0.6 nats a token; SGLang computes what the quantized weights say."""
+    monkeypatch.setattr(behaviour, "run_source", lambda subject: reference(-1.6))
+    outcome = verdict(release, monkeypatch, PLAIN, reference(-1.02), CHOICES, source=release)
+    (finding,) = outcome.findings
+    assert (finding.code, finding.severity) == ("CK604", "warning")
+    assert finding.actual == "-1.00 a token by SGLang, -1.60 by the source"
+    assert outcome.facts["text"][1:3] == [
+        "transformers gives that text perplexity 2.77 (bfloat16: 2.77)",
+        "no tokenizer.json, so random tokens are continued",
+    ]
+    assert "the source gives it perplexity 4.95" in outcome.facts["text"]
+
+
+def test_an_engine_that_wrote_nothing_is_inconclusive(release: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = verdict(release, monkeypatch, Continuation([], []), reference(-1.0), CHOICES)
+    assert outcome.reasons == ["CK604: the engine wrote nothing"]
+
+
+def test_experts_of_a_format_that_rounds_activations_are_not_judged(
+    release: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(behaviour, "quantization_of", lambda config: {"quant_method": "fp8"})
+    outcome = verdict(release, monkeypatch, PLAIN, reference(-1.0), CHOICES)
+    assert "rounds activations" in outcome.reasons[0]
+    assert [one.status for one in outcome.checks] == ["passed", "skipped"]
 
 
 def test_repetition_warns_only_where_the_reference_has_less(release: Path, monkeypatch: pytest.MonkeyPatch) -> None:

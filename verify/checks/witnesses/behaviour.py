@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
+from ckptkit.formats.hf.reader import read_json
+from ckptkit.formats.hf.side_files import quantization_of
 from verify.check import Skip, Tally, Unable, check
-from verify.checks.witnesses.engine import FURTHEST
+from verify.checks.witnesses.engine import FURTHEST, rounds_activations
 from verify.checks.witnesses.megatron import finished
 from verify.checks.witnesses.sglang import no_routers
 from verify.evidence.expected import config_of
@@ -16,6 +19,9 @@ from verify.witnesses.engine.job import FIRST, Answers, EngineReport
 from verify.witnesses.engine.run import judged_by_transformers, prompts_of, run_engine, run_reference, run_source
 from verify.witnesses.megatron.run import run_megatron_logits
 from verify.witnesses.sglang.names import routers
+
+if TYPE_CHECKING:
+    from verify.witnesses.engine.text import Figures
 
 APART_NATS = 0.5  # a token; engines and transformers are within 0.01 on sound models (docs/gpu-results.md)
 MORE = 0.3  # of repeated runs, or of tokens that are no text, than the reference has
@@ -51,30 +57,52 @@ def _by_precision(reference: Mapping[str, Answers]) -> tuple[Answers, str, Answe
     fix="Compare the figures with those of the source; then `verify --against-sglang`, and --source for the values.",
 )
 def text(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Greedy continuations of fixed openings: what transformers makes of them, with the source's weights if given."""
+    """Greedy continuations of fixed openings: what transformers, and the source's weights in it, make of them."""
     from verify.witnesses.engine.text import figures, loss, perplexity, tokenizer_of
 
     report = _engine(subject)
-    given = subject.source_path is not None and subject.source_kind == "hf"
-    whose = "the source in transformers" if given else "transformers"
-    exact, dtype, rounded = _by_precision(subject.once(run_source if given else run_reference))
+    count = sum(len(one.ids) for one in report.written)
+    if not count:
+        raise Unable("the engine wrote nothing")
+    exact, dtype, rounded = _by_precision(subject.once(run_reference))
     tokenizer = tokenizer_of(subject.path)
-    ours, theirs = figures(report.written, tokenizer), figures(exact.written, tokenizer)
-    judged, noise = loss(exact.scored), loss(rounded.scored)
-    tally.compared(0, sum(len(one.ids) for one in report.written))
+    ours, judged = figures(report.written, tokenizer), loss(exact.scored)
+    tally.compared(0, count)
     tally.facts["text"] = [
-        f"SGLang {report.version} writes: {ours}; {whose} gives that text perplexity {perplexity(judged)} ({dtype}: "
-        f"{perplexity(noise)})",
-        f"{whose} writes: {theirs}",
+        f"SGLang {report.version} writes: {ours}",
+        f"transformers gives that text perplexity {perplexity(judged)} ({dtype}: {perplexity(loss(rounded.scored))})",
         *([] if tokenizer else ["no tokenizer.json, so random tokens are continued"]),
     ]
     if not abs(judged - ours.loss) <= APART_NATS:  # NaN too
         yield Issue(
-            f"text with a log-probability within {APART_NATS} nats a token of what {whose} gives it",
-            f"{-ours.loss:.2f} a token by SGLang, {-judged:.2f} by {whose}",
+            f"text with a log-probability within {APART_NATS} nats a token of what transformers gives it",
+            f"{-ours.loss:.2f} a token by SGLang, {-judged:.2f} by transformers",
             "SGLang computes something else than the weights say: see CK601, and run `verify --against-sglang`",
             file=subject.path,
         )
+    whose = "transformers"
+    if subject.source_path is not None and subject.source_kind == "hf":
+        whose = "the source"
+        exact, _, _ = _by_precision(subject.once(run_source))
+        tally.facts["text"].append(f"the source gives it perplexity {perplexity(loss(exact.scored))}")
+        yield from _unlike_source(ours.loss, loss(exact.scored), subject)
+    theirs = figures(exact.written, tokenizer)
+    tally.facts["text"].append(f"{whose} writes: {theirs}")
+    yield from _worse(ours, theirs, whose, subject)
+
+
+def _unlike_source(ours: float, source: float, subject: Subject) -> Iterator[Issue]:
+    if not abs(source - ours) <= APART_NATS:
+        yield Issue(
+            f"text that the source would write, within {APART_NATS} nats a token",
+            f"{-ours:.2f} a token by SGLang, {-source:.2f} by the source",
+            "quantization costs this much, or these are other weights: CK305 and CK202 tell",
+            file=subject.path,
+            severity="warning",
+        )
+
+
+def _worse(ours: Figures, theirs: Figures, whose: str, subject: Subject) -> Iterator[Issue]:
     odd = (ours.odd or 0) - (theirs.odd or 0)
     for what, more in (("repeated runs of tokens", ours.repeated - theirs.repeated), ("tokens that are no text", odd)):
         if more > MORE:
@@ -102,6 +130,8 @@ def routing(subject: Subject, tally: Tally) -> Iterator[Issue]:
     from verify.witnesses.engine.distance import rerouted
 
     report = _engine(subject)
+    if rounds_activations(quantization_of(read_json(subject.path / "config.json")) or {}):
+        raise Unable("SGLang rounds activations of this format too, and ckptkit does not know the noise of that")
     if not subject.once(run_engine).routed_layers:
         raise Unable("SGLang gives the choices of experts only of models with num_experts_per_tok in config.json")
     exact, dtype, rounded = _by_precision(subject.once(run_reference))
