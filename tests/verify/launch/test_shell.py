@@ -199,7 +199,7 @@ def test_environment_that_is_no_json_is_unresolved() -> None:
     ("text", "words"),
     [
         ("python3 -m verl.trainer.main_ppo a.b=1", ["a.b=1"]),
-        ("nohup python3 -u /root/slime/train_async.py --lr 1 > log &", ["--lr", "1"]),
+        ("nohup python3 -u /opt/slime/train_async.py --lr 1 > log &", ["--lr", "1"]),
         ("torchrun --nproc-per-node 8 pretrain_gpt.py --lr 1", ["--lr", "1"]),
         ("docker run image bash -lc 'cd /x; python train.py --lr 1'", ["--lr", "1"]),
         ("./train.py --lr 1", ["--lr", "1"]),

@@ -11,7 +11,6 @@ from ckptkit.core.specs import TensorSpec
 from converters.planner import expected_hf
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from quant.formats.zero_points import LARGE_TILE, SMALL_TILE, is_expert
-from quant.selection.readers import RL_READERS
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.evidence.expected import usable_config
@@ -106,6 +105,11 @@ def _no_tp(subject: Subject) -> str | None:
     return None if _engine_tp(subject) > 1 else "no --tp above 1 was given (in a launch, --rollout-num-gpus-per-engine)"
 
 
+def _not_for_sglang(subject: Subject) -> str | None:
+    named = subject.readers is not None and "sglang" not in subject.readers
+    return not_quantized(subject) or ("SGLang is none of the readers that were named" if named else None)
+
+
 @check(
     "CK309",
     "SGLang's kernels read every zero point of the experts",
@@ -114,14 +118,12 @@ def _no_tp(subject: Subject) -> str | None:
     rationale="SGLang's kernel for packed experts reads the zero points of one group in each tile of 64 or 128 inputs. "
     "Those of further groups are whatever shared memory held, and answers change from one request to the next.",
     fix="Quantize the experts again symmetrically, or in groups of 128 or with a scale a row.",
-    unless=not_quantized,
+    unless=_not_for_sglang,
 )
 def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Group sizes of routed experts with zero points, where SGLang is to load them."""
     schemes = list(_schemes(subject.hf_files.specs))
     tally.compared(0, len(schemes))
-    if "sglang" not in (subject.readers or RL_READERS):
-        raise Skip("SGLang is none of the readers that were named")
     small = [
         (module + ZERO_POINT, scheme[0])
         for module, scheme in schemes
