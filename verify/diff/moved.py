@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptkit.core.specs import ranges, summarize
+from ckptkit.core.specs import summarize
 from verify.diff.pairs import Content, Pair
-from verify.evidence.layers import moved_layers
-
-_NUMBERED = {"experts": "experts", "layers": "layers"}
+from verify.evidence.moved.layers import moved_layers
+from verify.evidence.moved.parts import moved_within
+from verify.evidence.moved.stages import Stages
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ def moves_of(pairs: Sequence[Pair], whose: Mapping[str, str]) -> Iterator[Move]:
     """Yields what `whose_bits` found, those that one mistake explains together: layers, experts, projections, names."""
     differing = [pair.name for pair in pairs if pair.state == "differing"]
     left = dict(whose)
-    for layer in moved_layers({name: whose.get(name) for name in differing}):
+    stages = Stages.of_names([pair.name for pair in pairs])
+    for layer in moved_layers({name: whose.get(name) for name in differing}, stages):
         yield _move(layer.text, layer.names, whose)
         for name in layer.names:
             del left[name]
@@ -75,51 +76,11 @@ def _move(text: str, names: Sequence[str], whose: Mapping[str, str]) -> Move:
 
 def _within(whose: Mapping[str, str]) -> Iterator[Move]:
     """Yields moves between names that differ in one place (an expert, a projection), and then all others."""
-    places: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # by what stands before and behind the place
-    others: dict[str, str] = {}
-    for name, other in whose.items():
-        one, two = name.split("."), other.split(".")
-        differ = [at for at, (left, right) in enumerate(zip(one, two, strict=False)) if left != right]
-        if len(one) == len(two) and len(differ) == 1:
-            at = differ[0]
-            places[".".join(one[:at]), ".".join(one[at + 1 :])][one[at]] = two[at]
-        else:
-            others[name] = other
-    same: dict[tuple[str, frozenset[tuple[str, str]]], list[str]] = defaultdict(list)
-    for (before, behind), mapping in places.items():
-        kind = _NUMBERED.get(before.rpartition(".")[2], "")
-        same[kind, frozenset(mapping.items())] += [_joined(before, part, behind) for part in mapping]
-    for (kind, relation), names in same.items():
-        yield _move(_relation(kind, dict(relation)), names, whose)
+    found, others = moved_within(whose)
+    for text, names in found:
+        yield _move(text, names, whose)
     for names in _alike(others):
         yield _move(f"the values of {summarize(others[name] for name in names)} in B", names, whose)
-
-
-def _joined(before: str, part: str, behind: str) -> str:
-    return ".".join(text for text in (before, part, behind) if text)
-
-
-def _relation(kind: str, mapping: Mapping[str, str]) -> str:
-    """Words for parts of names that hold each other's values: `experts 3 and 5 are exchanged`."""
-    prefix = f"{kind} " if kind else ""
-    if all(mapping.get(other) == name for name, other in mapping.items()):
-        first = [name for name in sorted(mapping, key=_order) if _order(name) < _order(mapping[name])]
-        return f"{prefix}{_listed(first)} and {_listed([mapping[name] for name in first])} are exchanged"
-    names = sorted(mapping, key=_order)
-    if set(mapping) == set(mapping.values()):
-        held = ", ".join(f"{name} holds the values of {mapping[name]}" for name in names[:3])
-        return f"{prefix}{_listed(names)} stand in another order: {held}{' and so on' if names[3:] else ''}"
-    hold = "holds" if len(names) == 1 else "hold"
-    return f"{prefix}{_listed(names)} {hold} the values of {_listed([mapping[name] for name in names])}"
-
-
-def _order(part: str) -> tuple[int, str]:
-    return (int(part), "") if part.isdecimal() else (-1, part)
-
-
-def _listed(parts: Iterable[str]) -> str:
-    parts = list(parts)
-    return ranges(map(int, parts)) if all(part.isdecimal() for part in parts) else ", ".join(parts)
 
 
 def _alike(whose: Mapping[str, str]) -> Iterable[list[str]]:

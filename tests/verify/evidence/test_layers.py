@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from verify.evidence.layers import moved_layers, repeated_layers
+from verify.evidence.moved.layers import moved_layers, repeated_layers
+from verify.evidence.moved.stages import Stages
+
+TWELVE = Stages(12)  # layers of a pipeline that nobody knows
+HALVES = Stages(12, {0: [range(6)], 1: [range(6, 12)]})
+CHUNKS = Stages(12, {0: [range(3), range(6, 9)], 1: [range(3, 6), range(9, 12)]})
 
 
 def name(layer: int, rest: str) -> str:
@@ -22,8 +27,8 @@ def moved(origin: dict[int, int]) -> dict[str, str | None]:
 
 def test_a_stage_that_counts_from_zero_is_one_sentence() -> None:
     whose = moved({layer: layer - 6 for layer in range(6, 12)})
-    (found,) = moved_layers(whose)
-    assert found.text == "layers {6..11} hold the values of layers {0..5}"
+    (found,) = moved_layers(whose, TWELVE)
+    assert found.text == "layers {6..11} hold the values of layers {0..5}, which are stages 1 and 0 of a pipeline of 2"
     assert found.hint.startswith("the layers of a pipeline stage were numbered from another one")
     assert found.names == list(whose)
 
@@ -34,7 +39,15 @@ def test_a_stage_that_counts_from_zero_is_one_sentence() -> None:
         ({3: 4, 4: 3}, "layers 3 and 4 are exchanged", "names were exchanged"),
         ({2: 9, 9: 2}, "layers 2 and 9 are exchanged", "names were exchanged"),
         ({2: 9, 9: 2, 4: 11, 11: 4}, "layers {2,4} and {9,11} are exchanged", "names were exchanged"),
-        ({layer: (layer + 6) % 12 for layer in range(12)}, "layers {0..5} and {6..11} are exchanged", "pipeline stage"),
+        (
+            {layer: (layer + 6) % 12 for layer in range(12)},
+            "layers {0..5} and {6..11} are exchanged, which are stages 0 and 1 of a pipeline of 2",
+            "pipeline stage",
+        ),
+        # Neighbours that no stage of an even pipeline has: they begin in the middle of one, or twelve do not divide.
+        ({3: 7, 4: 8, 7: 3, 8: 4}, "layers {3..4} and {7..8} are exchanged", "names were exchanged"),
+        ({layer: (layer + 5) % 10 for layer in range(10)}, "layers {0..4} and {5..9} are exchanged", "names were"),
+        ({7: 3, 8: 4}, "layers {7..8} hold the values of layers {3..4}", "again from the source"),
         (
             {layer: (layer + 1) % 12 for layer in range(12)},
             "layers {0..11} are rotated: layer 0 holds the values of layer 1",
@@ -65,7 +78,7 @@ def test_a_stage_that_counts_from_zero_is_one_sentence() -> None:
 )
 def test_moved_layers_are_blamed_on_what_moves_them_so(origin: dict[int, int], text: str, blamed: str) -> None:
     whose = moved({layer: other for layer, other in origin.items() if layer != other})
-    (found,) = moved_layers(whose)
+    (found,) = moved_layers(whose, TWELVE)
     assert found.text == text
     assert blamed in found.hint
     assert ("pipeline stage" in found.hint) == (blamed == "pipeline stage")
@@ -74,7 +87,7 @@ def test_moved_layers_are_blamed_on_what_moves_them_so(origin: dict[int, int], t
 
 def test_layers_moved_by_two_mistakes_are_two_sentences() -> None:
     whose = moved({0: 1, 1: 0, 7: 3})
-    assert [found.text for found in moved_layers(whose)] == [
+    assert [found.text for found in moved_layers(whose, TWELVE)] == [
         "layers 0 and 1 are exchanged",
         "layer 7 holds the values of layer 3",
     ]
@@ -87,15 +100,82 @@ def test_what_is_no_moved_layer_is_left_to_the_other_findings() -> None:
     from_two = {name(3, "a.weight"): name(4, "a.weight"), name(3, "b.weight"): name(5, "b.weight")}
     outside = {"lm_head.weight": "model.embed_tokens.weight", "model.norm.weight": None}
     for whose in (single, partly, from_two, outside):
-        assert list(moved_layers(whose)) == []
+        assert list(moved_layers(whose, TWELVE)) == []
     # same layer, but not the tensor of the same name
-    assert list(moved_layers(swapped_inside)) == []
+    assert list(moved_layers(swapped_inside, TWELVE)) == []
+
+
+@pytest.mark.parametrize(
+    ("stages", "origin", "text", "hint"),
+    [
+        (
+            HALVES,
+            {layer: (layer + 6) % 12 for layer in range(12)},
+            "layers {0..5} and {6..11} are exchanged, which are stages 0 and 1 of the pipeline",
+            "numbered from another one",
+        ),
+        # An even pipeline of four would have these; this one has two stages.
+        (
+            HALVES,
+            {0: 3, 1: 4, 2: 5, 3: 0, 4: 1, 5: 2},
+            "layers {0..2} and {3..5} are exchanged",
+            "names were exchanged",
+        ),
+        (
+            HALVES,
+            {layer: layer - 1 for layer in range(7, 12)},
+            "layers {7..11} hold the values of layers {6..10}, all of stage 1 of the pipeline (layers {6..11})",
+            "inside a pipeline stage",
+        ),
+        (
+            HALVES,
+            {layer: layer - 1 for layer in range(6, 12)},
+            "layers {6..11} hold the values of layers {5..10}",
+            "save",
+        ),
+        (
+            HALVES,
+            {6: 7, 7: 8, 8: 9, 9: 10, 10: 11, 11: 6},
+            "layers {6..11}, all of stage 1 of the pipeline (layers {6..11}), are rotated: layer 6 holds the values of "
+            "layer 7",
+            "inside a pipeline stage",
+        ),
+        (
+            CHUNKS,
+            {6: 0, 7: 1, 8: 2},
+            "layers {6..8} hold the values of layers {0..2}, which are stages 0 (chunk 1) and 0 (chunk 0) of the "
+            "pipeline",
+            "numbered from another one",
+        ),
+        (
+            CHUNKS,
+            {0: 3, 1: 4, 2: 5, 6: 9, 7: 10, 8: 11} | {3: 0, 4: 1, 5: 2, 9: 6, 10: 7, 11: 8},
+            "layers {0..2,6..8} and {3..5,9..11} are exchanged, which are stages 0 and 1 of the pipeline",
+            "numbered from another one",
+        ),
+    ],
+)
+def test_a_known_pipeline_blames_its_own_stages_alone(
+    stages: Stages, origin: dict[int, int], text: str, hint: str
+) -> None:
+    (found,) = moved_layers(moved(origin), stages)
+    assert found.text == text
+    assert hint in found.hint
 
 
 def test_repeated_layers() -> None:
     equal = [[name(layer, "q.weight"), name(layer + 6, "q.weight")] for layer in range(6)]
     equal += [[name(1, "k.weight"), name(7, "k.weight")], [name(2, "experts.0.w"), name(2, "experts.5.w")]]
-    ((text, names),) = repeated_layers(equal)
-    assert text == "layers {0..5} and {6..11} hold the same bytes"
-    assert len(names) == 14
-    assert list(repeated_layers([[name(2, "experts.0.w"), name(2, "experts.5.w")]])) == []
+    (found,) = repeated_layers(equal, TWELVE)
+    assert found.text == "layers {0..5} and {6..11} hold the same bytes; they are stages 0 and 1 of a pipeline of 2"
+    assert "pipeline stage" in found.hint
+    assert len(found.names) == 14
+    assert list(repeated_layers([[name(2, "experts.0.w"), name(2, "experts.5.w")]], TWELVE)) == []
+
+
+def test_two_repeated_layers_are_no_stages() -> None:
+    (found,) = repeated_layers([[name(4, "q.weight"), name(5, "q.weight")]], TWELVE)
+    assert (found.text, found.hint) == (
+        "layers 4 and 5 hold the same bytes",
+        "compare with the release: which layer belongs there?",
+    )

@@ -32,7 +32,8 @@ from verify.check import Skip, Tally, check
 from verify.evidence.expected import is_quantized, usable_config
 from verify.evidence.extremes import Extremes, same_bytes
 from verify.evidence.folding import alike
-from verify.evidence.layers import layers_of, moved_layers, repeated_layers
+from verify.evidence.moved.layers import layers_of, moved_layers, repeated_layers
+from verify.evidence.moved.stages import stages_of
 from verify.evidence.packed import format_of
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
@@ -118,7 +119,7 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
     )
     wrong = {name: difference for name, difference in values.differences.items() if difference.unequal}
     whose = {name: _whose(subject, name) for name in wrong}
-    for moved in moved_layers(whose):
+    for moved in moved_layers(whose, subject.once(stages_of)):
         yield Issue(
             "each layer's own values", moved.text, moved.hint, names=moved.names, together=True, file=subject.path
         )
@@ -314,9 +315,9 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if kind_of(name) != name and stats.rows > 1 and not stats.constant and not name.endswith(PARTS):
             groups[kind_of(name), stats.digest].append(name)
     equal = [found for found in groups.values() if len(found) > 1]
-    for text, names in repeated_layers(equal):
-        hint = "a pipeline stage may have numbered its layers from 0: compare with the release"
-        yield Issue("bytes of its own for each layer", text, hint, names=names, together=True, file=subject.path)
+    for one in repeated_layers(equal, subject.once(stages_of)):
+        expected = "bytes of its own for each layer"
+        yield Issue(expected, one.text, one.hint, names=one.names, together=True, file=subject.path)
     for found in equal:
         if len(layers_of(found)) < len(found):
             hint = "compare with the release: which expert belongs there?"

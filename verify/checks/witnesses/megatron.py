@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Container, Iterator, Mapping, Sequence
 
-from ckptkit.core.specs import ranges
 from ckptkit.formats.torch_dist.names import norm_alias
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS
 from converters.planner import dims_of, rules_of
 from verify.check import Skip, Tally, Unable, check
+from verify.checks.witnesses.slices import ranks_named, wrong_slices
 from verify.evidence.expected import config_of
-from verify.evidence.folding import LAYER, alike, chunk_ranges
+from verify.evidence.folding import alike, chunk_ranges
+from verify.evidence.moved.stages import Stages
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.witnesses.megatron.job import RankReport, TensorSeen
+from verify.witnesses.megatron.job import RankReport
 from verify.witnesses.megatron.run import MegatronRun, run_megatron
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    distinct = set(ranks)
-    return f"rank{'s' * (len(distinct) > 1)} {ranges(distinct).strip('{}')}"
+def stages_held(subject: Subject) -> Stages:
+    """The pipeline that Megatron was loaded in: the layers of every chunk of every stage; none of a pipeline of one."""
+    held = {report.pp: report.layers for report in finished(subject).reports}
+    return Stages(dims_of(config_of(subject)).layers, held if len(held) > 1 else {})
 
 
 def finished(subject: Subject) -> MegatronRun:
@@ -59,7 +60,7 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
             "every rank loads the checkpoint",
             error,
             "this is Megatron's own error; training would stop on it too",
-            rank=_ranks(failed),
+            rank=ranks_named(failed),
         )
     for report in run.reports:
         tally.tensors += report.requested
@@ -76,7 +77,7 @@ def _unexpected(reports: Sequence[RankReport]) -> Iterator[Issue]:
     for names in alike(askers):
         hint = "Megatron would leave it as initialized, at random: convert again"
         ranks = {rank for name in names for rank in askers[name]}
-        yield Issue("on disk, because Megatron asks for it", "not on disk", hint, names=names, rank=_ranks(ranks))
+        yield Issue("on disk, because Megatron asks for it", "not on disk", hint, names=names, rank=ranks_named(ranks))
 
 
 def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> Iterator[Issue]:
@@ -110,65 +111,13 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     seen = [(report.rank, tensor) for report in run.reports for tensor in report.tensors]
     for _, tensor in seen:
         tally.compared(tensor.nbytes)
-    kinds: dict[tuple[str, bool], list[tuple[int, TensorSeen]]] = defaultdict(list)
-    for rank, tensor in seen:
-        kinds[tensor.verdict, tensor.layer is not None].append((rank, tensor))
-    for (verdict, _), group in kinds.items():
-        if verdict != "equal":
-            yield from _wrong(verdict, group, subject)
+    yield from wrong_slices(run, subject.source_path or subject.path, subject.once(stages_held))
     held = {tensor.name for _, tensor in seen}
     yield Issue(
         "held by some rank",
         "no rank has a parameter for it",
         "please report this",
         names=[rule.megatron for rule in rules_of(config_of(subject)) if rule.megatron not in held],
-    )
-
-
-def _wrong(verdict: str, seen: Sequence[tuple[int, TensorSeen]], subject: Subject) -> Iterator[Issue]:
-    by_name: dict[str, list[tuple[int, TensorSeen]]] = defaultdict(list)
-    for rank, tensor in seen:
-        by_name[tensor.name].append((rank, tensor))
-    where = subject.source_path or subject.path
-    for names in alike(by_name):
-        group = [pair for name in names for pair in by_name[name]]
-        expected, actual, hint = _described(verdict, [tensor for _, tensor in group], where)
-        yield Issue(expected, actual, hint, names=names, rank=_ranks({rank for rank, _ in group}))
-
-
-def _described(verdict: str, tensors: Sequence[TensorSeen], where: Path) -> tuple[str, str, str]:
-    if verdict == "unknown":
-        return (
-            f"a tensor of {where} to compare with",
-            "there is none",
-            "config.json and the weights do not describe the same model",
-        )
-    if verdict == "unwritten":
-        return (
-            "written by the load",
-            "still as it was before the load",
-            "Megatron would train on random values: convert again",
-        )
-    worst = max(tensors, key=lambda tensor: (tensor.differing, tensor.name))
-    actual = f"{worst.differing} of {worst.elements} elements differ in {worst.name}, by up to {worst.largest:.3g}"
-    return f"the slice of {where}", _moved(tensors) or actual, "convert again from the source"
-
-
-def _moved(tensors: Sequence[TensorSeen]) -> str | None:
-    """Which layers hold the values of which others, where that could be told."""
-    pairs = {
-        (int(match[1]), tensor.layer)
-        for tensor in tensors
-        if tensor.layer is not None and (match := LAYER.match(tensor.name))
-    }
-    if not pairs:
-        return None
-    (layer, origin), *rest = sorted(pairs)
-    return ", ".join(
-        [
-            f"layer {layer} holds the values of layer {origin}",
-            *(f"layer {layer} those of layer {origin}" for layer, origin in rest),
-        ]
     )
 
 
@@ -189,7 +138,10 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if stages.setdefault(report.pp, report.layers) != report.layers:
             expected, actual = (chunk_ranges(layers) for layers in (stages[report.pp], report.layers))
             yield Issue(
-                expected, actual, "ranks of one pipeline stage must hold the same layers", rank=_ranks([report.rank])
+                expected,
+                actual,
+                "ranks of one pipeline stage must hold the same layers",
+                rank=ranks_named([report.rank]),
             )
     tally.facts["pipeline stages"] = [
         f"pp rank {stage}: layers {chunk_ranges(stages[stage])}" for stage in sorted(stages)

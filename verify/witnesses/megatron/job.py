@@ -50,7 +50,8 @@ class TensorSeen:
     """One parameter or persistent buffer of a rank, against the slice that it ought to hold.
 
     `unwritten`: every element is still the poison set before loading. `unknown`: no rule, or nothing to compare with.
-    `largest` is the largest absolute difference; `layer` the other layer whose values it holds, where one was found.
+    `largest` is the largest absolute difference. `told`: in words, which part of it is wrong and what stands there.
+    `origins`: the other global tensors whose slice it holds, where any were found.
     """
 
     local: str
@@ -60,7 +61,8 @@ class TensorSeen:
     elements: int
     differing: int = 0
     largest: float = 0.0
-    layer: int | None = None
+    told: str = ""
+    origins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,6 @@ class RankReport:
         values: Mapping[str, Any] = json.loads(path.read_text())
         tuples = {key: tuple(values[key]) for key in ("missing", "unexpected", "refused")}
         layers = tuple(tuple(chunk) for chunk in values["layers"])
-        seen = tuple(TensorSeen(**one) for one in values["tensors"])
+        seen = tuple(TensorSeen(**{**one, "origins": tuple(one["origins"])}) for one in values["tensors"])
         judged = tuple(Judged(**one) for one in values["judged"])
         return RankReport(**{**values, **tuples, "layers": layers, "tensors": seen, "judged": judged})

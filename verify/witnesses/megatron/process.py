@@ -32,9 +32,10 @@ from verify.evidence.plain import plain
 from verify.witnesses.bits import poison
 from verify.witnesses.ending import Phase, PhaseLog, ending_path
 from verify.witnesses.engine.judge import judged
+from verify.witnesses.megatron.compare import compare_all
 from verify.witnesses.megatron.imports import importing_megatron
 from verify.witnesses.megatron.job import RankJob, RankReport, TensorSeen
-from verify.witnesses.megatron.slices import Position, compare_all
+from verify.witnesses.megatron.slices import Position
 
 with importing_megatron():
     from megatron.core import dist_checkpointing, parallel_state

@@ -1,0 +1,59 @@
+"""Tensors that hold each other's values within one layer or model: experts, projections, in few words."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from ckptkit.core.specs import ranges
+
+_NUMBERED = {"experts": "experts", "layers": "layers"}
+
+
+def moved_within(whose: Mapping[str, str]) -> tuple[list[tuple[str, list[str]]], dict[str, str]]:
+    """Moves between names that differ in one place (an expert, a projection): what to say, and the names concerned.
+
+    `whose` maps each tensor to the one whose values it holds. The second result is what is left of it.
+    """
+    places: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # by what stands before and behind the place
+    others: dict[str, str] = {}
+    for name, other in whose.items():
+        one, two = name.split("."), other.split(".")
+        differ = [at for at, (left, right) in enumerate(zip(one, two, strict=False)) if left != right]
+        if len(one) == len(two) and len(differ) == 1:
+            at = differ[0]
+            places[".".join(one[:at]), ".".join(one[at + 1 :])][one[at]] = two[at]
+        else:
+            others[name] = other
+    same: dict[tuple[str, frozenset[tuple[str, str]]], list[str]] = defaultdict(list)
+    for (before, behind), mapping in places.items():
+        kind = _NUMBERED.get(before.rpartition(".")[2], "")
+        same[kind, frozenset(mapping.items())] += [_joined(before, part, behind) for part in mapping]
+    return [(_relation(kind, dict(relation)), names) for (kind, relation), names in same.items()], others
+
+
+def _joined(before: str, part: str, behind: str) -> str:
+    return ".".join(text for text in (before, part, behind) if text)
+
+
+def _relation(kind: str, mapping: Mapping[str, str]) -> str:
+    """Words for parts of names that hold each other's values: `experts 3 and 5 are exchanged`."""
+    prefix = f"{kind} " if kind else ""
+    if all(mapping.get(other) == name for name, other in mapping.items()):
+        first = [name for name in sorted(mapping, key=_order) if _order(name) < _order(mapping[name])]
+        return f"{prefix}{_listed(first)} and {_listed([mapping[name] for name in first])} are exchanged"
+    names = sorted(mapping, key=_order)
+    if set(mapping) == set(mapping.values()):
+        held = ", ".join(f"{name} holds the values of {mapping[name]}" for name in names[:3])
+        return f"{prefix}{_listed(names)} stand in another order: {held}{' and so on' if names[3:] else ''}"
+    hold = "holds" if len(names) == 1 else "hold"
+    return f"{prefix}{_listed(names)} {hold} the values of {_listed([mapping[name] for name in names])}"
+
+
+def _order(part: str) -> tuple[int, str]:
+    return (int(part), "") if part.isdecimal() else (-1, part)
+
+
+def _listed(parts: Iterable[str]) -> str:
+    parts = list(parts)
+    return ranges(map(int, parts)) if all(part.isdecimal() for part in parts) else ", ".join(parts)
