@@ -15,6 +15,7 @@ from mutations import (
     order,
     order_megatron,
     parallel_sizes,
+    ranks,
     torch_dist,
     values,
 )
@@ -35,4 +36,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *int4.MUTATIONS,
     *int4_parts.MUTATIONS,
     *parallel_sizes.MUTATIONS,
+    *ranks.MUTATIONS,
 )

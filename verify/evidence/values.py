@@ -11,7 +11,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.join import Joined
 from ckptkit.core.plan import View
-from ckptkit.core.specs import TensorSpec
+from ckptkit.core.specs import TensorSpec, ranges
 from ckptkit.formats.detect import locate
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.experts import is_fused, unfuse
@@ -28,12 +28,16 @@ if TYPE_CHECKING:
 Groups = Sequence[tuple[str, ...]]
 
 _PIECE = 1 << 24  # elements of a tensor that are compared at a time
+_RUNS = 6  # runs of rows that are named one by one
 _COUNTED = 1 << 16  # elements up to which distinct values are counted: router biases, not matrices
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How a tensor differs from its source: dtypes, elements unequal after casting, largest gap, distinct values."""
+    """How a tensor differs from its source: dtypes, elements unequal after casting, largest gap, distinct values.
+
+    `rows`: the rows with such elements, `rows 3..5` or `row 7`; empty where that is every row, or there are none.
+    """
 
     source: TensorSpec
     actual: TensorSpec
@@ -41,6 +45,7 @@ class Difference:
     largest: float
     distinct_source: int
     distinct_actual: int
+    rows: str = ""
 
 
 @dataclass
@@ -152,13 +157,25 @@ def difference(name: str, tensor: Tensor, origin: Tensor) -> Difference:
     source, actual = (TensorSpec.of(name, one) for one in (origin, tensor))
     if source.shape != actual.shape:
         return Difference(source, actual, tensor.numel(), float("nan"), 0, 0)
-    unequal, largest = 0, 0.0
-    for found, true in zip(_pieces(tensor), _pieces(origin), strict=True):
-        unequal += int((as_integers(true.to(found.dtype)) != as_integers(found)).sum())
+    unequal, largest, width = 0, 0.0, tensor.numel() // len(tensor) if tensor.dim() > 1 and len(tensor) else 0
+    rows: set[int] = set()
+    for at, (found, true) in enumerate(zip(_pieces(tensor), _pieces(origin), strict=True)):
+        wrong = as_integers(true.to(found.dtype)) != as_integers(found)
+        unequal += int(wrong.sum())
+        rows |= set((wrong.nonzero().flatten().add(at * _PIECE) // width).unique().tolist()) if width else set()
         largest = max(largest, float((found.double() - true.double()).abs().max()))
     few = origin.numel() <= _COUNTED
     distinct = [len(set(one.reshape(-1).tolist())) if few else 0 for one in (origin, tensor)]
-    return Difference(source, actual, unequal, largest, distinct[0], distinct[1])
+    named = rows_named(rows) if 0 < len(rows) < len(tensor) else ""
+    return Difference(source, actual, unequal, largest, distinct[0], distinct[1], named)
+
+
+def rows_named(rows: Collection[int]) -> str:
+    """`rows 3..5,9`, or `row 7`; of many runs the first alone, with the number of rows."""
+    text = ranges(rows).strip("{}")
+    if text.count(",") >= _RUNS:
+        return f"rows {text.partition(',')[0]} and others, {len(rows)} in all"
+    return f"row{'s' * (len(rows) > 1)} {text}"
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:

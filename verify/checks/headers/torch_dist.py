@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -65,6 +66,20 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(
             "readable .metadata and common state", error.message, error.hint or "convert or copy it again", file=weights
         )
+        return
+    yield from _iteration(weights, files.opened.common.get("iteration"))
+
+
+def _iteration(weights: Path, said: object) -> Iterator[Issue]:
+    """The number in the directory's name and the one stored inside; Megatron reads by one and resumes at the other."""
+    match = re.fullmatch(r"iter_(\d+)", weights.name)
+    if match and type(said) is int and said != int(match[1]):
+        hint = "Megatron finds it under one number and resumes at the other: give the directory its own name again"
+        expected, actual = (
+            f"iteration {int(match[1])}, as the directory is called",
+            f"iteration {said} in the common state",
+        )
+        yield Issue(expected, actual, hint, file=weights, severity="warning")
 
 
 def _backend(weights: Path) -> Iterator[Issue]:

@@ -32,6 +32,7 @@ from verify.check import Skip, Tally, check
 from verify.evidence.expected import is_quantized, usable_config
 from verify.evidence.extremes import Extremes, same_bytes
 from verify.evidence.folding import alike
+from verify.evidence.moved.experts import repeated_experts
 from verify.evidence.moved.layers import layers_of, moved_layers, repeated_layers
 from verify.evidence.moved.stages import stages_of
 from verify.evidence.packed import format_of
@@ -188,7 +189,8 @@ def _described(difference: Difference, name: str, whose: str | None) -> str:
     if whose is not None and whose != name:
         return f"{name} holds the values of {whose}"
     numel = math.prod(difference.actual.shape)
-    return f"{difference.unequal} of {numel} elements differ in {name}, by up to {difference.largest:.3g}"
+    rows = f", {difference.rows}" if difference.rows else ""
+    return f"{difference.unequal} of {numel} elements differ in {name}{rows}, by up to {difference.largest:.3g}"
 
 
 @check(
@@ -318,10 +320,9 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for one in repeated_layers(equal, subject.once(stages_of)):
         expected = "bytes of its own for each layer"
         yield Issue(expected, one.text, one.hint, names=one.names, together=True, file=subject.path)
-    for found in equal:
-        if len(layers_of(found)) < len(found):
-            hint = "compare with the release: which expert belongs there?"
-            yield Issue("bytes of its own for each", "the same bytes", hint, names=found, file=subject.path)
+    for one in repeated_experts(found for found in equal if len(layers_of(found)) < len(found)):
+        expected = "bytes of its own for each"
+        yield Issue(expected, one.text, one.hint, names=one.names, together=True, file=subject.path)
 
 
 def kind_of(name: str) -> str:

@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.specs import ranges
 from converters.ops.basic import GateUpInOne
 from converters.planner import Rule
 from verify.evidence.extremes import digest_of
+from verify.evidence.values import rows_named
 from verify.witnesses.bits import poisoned, unequal
 from verify.witnesses.megatron.slices import Position, expected_slice, ranks_of
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _READ_BYTES = 4 << 30  # of the reference, in search of the tensor whose values stand in the wrong place
-_RUNS = 6  # runs of rows that are named one by one
 
 
 @dataclass(frozen=True)
@@ -75,16 +74,14 @@ def _parts(rule: Rule, whole: Tensor, expected: Tensor, held: Tensor, at: Positi
         bad = wrong[section.rows]
         if not bad.any():
             continue
-        rows, named = ranges(section.numbers[bad].tolist()).strip("{}"), f" ({section.name})" if section.name else ""
-        rows = rows if rows.count(",") < _RUNS else f"{rows.partition(',')[0]} and {int(bad.sum())} rows in all"
-        many = "rows" if int(bad.sum()) > 1 else "row"
+        named = rows_named(section.numbers[bad].tolist()) + (f" ({section.name})" if section.name else "")
         found = held[section.rows[bad]]
         if poisoned(found).all():
-            yield f"{many} {rows}{named} still as before the load"
+            yield f"{named} still as before the load"
         elif bad.all() and (other := _of_other_section(section, sections, expected, held)):
-            yield f"{many} {rows}{named} hold the values of {other}"
+            yield f"{named} hold the values of {other}"
         elif not wrong.all():
-            yield f"{many} {rows}{named} differ"
+            yield f"{named} differ"
 
 
 def _of_other_section(section: Section, sections: Sequence[Section], expected: Tensor, held: Tensor) -> str | None:

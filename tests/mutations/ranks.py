@@ -1,0 +1,189 @@
+"""What one rank of a training run leaves wrong in a Megatron checkpoint: its layers, experts, slice, names, files."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from mutations.edits import edit_stored
+from mutations.mutation import Damage, Mutation
+from mutations.order import of
+from mutations.torch_dist_edits import TRACKER, index_of, metadata
+from mutations.values import MEGATRON, MEGATRON3, MEGATRON_GLM, stored
+
+FC1 = "decoder.layers.3.mlp.linear_fc1.weight"
+ROUTED, FUSED = "decoder.layers.4.pre_mlp_layernorm.weight", "decoder.layers.4.mlp.linear_fc1.layer_norm_weight"
+BIAS = "decoder.layers.6.mlp.router.expert_bias"
+
+
+def keys_of(path: Path, prefix: str) -> list[str]:
+    """Keys of the tensors that begin so, without those of extra states."""
+    with (path / "release" / ".metadata").open("rb") as stream:
+        content = pickle.load(stream)
+    return [key for key in content.state_dict_metadata if key.startswith(prefix) and "_extra_state" not in key]
+
+
+def layers_of(origin: Callable[[int], int]) -> Damage:
+    """Every layer has the entries of the one that `origin` gives for it."""
+
+    def damage(path: Path, place: str) -> None:
+        def change(content: Metadata) -> None:
+            before = dict(content.storage_data)
+            for index in [index for index in before if index.fqn.startswith("decoder.layers.")]:
+                _, _, layer, rest = index.fqn.split(".", 3)
+                there = f"decoder.layers.{origin(int(layer))}.{rest}"
+                content.storage_data[index] = before[MetadataIndex(there, index.offset)]
+
+        models.edit_metadata(path / "release", change)
+
+    return damage
+
+
+def stage_rotated(layer: int) -> int:
+    """The second of two stages of six layers, each with the values of the next."""
+    return layer if layer < 6 else 6 + (layer - 5) % 6
+
+
+def local_experts(path: Path, place: str) -> None:
+    """The second of two expert parallel ranks saved its experts under its local numbers: 6 to 11 are 0 to 5."""
+
+    def change(content: Metadata) -> None:
+        for key in keys_of(path, "decoder.layers."):
+            for chunk in content.state_dict_metadata[key].chunks if ".experts.experts." in key else ():
+                if chunk.offsets[0] >= 6:
+                    here = MetadataIndex(key, chunk.offsets)
+                    there = MetadataIndex(key, torch.Size([chunk.offsets[0] - 6, *chunk.offsets[1:]]))
+                    content.storage_data[here] = content.storage_data[there]
+
+    models.edit_metadata(path / "release", change)
+
+
+def second_slice_swapped(before: Tensor) -> Tensor:
+    """Gate and up exchanged in the slice of the second of two tensor parallel ranks."""
+    gate, up = before.chunk(2)
+    half = len(gate) // 2
+    return torch.cat([gate[:half], up[half:], up[:half], gate[half:]])
+
+
+def stored_nowhere(content: Metadata, key: str) -> None:
+    """A chunk whose file and offset nobody knows."""
+    del content.storage_data[index_of(content, key)]
+
+
+def other_alias(path: Path, key: str) -> None:
+    """The other name of a norm has bytes of its own: those of the layer after it."""
+
+    def change(content: Metadata) -> None:
+        later = key.replace("layers.4.", "layers.5.")
+        content.storage_data[index_of(content, key)] = content.storage_data[index_of(content, later)]
+
+    models.edit_metadata(path / "release", change)
+
+
+def both_of_another_layer(path: Path, key: str) -> str:
+    """Both names of a norm have the bytes of the layer after it."""
+    for name in (ROUTED, FUSED):
+        other_alias(path, name)
+    return "model.layers.4.post_attention_layernorm.weight"
+
+
+def another_iteration(path: Path, file: str) -> str:
+    """The directory of one iteration under the number of another."""
+    (path / "release").rename(path / "iter_0000400")
+    (path / file).write_text("400")
+    return "iteration 400"
+
+
+def rounded(path: Path, key: str) -> None:
+    edit_stored(path, key, lambda before: before.bfloat16().float())
+
+
+MUTATIONS = (
+    of(
+        "stored layers shifted inside a stage",
+        "the last stage began to count one layer too late",
+        layers_of(stage_rotated),
+        {MEGATRON: "layers {6..11}"},
+        ("F21",),
+        "Megatron-LM#1583",
+    ),
+    of(
+        "stored pipeline stages swapped",
+        "each of two stages saved under the numbers of the other",
+        layers_of(lambda layer: (layer + 6) % 12),
+        {MEGATRON: "layers {0..5} and {6..11} are exchanged, which are stages 0 and 1 of a pipeline of 2"},
+        ("F21",),
+        "Megatron-LM#1583",
+    ),
+    Mutation(
+        "stored experts under local numbers",
+        "the second expert parallel rank counted its experts from 0",
+        ("F8",),
+        "values",
+        "CK206",
+        local_experts,
+        dict.fromkeys((MEGATRON3, MEGATRON_GLM), "experts {0..5} and {6..11} hold the same bytes"),
+        ("slime#1799",),
+    ),
+    of(
+        "stored gate and up swapped in one slice",
+        "one tensor parallel rank joined its halves the other way round",
+        stored(second_slice_swapped, named="model.layers.3.mlp.gate_proj.weight"),
+        {MEGATRON: FC1},
+        ("F7",),
+        "slime#1840",
+    ),
+    of(
+        "stored norms of two layers swapped",
+        "a norm was saved under the number of another layer",
+        both_of_another_layer,
+        {MEGATRON3: ROUTED},
+        ("F21",),
+    ),
+    Mutation(
+        "second name of a norm holds other values",
+        "one of the two names was written by another save",
+        ("F20",),
+        "headers",
+        "CK111",
+        other_alias,
+        {MEGATRON3: FUSED, MEGATRON_GLM: ROUTED},
+    ),
+    Mutation(
+        "chunk that is stored nowhere",
+        "one rank's part of .metadata was lost",
+        ("F2",),
+        "headers",
+        "CK111",
+        metadata(stored_nowhere),
+        {MEGATRON: FC1},
+        ("NeMo-RL#1053",),
+    ),
+    Mutation(
+        "stored router biases rounded",
+        "fp32 state went through bfloat16",
+        ("F9",),
+        "values",
+        "CK210",
+        rounded,
+        {MEGATRON_GLM: BIAS},
+        ("miles#524",),
+        severity="warning",
+    ),
+    Mutation(
+        "iteration under another number",
+        "a directory was renamed, and the tracker with it",
+        ("F10",),
+        "headers",
+        "CK111",
+        another_iteration,
+        {MEGATRON: TRACKER},
+        severity="warning",
+    ),
+)
