@@ -50,11 +50,11 @@ def stage_rotated(layer: int) -> int:
     return layer if layer < 6 else 6 + (layer - 5) % 6
 
 
-def local_experts(path: Path, place: str) -> None:
+def local_experts(path: Path, place: str, prefix: str = "decoder.layers.") -> None:
     """The second of two expert parallel ranks saved its experts under its local numbers: 6 to 11 are 0 to 5."""
 
     def change(content: Metadata) -> None:
-        for key in keys_of(path, "decoder.layers."):
+        for key in keys_of(path, prefix):
             for chunk in content.state_dict_metadata[key].chunks if ".experts.experts." in key else ():
                 if chunk.offsets[0] >= 6:
                     here = MetadataIndex(key, chunk.offsets)

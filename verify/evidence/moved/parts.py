@@ -46,8 +46,9 @@ def _relation(kind: str, mapping: Mapping[str, str]) -> str:
     if set(mapping) == set(mapping.values()):
         held = ", ".join(f"{name} holds the values of {mapping[name]}" for name in names[:3])
         return f"{prefix}{_listed(names)} stand in another order: {held}{' and so on' if names[3:] else ''}"
-    hold = "holds" if len(names) == 1 else "hold"
-    return f"{prefix}{_listed(names)} {hold} the values of {_listed([mapping[name] for name in names])}"
+    if len(names) == 1:
+        return f"{kind[:-1]}{' ' if kind else ''}{names[0]} holds the values of {mapping[names[0]]}"
+    return f"{prefix}{_listed(names)} hold the values of {_listed([mapping[name] for name in names])}"
 
 
 def _order(part: str) -> tuple[int, str]:

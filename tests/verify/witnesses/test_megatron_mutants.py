@@ -1,0 +1,91 @@
+"""What one rank saved wrongly, as real Megatron's ranks hold it: findings name ranks, parameters and slices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fixture_types import PathOf
+from mutations import ranks
+from mutations.edits import edit_stored
+
+from verify.check import Tally
+from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from verify.evidence.subject import Subject
+from verify.report import Finding
+from verify.witnesses.megatron.run import find_spec
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+
+
+def found(subject: Subject) -> list[Finding]:
+    """The findings of CK402; the other checks of Megatron have none."""
+    assert [finding for check in (strict_load, all_layers) for finding in check(subject, Tally())] == []
+    return list(right_slices(subject, Tally()))
+
+
+def test_pipeline_stages_that_were_swapped(converted: PathOf, releases: PathOf, copy_of: PathOf) -> None:
+    broken = copy_of(converted("qwen2-untied"))
+    ranks.layers_of(lambda layer: (layer + 6) % 12)(broken, "")
+    (finding,) = found(Subject(broken, releases("qwen2-untied"), pp=2))
+    assert finding.actual == "layers {0..5} and {6..11} are exchanged, which are stages 0 and 1 of the pipeline"
+    assert "numbered from another one" in finding.hint
+    # 12 layers of 7 tensors: two norms, qkv with its bias, projection, fc1 and fc2.
+    assert (finding.code, finding.rank, finding.count) == ("CK402", "ranks 0..1", 12 * 7)
+
+
+@pytest.fixture(scope="module")
+def faults(converted: PathOf, releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Finding]:
+    """One load at TP2 PP2 EP2 of a copy with five faults: the findings by tensor."""
+    from shutil import copytree
+
+    broken = Path(copytree(converted("glm4_moe"), tmp_path_factory.mktemp("faults") / "broken"))
+    # The layers after 7 of stage 1 (6 to 11), each with the values of the next.
+    ranks.layers_of(lambda layer: {8: 9, 9: 10, 10: 8}.get(layer, layer))(broken, "")
+    ranks.local_experts(broken, "", "decoder.layers.5.")
+    edit_stored(broken, "decoder.layers.1.mlp.linear_fc1.weight", ranks.second_slice_swapped)
+    ranks.both_of_another_layer(broken, ranks.ROUTED)
+    ranks.rounded(broken, ranks.BIAS)
+    findings = found(Subject(broken, releases("glm4_moe"), tp=2, pp=2, ep=2))
+    return {finding.tensor: finding for finding in findings}
+
+
+def test_layers_shifted_inside_a_stage(faults: dict[str | None, Finding]) -> None:
+    (shifted,) = [finding for tensor, finding in faults.items() if "{8..10}" in str(tensor)]
+    assert shifted.actual == (
+        "layers {8..10}, all of stage 1 of the pipeline (layers {6..11}), are rotated: "
+        "layer 8 holds the values of layer 9"
+    )
+    assert (shifted.rank, "inside a pipeline stage" in shifted.hint) == ("ranks 2..3", True)
+
+
+def test_experts_under_the_local_numbers_of_their_rank(faults: dict[str | None, Finding]) -> None:
+    local = faults[
+        "decoder.layers.5.mlp.experts.experts.{6..11}.linear_fc1.weight, "
+        "decoder.layers.5.mlp.experts.experts.{6..11}.linear_fc2.weight"
+    ]
+    assert local.actual == (
+        "experts {6..11} hold the values of {0..5}: {6..11} are those of expert parallel rank 1, {0..5} its local IDs"
+    )
+    assert (local.rank, local.count) == ("rank 1", 12)
+    assert local.hint.startswith("each expert parallel rank numbered its experts from 0")
+
+
+def test_gate_and_up_swapped_in_the_slice_of_one_rank(faults: dict[str | None, Finding]) -> None:
+    swapped = faults["decoder.layers.1.mlp.linear_fc1.weight"]
+    # gate is rows 0 to 287 of the whole tensor, up is 288 to 575; each rank holds half of either.
+    assert swapped.actual.startswith(
+        "in the slice of tensor parallel rank 1 of 2: rows 144..287 (gate_proj) hold the values of up_proj, "
+        "rows 432..575 (up_proj) hold the values of gate_proj ("
+    )
+    assert swapped.rank == "rank 1"
+
+
+def test_a_norm_of_another_layer_and_a_rounded_bias(faults: dict[str | None, Finding]) -> None:
+    norm = faults["decoder.layers.4.pre_mlp_layernorm.weight"]
+    assert norm.actual == "layer 4 holds the values of 5"
+    assert norm.rank == "ranks 0..1"
+    bias = faults["decoder.layers.6.mlp.router.expert_bias"]
+    assert bias.actual.startswith("the source's values rounded to bfloat16 (12 of 12 elements differ in ")
+    assert bias.rank == "ranks 2..3"
+    assert len(faults) == 5
