@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron_optimizers import optimizer_state, wrapped
 from processes import run_module
 
 from converters.megatron.parallel import ParallelSizes
@@ -29,7 +30,8 @@ class Save:
     """A checkpoint for Megatron to load from `source` and save into `target`, as a training run of these sizes would.
 
     `stacked` makes the model homogeneous, so that Megatron stacks all layers of a key; `singleton` asks for a key for
-    each expert; `release` saves into `release/`; `legacy` saves one file a rank.
+    each expert; `release` saves into `release/`; `legacy` saves one file a rank. `optimizer`: the format in which
+    megatron-core's own distributed optimizer saves its state; without it a first moment of zeros stands for that.
     """
 
     config: Mapping[str, Any]
@@ -40,6 +42,7 @@ class Save:
     singleton: bool = False
     release: bool = False
     legacy: bool = False
+    optimizer: str | None = None
 
 
 # What the tests read: a release of `models.configs()`, and how it is saved. All of it takes four ranks.
@@ -52,6 +55,9 @@ SAVES: dict[str, tuple[str, dict[str, Any]]] = {
     "one key a layer, uneven": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, etp=2, last=5)}),
     "layers and experts stacked": ("qwen3_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2), "stacked": True}),
     "one key an expert": ("qwen3_moe", {"sizes": ParallelSizes(tp=2, ep=2), "singleton": True}),
+    "dense, optimizer by bucket": ("qwen2-untied", {"sizes": ParallelSizes(tp=2), "optimizer": "dp_reshardable"}),
+    "experts, optimizer by bucket": ("glm4_moe", {"sizes": ParallelSizes(ep=2), "optimizer": "dp_reshardable"}),
+    "experts, optimizer by parameter": ("glm4_moe", {"sizes": ParallelSizes(ep=2), "optimizer": "fully_reshardable"}),
     "legacy": ("qwen2-tied", {"sizes": ParallelSizes(), "release": True, "legacy": True}),
     "legacy, two chunks a stage": ("qwen2-tied", {"sizes": ParallelSizes(tp=2, pp=2, vpp=2), "legacy": True}),
     "legacy, embedding and loss": (
@@ -181,7 +187,10 @@ def _save_torch_dist(save: Save, chunks: Sequence[Any], state: dict[str, Any], p
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    metadata = {"singleton_local_shards": save.singleton}
+    metadata: dict[str, Any] = {"singleton_local_shards": save.singleton}
+    if save.optimizer:
+        metadata |= {"distrib_optim_sharding_type": save.optimizer, "chained_optim_avoid_prefix": True}
+        wrappers = [wrapped(chunk) for chunk in chunks]
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     model = {
@@ -189,7 +198,21 @@ def _save_torch_dist(save: Save, chunks: Sequence[Any], state: dict[str, Any], p
         for name, chunk in _named(chunks).items()
     }
     state |= model
-    # Mixture-of-experts models have one optimizer for the experts and one for the rest.
+    if save.optimizer:
+        (ddp,) = wrappers
+        state["optimizer"] = optimizer_state(ddp, model["model"], metadata | {"dp_cp_group": group})
+    else:
+        state["optimizer"] = _moments(save, model)
+    state["rng_state"] = ShardedObject("rng_state", [{"random_rng_state": (3, (1, 2), None)}], (1, world), (0, rank))
+    state["rerun_state_machine"] = ShardedObject("rerun_state_machine_state", {"mode": "disabled"}, (world,), (rank,))
+    # Data parallel ranks share the writing, as is Megatron-LM's default (`--ckpt-fully-parallel-save`).
+    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), group)
+    # Megatron would first gather every shard of every rank to see that they fit, which takes a third of the time.
+    dist_checkpointing.save(state, str(path), strategy, validate_access_integrity=False, content_metadata=metadata)
+
+
+def _moments(save: Save, model: Mapping[str, Any]) -> dict[str, Any]:
+    """A first moment of zeros. Mixture-of-experts models have one optimizer for the experts and one for the rest."""
     prefix = "chained_1.optimizer" if save.config.get("model_type") != "qwen2" else "optimizer"
     moments = {
         f"{name}.{key}": moment
@@ -197,13 +220,7 @@ def _save_torch_dist(save: Save, chunks: Sequence[Any], state: dict[str, Any], p
         for key, sharded in keys.items()
         if (moment := _moment(sharded, f"{prefix}.state.exp_avg"))
     }
-    state["optimizer"] = {"state": moments, "param_groups": [{"lr": 1e-4, "betas": (0.9, 0.95)}]}
-    state["rng_state"] = ShardedObject("rng_state", [{"random_rng_state": (3, (1, 2), None)}], (1, world), (0, rank))
-    state["rerun_state_machine"] = ShardedObject("rerun_state_machine_state", {"mode": "disabled"}, (world,), (rank,))
-    # Data parallel ranks share the writing, as is Megatron-LM's default (`--ckpt-fully-parallel-save`).
-    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), group)
-    # Megatron would first gather every shard of every rank to see that they fit, which takes a third of the time.
-    dist_checkpointing.save(state, str(path), strategy, validate_access_integrity=False, content_metadata=metadata)
+    return {"state": moments, "param_groups": [{"lr": 1e-4, "betas": (0.9, 0.95)}]}
 
 
 def _moment(sharded: Any, prefix: str) -> Any:

@@ -14,7 +14,8 @@ import torch
 from megatron_saves import SAVES
 
 from ckptkit.app.api import convert
-from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from ckptkit.app.inspection import inspect
+from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint
 from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.evidence.subject import Subject
@@ -93,8 +94,11 @@ def test_which_pipeline_stage_wrote_which_layers(saved: Path) -> None:
 def test_what_training_saves_beside_the_weights_is_left_out(saved: Path, label: str) -> None:
     checkpoint = opened(saved / label)
     keys, objects = checkpoint.metadata.tensors, checkpoint.metadata.objects
-    prefix = "optimizer." if SAVES[label][0].startswith("qwen2") else "chained_1.optimizer."
-    assert any(key.startswith(f"{prefix}state.exp_avg.decoder.layers.") for key in keys)
+    if SAVES[label][1].get("optimizer") == "dp_reshardable":
+        beginning = "distributed.dp_group_idx_0.gbuf_idx_0."
+    else:
+        beginning = "state.exp_avg.decoder.layers."
+    assert any(NOT_WEIGHTS.fullmatch(key) and f"optimizer.{beginning}" in key for key in keys)
     assert "rng_state/shard_0.1_1.4" in objects
     assert "rerun_state_machine_state/shard_3_4" in objects
     assert not [name for name in checkpoint.specs if "optimizer" in name or "state" in name]
@@ -116,3 +120,26 @@ def test_the_witness_accepts_what_a_training_run_saves_beside_the_weights(
     release = releases("qwen2-untied")
     subject = Subject(saved / "dense, layers stacked", release, hf_path=release)
     assert [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, Tally())] == []
+
+
+def test_inspect_says_what_a_distributed_optimizer_saved(saved: Path, releases: Callable[[str], Path]) -> None:
+    """Sizes by hand: each state has one float32 number a parameter, and two ranks' padding in a bucket."""
+
+    def of(label: str) -> dict[str, object]:
+        facts = inspect(saved / label, hf=releases(SAVES[label][0]))
+        state: dict[str, object] = facts["training state"]
+        assert state["convert"] == "convert leaves it out"
+        assert state["scheduler"] == {"max_lr": 1e-4}
+        return dict(state["optimizer"])  # type: ignore[call-overload]
+
+    dense = of("dense, optimizer by bucket")
+    assert (dense["format"], "chained" in dense) == ("dp_reshardable", False)
+    assert {"exp_avg", "exp_avg_sq", "param"} <= set(dense["state"])  # type: ignore[call-overload]
+    by_bucket, by_parameter = of("experts, optimizer by bucket"), of("experts, optimizer by parameter")
+    assert by_bucket["chained"] == ["chained_0", "chained_1"]
+    assert (by_parameter["format"], set(by_parameter["state"])) == (  # type: ignore[call-overload]
+        "fully_reshardable",
+        {"exp_avg", "exp_avg_sq", "param"},
+    )
+    # 10 layers of 12 experts, each 3 matrices of 96 x 128, three numbers of 4 bytes for a parameter.
+    assert by_parameter["bytes of experts"] == 10 * 12 * 3 * 96 * 128 * 3 * 4

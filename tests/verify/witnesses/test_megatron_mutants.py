@@ -75,8 +75,8 @@ def test_gate_and_up_swapped_in_the_slice_of_one_rank(faults: dict[str | None, F
     swapped = faults["decoder.layers.1.mlp.linear_fc1.weight"]
     # gate is rows 0 to 287 of the whole tensor, up is 288 to 575; each rank holds half of either.
     assert swapped.actual.startswith(
-        "in the slice of tensor parallel rank 1 of 2: rows 144..287 (gate_proj) hold the values of up_proj, "
-        "rows 432..575 (up_proj) hold the values of gate_proj ("
+        "in the slice of tensor parallel rank 1 of 2: the values of up_proj in rows 144..287 (gate_proj), "
+        "the values of gate_proj in rows 432..575 (up_proj) ("
     )
     assert swapped.rank == "rank 1"
 

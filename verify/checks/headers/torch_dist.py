@@ -10,6 +10,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import TRACKER, is_legacy
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.torch_dist.reader import tiling_problem
+from ckptkit.formats.torch_dist.training_state import described, training_state
 from verify.check import Tally, check
 from verify.checks.headers.files import require_metadata
 from verify.evidence.folding import alike
@@ -67,7 +68,10 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
             "readable .metadata and common state", error.message, error.hint or "convert or copy it again", file=weights
         )
         return
-    yield from _iteration(weights, files.opened.common.get("iteration"))
+    common = files.opened.common
+    if state := described(training_state(files.metadata, common)):
+        tally.facts["training state"] = [state]
+    yield from _iteration(weights, common.get("iteration"))
 
 
 def _iteration(weights: Path, said: object) -> Iterator[Issue]:

@@ -77,11 +77,11 @@ def _parts(rule: Rule, whole: Tensor, expected: Tensor, held: Tensor, at: Positi
         named = rows_named(section.numbers[bad].tolist()) + (f" ({section.name})" if section.name else "")
         found = held[section.rows[bad]]
         if poisoned(found).all():
-            yield f"{named} still as before the load"
+            yield f"as before the load in {named}"
         elif bad.all() and (other := _of_other_section(section, sections, expected, held)):
-            yield f"{named} hold the values of {other}"
+            yield f"the values of {other} in {named}"
         elif not wrong.all():
-            yield f"{named} differ"
+            yield f"other values in {named}"
 
 
 def _of_other_section(section: Section, sections: Sequence[Section], expected: Tensor, held: Tensor) -> str | None:

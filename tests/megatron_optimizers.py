@@ -1,0 +1,59 @@
+"""megatron-core's own distributed optimizer on the CPU, after one step, as a training run saves it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def _as_if_on_a_gpu() -> None:
+    """The optimizer takes only parameters of `torch.cuda` types."""
+    own = torch.Tensor.type
+
+    def kind(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return own(self, *args, **kwargs) if args or kwargs else f"torch.cuda.{own(self).rpartition('.')[2]}"
+
+    torch.Tensor.type = kind  # type: ignore[assignment,method-assign]
+
+
+def _cpu_for_cuda() -> Any:
+    from verify.witnesses.megatron.model import _CpuForCuda
+
+    return _CpuForCuda()
+
+
+def optimizer_state(ddp: Any, sharded: Mapping[str, Any], metadata: Mapping[str, Any]) -> Any:
+    """What `sharded_state_dict` gives of the optimizer of a wrapped chunk, after a step with gradients of zero.
+
+    `sharded` is that of the chunk itself: it must hold the parameters that the optimizer has.
+    """
+    optimizer = made(ddp)
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in one.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        one.optimizer.step()
+    with _cpu_for_cuda():
+        return optimizer.sharded_state_dict(sharded, metadata=dict(metadata))
+
+
+def wrapped(chunk: Any) -> Any:
+    """The chunk in Megatron's data parallel wrapper, which moves its parameters into buffers."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
+    return DistributedDataParallel(chunk.config, config, chunk)
+
+
+def made(ddp: Any) -> Any:
+    """Megatron's optimizer of a wrapped chunk."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    _as_if_on_a_gpu()
+    config = OptimizerConfig(
+        optimizer="adam", lr=1e-4, bf16=True, use_distributed_optimizer=True, params_dtype=torch.bfloat16
+    )
+    with _cpu_for_cuda():
+        return get_megatron_optimizer(config, [ddp])
