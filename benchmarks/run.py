@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-SECTIONS = ("kernels", "cuda", "offline", "convert", "scale", "verifier", "witness", "plan", "ray")
-_MODULES = {"ray": "ray_scaling"}  # where it is not the section's name: that is a package's
+SECTIONS = ("kernels", "cuda", "offline", "convert", "scale", "verifier", "witness", "megatron", "plan", "ray")
+_MODULES = {"ray": "ray_scaling", "megatron": "megatron_load"}  # where the section's name is a package's
 
 
 def main(chosen: list[str]) -> None:

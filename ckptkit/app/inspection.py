@@ -16,7 +16,7 @@ from ckptkit.formats.hf.reader import HfCheckpoint, stored_names
 from ckptkit.formats.hf.remote import config_at, opened
 from ckptkit.formats.hf.side_files import is_quantized
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from ckptkit.formats.torch_dist.training_state import LEFT_OUT, training_state
+from ckptkit.formats.torch_dist.training_state import described, training_state
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.url import is_url, place
 from converters.megatron.arguments import megatron_args
@@ -75,7 +75,7 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
             facts["ranks"] = f"{len(checkpoint.files.ranks)} files of {checkpoint.files.sizes}"
         if isinstance(checkpoint, TorchDistCheckpoint):
             state = training_state(checkpoint.metadata, checkpoint.common)
-            facts["training state"] = state | ({"convert": LEFT_OUT} if state else {})
+            facts["training state"] = {"summary": described(state), **state} if state else None
         facts["args"] = _selected(checkpoint.args, lambda value: isinstance(value, (int, float, str, list)))
     facts["names"] = [f"{name} {_shape_of(name, checkpoint)}" for name in fold(specs)]
     return facts

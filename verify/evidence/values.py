@@ -162,7 +162,7 @@ def difference(name: str, tensor: Tensor, origin: Tensor) -> Difference:
     for at, (found, true) in enumerate(zip(_pieces(tensor), _pieces(origin), strict=True)):
         wrong = as_integers(true.to(found.dtype)) != as_integers(found)
         unequal += int(wrong.sum())
-        rows |= set((wrong.nonzero().flatten().add(at * _PIECE) // width).unique().tolist()) if width else set()
+        rows |= set((wrong.nonzero().flatten().add(at * _PIECE) // width).tolist()) if width else set()
         largest = max(largest, float((found.double() - true.double()).abs().max()))
     few = origin.numel() <= _COUNTED
     distinct = [len(set(one.reshape(-1).tolist())) if few else 0 for one in (origin, tensor)]

@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 from verify.check import NOTES, Check, Outcome, all_checks, run_checks
 from verify.checks.config.config import STAGES
+from verify.checks.headers.torch_dist import TRAINING_STATE
 from verify.checks.launch.paths import NOT_READ
 from verify.evidence.subject import Subject
 from verify.launch.sides import Side
@@ -34,7 +35,7 @@ def judged(launched: Subject, sides: Sequence[Side], subjects: Iterable[Subject]
         checks=_merged(checks, outcome.checks),
         findings=list(dict.fromkeys(outcome.findings)),
         facts={"what would be loaded": [str(side) for side in sides]}
-        | {key: lines for key, lines in outcome.facts.items() if key in (STAGES, NOTES, NOT_READ)},
+        | {key: lines for key, lines in outcome.facts.items() if key in (STAGES, TRAINING_STATE, NOTES, NOT_READ)},
         reasons=outcome.reasons,
     )
 

@@ -46,6 +46,8 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
     for key, value in facts.items():
         if isinstance(value, list):
             echo(f"{key}:", *(f"  {line}" for line in value))
+        elif isinstance(value, dict) and "summary" in value:
+            echo(f"{key}: {value['summary']}")
         elif isinstance(value, dict):
             echo(f"{key}: " + ", ".join(f"{name}={_short(one)}" for name, one in value.items()))
         else:

@@ -19,6 +19,7 @@ from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint
 from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.evidence.subject import Subject
+from verify.launch.preflight import preflight
 
 LABELS = [label for label, (_, how) in SAVES.items() if "legacy" not in how]
 
@@ -128,7 +129,7 @@ def test_inspect_says_what_a_distributed_optimizer_saved(saved: Path, releases: 
     def of(label: str) -> dict[str, object]:
         facts = inspect(saved / label, hf=releases(SAVES[label][0]))
         state: dict[str, object] = facts["training state"]
-        assert state["convert"] == "convert leaves it out"
+        assert str(state["summary"]).endswith("; scheduler; convert leaves it out")
         assert state["scheduler"] == {"max_lr": 1e-4}
         return dict(state["optimizer"])  # type: ignore[call-overload]
 
@@ -143,3 +144,11 @@ def test_inspect_says_what_a_distributed_optimizer_saved(saved: Path, releases: 
     )
     # 10 layers of 12 experts, each 3 matrices of 96 x 128, three numbers of 4 bytes for a parameter.
     assert by_parameter["bytes of experts"] == 10 * 12 * 3 * 96 * 128 * 3 * 4
+
+
+def test_preflight_says_it_too_and_refuses_nothing_for_it(saved: Path) -> None:
+    report = preflight(load=saved / "experts, optimizer by bucket")
+    assert report.findings == []
+    (line,) = report.facts["training state"]
+    assert line.startswith("optimizer (dp_reshardable) ")
+    assert line.endswith("; convert leaves it out")

@@ -26,6 +26,9 @@ _BACKEND: Mapping[str, str | int] = {
 }
 
 
+TRAINING_STATE = "training state"
+
+
 def only_megatron(subject: Subject) -> str | None:
     """For checks of torch_dist files."""
     return None if subject.kind == "megatron" else "an HF directory has no torch_dist files"
@@ -70,7 +73,7 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     common = files.opened.common
     if state := described(training_state(files.metadata, common)):
-        tally.facts["training state"] = [state]
+        tally.facts[TRAINING_STATE] = [state]
     yield from _iteration(weights, common.get("iteration"))
 
 
