@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptkit.app.job.engines import Seat, Setup, State
-from ckptkit.app.job.predicted import Cut, Order, canonical, kind_of
+from ckptkit.app.job.predicted import SHARED, Cut, Order, canonical, kind_of, shared_part_of
 from ckptkit.app.job.sent import Sent
 from ckptkit.core.specs import summarize
 
@@ -121,7 +121,7 @@ def judge(sent: Sent, states: Mapping[str, State], setups: Mapping[str, Setup], 
         len(equal),
         by_change,
         sorted(unseen),
-        sorted(_absent(sent, ranks)),
+        sorted(_absent(sent, ranks, any(cut.shared for cut in cuts.values()))),
         Known(cuts, dict(sent.sources), {(rank.url, rank.seat): rank.checksums for rank in ranks}),
     )
 
@@ -193,6 +193,7 @@ def _reason(sent: Sent, rank: _Rank, param: str, before: Checksums) -> str:
     return f"not as sent, but as {others[0]} was sent" if others else "not as sent"
 
 
+_MOVED = "changed, though the same was sent as at the last check"
 _STALE = "unchanged, though something else was sent than at the last check"
 
 
@@ -201,7 +202,7 @@ def _changed(was: Mapping[str, str], sent: Mapping[str, str], before: str | None
     if before is None or was.keys() != sent.keys():
         return None
     if was == sent:
-        return "" if before == now else "changed, though the same was sent as at the last check"
+        return "" if before == now else _MOVED
     return "" if before != now else _STALE
 
 
@@ -217,21 +218,30 @@ class _Record:
         return cls(sources, dict(pair for parts in sources.values() for pair in parts.values()))
 
     def parts(self, param: str) -> dict[str, str]:
-        """The tensors that a parameter is made of, its scales among them, with their checksums."""
+        """The tensors that a parameter is made of, its scales among them, with their checksums.
+
+        Not a shared expert, which may be in it or not.
+        """
         keys = (param, *(f"{param}_{scale}" for scale in _SCALES))
-        found = dict(pair for key in keys for pair in self.sources.get(key, {}).values())
+        orders = [(key, order) for key in keys for order in self.sources.get(key, {}) if order[0] != SHARED]
+        found = dict(self.sources[key][order] for key, order in orders)
         return found or {key: self.own[key] for key in keys if key in self.own}
 
+    def shared(self, param: str) -> list[tuple[str, str]]:
+        """Those of a shared expert that may be in it too."""
+        return sorted(pair for order, pair in self.sources.get(param, {}).items() if order[0] == SHARED)
 
-def _absent(sent: Sent, ranks: Sequence[_Rank]) -> set[str]:
-    """Tensors that some engine has no parameter for."""
+
+def _absent(sent: Sent, ranks: Sequence[_Rank], fused: bool) -> set[str]:
+    """Tensors that some engine has no parameter for. `fused`: shared experts are kept as routed ones."""
     absent = set[str]()
     for url in {rank.url for rank in ranks}:
         held = {param for rank in ranks if rank.url == url for param in rank.checksums}
         rest = [parts for param, parts in sent.sources.items() if param not in held]
         absent |= {name for parts in rest for name, _ in parts.values() if name not in held}
     # Scales are part of the checksum of their weight.
-    return {name for name in absent if not name.endswith(tuple(f".weight_{scale}" for scale in _SCALES))}
+    scales = tuple(f".weight_{scale}" for scale in _SCALES)
+    return {name for name in absent if not name.endswith(scales) and not (fused and shared_part_of(name))}
 
 
 def _apart(sent: Sent, ranks: Sequence[_Rank], told: Collection[str]) -> Iterator[str]:

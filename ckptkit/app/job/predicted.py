@@ -21,6 +21,8 @@ _PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.|language
 _VOCABULARY = re.compile(r"(.+\.)?(embed_tokens|lm_head)\.weight")
 _VOCABULARY_ROWS = 64  # SGLang pads to a multiple, with zeros (vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE)
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.(\w+)")
+_SHARED = re.compile(r"(.+)\.shared_experts\.(gate_proj|up_proj|down_proj)\.(\w+)")
+SHARED = 1 << 30  # as the number of an expert: the shared one, which SGLang may keep behind the last
 _PLACE = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
 # SGLang's names of fused layers (`packed_modules_mapping` of its models), and what is in them from top to bottom.
 _FUSED = {
@@ -60,6 +62,15 @@ def part_of(name: str) -> Part:
     return Part(f"{prefix}.{fused}.{leaf}", (place,), len(_FUSED[fused]))
 
 
+def shared_part_of(name: str) -> Part | None:
+    """Where a shared expert's tensor goes in an engine that keeps it as one more routed expert; None for any other."""
+    match = _SHARED.fullmatch(canonical(name))
+    if not match:
+        return None
+    block, which, leaf = match.groups()
+    return Part(part_of(f"{block}.experts.0.{which}.{leaf}").param, (SHARED, _PLACE[which]), None)
+
+
 def kind_of(param: str) -> str:
     """Parameters that differ in their layer alone are of one kind."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "{}", param)
@@ -70,7 +81,8 @@ class Cut:
     """How a parameter is cut over tensor parallel ranks.
 
     Of `experts` blocks of experts a rank has one, and within it every part is cut into `size` pieces along `axis`; the
-    second and later parts (k and v) into `others` pieces. `padded`: rows are first padded as a vocabulary.
+    second and later parts (k and v) into `others` pieces. `padded`: rows are first padded as a vocabulary. `shared`:
+    the shared expert stands behind the others.
     """
 
     size: int = 1
@@ -78,6 +90,7 @@ class Cut:
     others: int = 1
     experts: int = 1
     padded: bool = False
+    shared: bool = False
 
     def at(self, rank: int) -> tuple[int, int]:
         """The block of experts and the piece that a rank has."""
@@ -90,13 +103,16 @@ Predicted = dict[tuple[Cut, tuple[int, int]], str]
 
 def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[Cut]:
     """Every way in which `tp` ranks may hold a parameter of these parts; the whole of it on each rank is one."""
-    experts = len({order[0] for order in parts}) if len(next(iter(parts))) == 2 else 0
+    routed = routed_of(parts)
+    experts = len({order[0] for order in routed}) if len(next(iter(parts))) == 2 else 0
+    fused = len(routed) < len(parts) and len({parts[order].shape for order in parts}) == 1
     paddings = (False, True) if _VOCABULARY.fullmatch(param) else (False,)
     found = []
     for size in _divisors(tp):
         for axis in (0, 1) if size > 1 and next(iter(parts.values())).dim() > 1 else (0,):
             if experts:
                 found += [Cut(size, axis, size, blocks) for blocks in _divisors(tp // size) if experts % blocks == 0]
+                found += [Cut(size, axis, size, shared=True)] if fused else []
             elif ".qkv_proj." in param:
                 found += [Cut(size, axis, others) for others in _divisors(size) if axis == 0 or others == size]
             else:
@@ -114,24 +130,31 @@ def _divides(cut: Cut, parts: Mapping[Order, Tensor]) -> bool:
     return all(size == 1 or -(-shape[cut.axis] // rows) * rows % size == 0 for size, shape in sizes)
 
 
+def routed_of(parts: Collection[Order]) -> list[Order]:
+    """The parts without those of a shared expert."""
+    return [order for order in parts if order[0] != SHARED]
+
+
 def whole(parts: Collection[Order]) -> bool:
     """Whether these are all parts of a parameter of experts: gate and up, or down, of experts 0 to the last."""
-    experts, places = {order[0] for order in parts}, {order[1] for order in parts}
-    return len(parts) == len(experts) * len(places) and max(experts) == len(experts) - 1
+    experts, places = {order[0] for order in routed_of(parts)}, {order[1] for order in parts}
+    complete = len(parts) == len({order[0] for order in parts}) * len(places)
+    return complete and bool(experts) and max(experts) == len(experts) - 1
 
 
 def piece(parts: Mapping[Order, Tensor], cut: Cut, at: tuple[int, int]) -> Tensor:
     """What a rank holds of a whole parameter that is cut so."""
     block, index = at
-    ordered = sorted(parts)
+    ordered = sorted(parts if cut.shared else routed_of(parts))
     if len(ordered[0]) == 1:
         return _joined([parts[order] for order in ordered], cut, index)
     places = sorted({order[1] for order in ordered})
-    held = len(ordered) // len(places) // cut.experts
+    experts = sorted({order[0] for order in ordered})
+    held = len(experts) // cut.experts
     return torch.stack(
         [
             _joined([parts[expert, place] for place in places], cut, index)
-            for expert in range(block * held, (block + 1) * held)
+            for expert in experts[block * held : (block + 1) * held]
         ]
     )
 

@@ -6,7 +6,19 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
-from ckptkit.app.job.predicted import Cut, Digest, Order, Part, Predicted, canonical, cuts, digests, part_of, whole
+from ckptkit.app.job.predicted import (
+    Cut,
+    Digest,
+    Order,
+    Part,
+    Predicted,
+    canonical,
+    cuts,
+    digests,
+    part_of,
+    shared_part_of,
+    whole,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,14 +62,16 @@ class Sent:
         """Takes note of a tensor. One that comes again counts as it came last."""
         if name.endswith(f".{_UNUSED}"):
             return
-        part, value = part_of(name), tensor.detach()
-        checksum = self._digest(value)
-        self.checksums[canonical(name)] = checksum
-        self.sources[part.param][part.order] = canonical(name), checksum
-        if str(value.dtype) in _WIDE:
-            self.wide.add(part.param)
-        if part.param not in self.too_large:
-            self._keep(part, value, checksum)
+        value = tensor.detach()
+        self.checksums[canonical(name)] = checksum = self._digest(value)
+        for part in (part_of(name), shared_part_of(name)):
+            if part is None:
+                continue
+            self.sources[part.param][part.order] = canonical(name), checksum
+            if str(value.dtype) in _WIDE:
+                self.wide.add(part.param)
+            if part.param not in self.too_large:
+                self._keep(part, value, checksum)
 
     def finish(self) -> None:
         """All was sent: what is complete now is predicted, and nothing is kept any longer."""

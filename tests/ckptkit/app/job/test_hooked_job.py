@@ -51,7 +51,10 @@ def test_weights_are_compared_before_the_first_use_alone(layout: str, found: Fou
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("case", "said"),
-    [("nothing named", "no option says where the weights of the actor come from"), ("absent", "/absent does not exist")],
+    [
+        ("nothing named", "no option says where the weights of the actor come from"),
+        ("absent", "/absent does not exist"),
+    ],
 )
 def test_what_cannot_be_compared_is_said_and_stops_nothing(case: str, said: str, layout: str, found: Found) -> None:
     first, second = found[layout][case]
@@ -68,7 +71,9 @@ def test_exchanged_experts_are_named_on_their_rank(layout: str, found: Found) ->
     assert first["raised"] == ""
     assert "rank 1: 2 parameter(s) are not those of the checkpoint" in second["raised"]
     # Expert parallel rank 1 of 2 holds experts 6 to 11; without expert parallelism a rank holds a part of each.
-    numbers = re.findall(r"is not decoder\.layers\.4\.mlp\.experts\.experts\.(\d+)\.linear_fc1\.weight", second["raised"])
+    numbers = re.findall(
+        r"is not decoder\.layers\.4\.mlp\.experts\.experts\.(\d+)\.linear_fc1\.weight", second["raised"]
+    )
     assert numbers == {"tp": ["1", "2"], "ep": ["7", "8"]}[layout]
 
 

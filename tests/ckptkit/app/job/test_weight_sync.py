@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
+import torch
 from sync_engines import EXPERTS, LAYERS, FakeEngine, digest, served, weights
 from torch import Tensor
 
@@ -178,6 +179,54 @@ def test_unknown_layout_is_compared_by_change_and_said_once(capsys: pytest.Captu
         "ckptkit: weight update 1: not compared by value: layers.{1..2}.mlp.experts.w13_weight, "
         "layers.{1..2}.mlp.experts.w2_weight"
     ]
+
+
+class SharedAmongRouted(FakeEngine):
+    """Keeps the shared expert behind the others, as SGLang does for DeepSeek V3 and GLM-4.5."""
+
+    def rank(self, rank: int) -> dict[str, Tensor]:
+        found = super().rank(rank)
+        for layer in range(1, LAYERS):
+            block = f"model.layers.{layer}.mlp"
+            gate, up, down = (
+                self.held[f"{block}.shared_experts.{part}_proj.weight"] for part in ("gate", "up", "down")
+            )
+            half = slice(rank * 8 // self.tp, (rank + 1) * 8 // self.tp)
+            first, second = torch.cat([gate[half], up[half]])[None], down[:, half][None]
+            for name, last in (("w13", first), ("w2", second)):
+                name = f"{block}.experts.{name}_weight"
+                found[name] = torch.cat([found[name], last])
+        return found
+
+
+def with_shared(seed: int) -> dict[str, Tensor]:
+    other = weights(seed + 100)
+    names = [name for name in other if ".experts.0." in name]
+    return weights(seed) | {name.replace("experts.0", "shared_experts"): other[name] for name in names}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_shared_expert_among_routed_ones_is_compared_by_value(tp: int, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = SharedAmongRouted(tp)
+    with checked(engine) as check:
+        for version in (1, 2):
+            result = send(check, [engine], version, with_shared(version))
+            assert result is not None
+            assert (result.by_value, result.unseen, result.absent) == (PARAMS * tp, [], [])
+        sent = with_shared(3)
+        lost = "model.layers.2.mlp.shared_experts.up_proj.weight"
+        with pytest.raises(CkptkitError, match=r"layers\.2\.mlp\.experts\.w13_weight: not as sent"):
+            send(check, [engine], 3, sent, {name: tensor for name, tensor in sent.items() if name != lost})
+    assert capsys.readouterr().err == ""
+
+
+def test_shared_expert_of_its_own_is_said_to_be_absent_where_it_is() -> None:
+    engine = FakeEngine()
+    with checked(engine) as check:
+        result = send(check, [engine], 1, with_shared(1))
+    assert result is not None
+    assert (result.by_value, result.unseen) == (PARAMS, [])
+    assert len(result.absent) == (LAYERS - 1) * 3
 
 
 def test_engines_that_differ_in_an_unknown_layout_are_found() -> None:
