@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,8 +83,20 @@ def source_of(args: Namespace, prefix: str) -> Location:
     return locate(given)
 
 
-def compare_loaded(location: Location, hf: str | None, model: Sequence[torch.nn.Module]) -> Looked:
+def parameters_asked_for() -> int | None:
+    """How many cut parameters a rank compares; None: all. Raises CkptkitError where the variable says neither."""
+    given = os.environ.get(PARAMETERS, str(_PARAMETERS))
+    if given != "all" and not given.isdecimal():
+        raise CkptkitError(f"{PARAMETERS} is {given!r}", "give a number of parameters, or `all`")
+    return None if given == "all" else int(given)
+
+
+def compare_loaded(
+    location: Location, hf: str | None, model: Sequence[torch.nn.Module], parameters: int | None
+) -> Looked:
     """Compares the chunks of this rank with a checkpoint; `hf` gives the config of one that has none.
+
+    Of cut parameters at most `parameters` are compared (None: all).
 
     Raises DiffersError naming every parameter that holds something else, and CkptkitError where it cannot be compared.
     """
@@ -115,7 +127,7 @@ def compare_loaded(location: Location, hf: str | None, model: Sequence[torch.nn.
         if (found := TensorDigest.of(held[local][1].contiguous().cpu())) != digest:
             other = next((f": it is {name}" for name, one in digests.items() if one == found), "")
             wrong.append(f"{local} is not {names[local]} of {location.path}{other}")
-    cut = _chosen([local for local in held if local not in whole], names, reference, skipped)
+    cut = _chosen([local for local in held if local not in whole], names, reference, parameters, skipped)
     seen = _compared([*(local for local in whole if local not in known), *cut], held, rules, reference)
     wrong += [f"{one.local} is not {one.name} of {location.path}{_how(one)}" for one in seen if one.verdict != "equal"]
     if wrong:
@@ -174,7 +186,11 @@ def _fits(digest: TensorDigest, tensor: Tensor) -> bool:
 
 
 def _chosen(
-    local: Sequence[str], names: Mapping[str, str], reference: Checkpoint, skipped: dict[str, list[str]]
+    local: Sequence[str],
+    names: Mapping[str, str],
+    reference: Checkpoint,
+    parameters: int | None,
+    skipped: dict[str, list[str]],
 ) -> list[str]:
     """As many cut parameters as asked for, of every kind in turn; ranks begin at different layers and experts."""
     kinds: dict[str, list[str]] = defaultdict(list)
@@ -186,16 +202,9 @@ def _chosen(
     rank = _place()[0]
     turned = [[*found[first:], *found[:first]] for found in kinds.values() for first in [rank * 5 % len(found)]]
     order = [one for turn in zip_longest(*turned) for one in turn if one is not None]
-    chosen = list(islice(order, _wanted(len(order))))
+    chosen = order[:parameters]
     skipped[f"beyond the {len(chosen)} that {PARAMETERS} allows"] += order[len(chosen) :]
     return chosen
-
-
-def _wanted(most: int) -> int:
-    given = os.environ.get(PARAMETERS, str(_PARAMETERS))
-    if given != "all" and not given.isdecimal():
-        raise CkptkitError(f"{PARAMETERS} is {given!r}", "give a number of parameters, or `all`")
-    return most if given == "all" else int(given)
 
 
 def _compared(
