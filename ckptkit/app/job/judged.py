@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptkit.app.job.engines import Seat, Setup, State
-from ckptkit.app.job.predicted import SHARED, Cut, Order, canonical, kind_of, shared_part_of
+from ckptkit.app.job.predicted import SHARED, Cut, Order, canonical, shared_part_of
 from ckptkit.app.job.sent import Sent
 from ckptkit.core.specs import summarize
 
@@ -35,15 +35,15 @@ class Known:
         return {param: len(sources) for param, sources in self.sources.items()}
 
     def cuts_of(self, setups: Mapping[str, Setup]) -> Callable[[str], Collection[Cut] | None]:
-        """The cuts that a parameter can have in these engines; None where it may be any."""
+        """The cuts that a kind (`Sent.kind`) can have in these engines; None where it may be any."""
         seats = {(layout, seat) for layout, seat, _ in self.cuts}
         layouts = {setup.layout for setup in setups.values()}
         by_name = defaultdict[str, dict[tuple[Layout, Seat], Cut]](dict)
         for (layout, seat, name), cut in self.cuts.items():
             by_name[name][layout, seat] = cut
 
-        def known(param: str) -> set[Cut] | None:
-            found = by_name.get(kind_of(param), {})
+        def known(kind: str) -> set[Cut] | None:
+            found = by_name.get(kind, {})
             complete = layouts <= {layout for layout, _ in seats} and seats <= found.keys()
             return set(found.values()) if complete else None
 
@@ -72,8 +72,8 @@ class _Rank:
     setup: Setup
     checksums: Checksums
 
-    def key(self, param: str) -> tuple[Layout, Seat, str]:
-        return self.setup.layout, self.seat, param if self.setup.quantizes else kind_of(param)
+    def key(self, sent: Sent, param: str) -> tuple[Layout, Seat, str]:
+        return self.setup.layout, self.seat, param if self.setup.quantizes else sent.kind(param)
 
     @property
     def label(self) -> str:
@@ -98,17 +98,18 @@ def judge(sent: Sent, states: Mapping[str, State], setups: Mapping[str, Setup], 
         for param in _params(sent.sources, rank.checksums):
             if (rank, param) in equal:
                 continue
-            if (rank, param) in unequal and rank.key(param) in cuts:
+            if (rank, param) in unequal and rank.key(sent, param) in cuts:
                 wrong.note(rank.label, _reason(sent, rank, param, before), param)
                 continue
             unseen.add(param)
-            if (
-                reason := _changed(was.parts(param), now.parts(param), before.get(param), rank.checksums[param])
-            ) is None:
+            reason = _changed(was.parts(param), now.parts(param), before.get(param), rank.checksums[param])
+            # A change of float32 may be lost in the engine's dtype, and a shared expert may be in it or not.
+            untold = reason == _STALE and sent.wide(param)
+            untold |= reason == _MOVED and was.shared(param) != now.shared(param)
+            if reason is None or untold:
                 continue
             by_change += 1
-            # A change of float32 may be lost in the engine's dtype.
-            if reason and (reason != _STALE or param not in sent.wide):
+            if reason:
                 wrong.note(rank.label, reason, param)
     lost = was.own.keys() - now.own.keys()
     return Judged(
@@ -157,7 +158,7 @@ def _by_value(
             if cut := next((cut for cut, checksum in expected.items() if checksum == rank.checksums[param]), None):
                 equal.add((rank, param))
                 if param not in sent.constant:
-                    cuts.setdefault(rank.key(param), cut)
+                    cuts.setdefault(rank.key(sent, param), cut)
             else:
                 unequal.add((rank, param))
     return equal, unequal, cuts

@@ -15,6 +15,7 @@ from ckptkit.app.job.predicted import (
     canonical,
     cuts,
     digests,
+    kind_of,
     part_of,
     shared_part_of,
     whole,
@@ -31,9 +32,9 @@ class Sent:
     """One update, tensor by tensor.
 
     `sources`: by parameter, each tensor that goes into it with its checksum. `predicted`: by parameter, the checksum of
-    what a rank must hold, for each way to cut it. `wide`: parameters of which a part was sent in float32, which the
-    engine may round. `constant`: those of one number alone, which look alike in every layout. `too_large`: those for
-    which there was no room. `checksums`: of each tensor by its own name.
+    what a rank must hold, for each way to cut it. `dtypes`: those of a parameter's parts. `constant`: parameters of one
+    number alone, which look alike in every layout. `too_large`: those for which there was no room. `checksums`: of each
+    tensor by its own name.
     """
 
     def __init__(
@@ -44,13 +45,13 @@ class Sent:
         before: Mapping[str, int],
         room: int,
     ) -> None:
-        """`sizes`: tensor parallel sizes of the engines. `known`: the cuts that a parameter can have (None: any).
+        """`sizes`: tensor parallel sizes of the engines. `known`: the cuts that a kind can have (None: any).
 
         `before`: of how many tensors each parameter was made in an earlier update. `room`: bytes of tensors to keep.
         """
         self.sources: dict[str, dict[Order, tuple[str, str]]] = defaultdict(dict)
         self.predicted: dict[str, Predicted] = {}
-        self.wide: set[str] = set()
+        self.dtypes: dict[str, set[str]] = defaultdict(set)
         self.constant: set[str] = set()
         self.too_large: set[str] = set()
         self.checksums: dict[str, str] = {}
@@ -68,10 +69,17 @@ class Sent:
             if part is None:
                 continue
             self.sources[part.param][part.order] = canonical(name), checksum
-            if str(value.dtype) in _WIDE:
-                self.wide.add(part.param)
+            self.dtypes[part.param].add(str(value.dtype))
             if part.param not in self.too_large:
                 self._keep(part, value, checksum)
+
+    def kind(self, param: str) -> str:
+        """Parameters that differ in their layer alone, and were sent in the same dtypes, are kept in the same way."""
+        return " ".join([kind_of(param), *sorted(self.dtypes.get(param, ()))])
+
+    def wide(self, param: str) -> bool:
+        """Whether a part was sent in float32, which the engine may round."""
+        return not self.dtypes.get(param, set()).isdisjoint(_WIDE)
 
     def finish(self) -> None:
         """All was sent: what is complete now is predicted, and nothing is kept any longer."""
@@ -98,7 +106,7 @@ class Sent:
 
     def _predict(self, param: str, parts: Mapping[Order, Tensor], checksum: str | None = None) -> None:
         """`checksum`: that of the last part, which is the parameter's own where it is the only one."""
-        known = self._known(param)
+        known = self._known(self.kind(param))
         found: Predicted = {}
         for size in self._sizes:
             ways = [cut for cut in cuts(size, parts, param) if known is None or cut in known]

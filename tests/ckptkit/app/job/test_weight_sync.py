@@ -220,6 +220,36 @@ def test_shared_expert_among_routed_ones_is_compared_by_value(tp: int, capsys: p
     assert capsys.readouterr().err == ""
 
 
+def test_shared_expert_in_an_unknown_layout_raises_no_false_alarm() -> None:
+    class Both(Repacked, SharedAmongRouted):
+        """Nobody can tell whether a shared expert is in there."""
+
+    engine = Both()
+    with checked(engine) as check:
+        send(check, [engine], 1, with_shared(1))
+        name = "model.layers.1.mlp.shared_experts.up_proj.weight"
+        result = send(check, [engine], 2, with_shared(1) | {name: with_shared(2)[name]})
+    assert result is not None
+    assert result.by_change == (LAYERS - 1) * 2 - 1
+
+
+def test_float32_that_the_engine_rounds_is_no_false_alarm() -> None:
+    """A change may be lost in the engine's dtype."""
+
+    class Rounding(FakeEngine):
+        def checksums(self, rank: int) -> dict[str, str]:
+            return {name: digest(tensor.bfloat16()) for name, tensor in self.rank(rank).items()}
+
+    engine = Rounding()
+    name = "model.layers.1.mlp.gate.weight"
+    with checked(engine) as check:
+        sent = weights(1) | {name: weights(1)[name].float()}
+        send(check, [engine], 1, sent)
+        result = send(check, [engine], 2, sent | {name: sent[name] * (1 + 2**-20)})
+        assert result is not None
+        assert (result.unseen, result.by_change) == (["layers.1.mlp.gate.weight"], 0)
+
+
 def test_shared_expert_of_its_own_is_said_to_be_absent_where_it_is() -> None:
     engine = FakeEngine()
     with checked(engine) as check:
