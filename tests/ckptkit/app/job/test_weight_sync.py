@@ -304,6 +304,30 @@ def test_wanted_tensors_alone_are_looked_at() -> None:
     assert result.by_value == LAYERS + LAYERS - 1
 
 
+def test_wanted_tensors_in_an_unknown_layout_alone_are_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Repacked()
+    with checked(engine, tensors=r"\.experts\.") as check:
+        results = [send(check, [engine], version, weights(version)) for version in (1, 2)]
+    assert [(one.by_value, one.by_change) for one in results if one] == [(0, 0), (0, (LAYERS - 1) * 2)]
+    assert "not compared by value" in capsys.readouterr().err
+
+
+@pytest.mark.sglang
+def test_engine_of_another_release_is_said_and_not_judged_by_its_checksums() -> None:
+    """Its function may be another one, so nothing that was sent can be found."""
+
+    class Other(FakeEngine):
+        def checksums(self, rank: int) -> dict[str, str]:
+            return {name: checksum[::-1] for name, checksum in super().checksums(rank).items()}
+
+    engine = Other(version="0.0.1")
+    with checked(engine) as check:
+        check._own_digest = True
+        result = send(check, [engine], 1, weights(1))
+    assert result is not None
+    assert (result.by_value, len(result.unseen)) == (0, PARAMS)
+
+
 def test_tensor_without_a_parameter_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     engine = FakeEngine()
     with checked(engine) as check:
