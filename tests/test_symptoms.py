@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit import hooks
 from ckptkit.app.cli import _MODULES, cli
 from verify.check import all_checks
 
 ROOT = Path(__file__).resolve().parent.parent
 _ROW = re.compile(
     r"\*\*S(?P<number>\d+)\.\*\* (?P<symptom>.+?)\n- Causes: (?P<causes>.+?)\n- Command: `(?P<command>.+?)`\n"
+    r"(?:- In the job: (?P<job>.+?)\n)?"
     r"- Checks: (?P<checks>.+?)\n- Test: (?P<tests>.+?)(?=\n\n)",
     re.DOTALL,
 )
@@ -56,6 +58,12 @@ def test_row_names_a_command_with_options_that_exist(row: Row) -> None:
     assert command is not None
     known = {name for option in command.params for name in option.opts}
     assert {word for word in words[: words.index("--") if "--" in words else None] if word.startswith("--")} <= known
+
+
+def test_rows_name_hooks_that_exist() -> None:
+    named = [name for row in _ROW.finditer(TEXT) for name in re.findall(r"`ckptkit\.hooks\.(\w+)`", row["job"] or "")]
+    assert len(named) >= 3
+    assert all(callable(getattr(hooks, name)) for name in named)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"S{row.number}")

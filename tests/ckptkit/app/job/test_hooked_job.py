@@ -1,0 +1,116 @@
+"""The hooks inside a small job of real Megatron, on two ranks: sound weights pass, each planted fault is named."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+
+import pytest
+from fixture_types import PathOf
+from hooked_job import LAYOUTS, Found, run
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed"),
+    pytest.mark.timeout(300),
+]
+NAME = "glm4_moe"
+# By hand, of 12 layers with 12 experts, the first two dense: two norms and those of q and k a layer, router and bias
+# of a MoE layer, and the last norm. All else is cut: experts, shared experts, attention, embedding and output layer.
+WHOLE = 12 * 4 + 10 * 2 + 1
+CUT = {"tp": 10 * (12 * 2 + 2) + 2 * 2 + 12 * 3 + 2, "ep": 10 * (6 * 2 + 2) + 2 * 2 + 12 * 3 + 2}
+
+
+@pytest.fixture(scope="module")
+def found(releases: PathOf, converted: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run(releases(NAME), converted(NAME), tmp_path_factory.mktemp("job") / "out")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sound_weights_pass_and_rank_0_says_what_was_compared(layout: str, found: Found) -> None:
+    cases = found[layout]
+    for case in ("after_init", "ref", "actor", "actor again", "step", "after a step", "of HF", "all"):
+        assert [rank["raised"] for rank in cases[case]] == ["", ""], case
+        assert cases[case][1]["said"] == ""
+    rest = CUT[layout] - 16
+    for case, said in (("ref", "ref"), ("actor", "actor")):
+        line = cases[case][0]["said"]
+        assert line.startswith(f"ckptkit: before the first {said} log-probabilities: equal to ")
+        assert f": {WHOLE} by ckptkit.json, 16 by the weights on disk: " in line
+        assert f"not compared: {rest} beyond the 16 that CKPTKIT_COMPARED_PARAMETERS allows: " in line
+    assert f": {WHOLE + 16} by the weights on disk: " in cases["of HF"][0]["said"]
+    assert f": {WHOLE} by ckptkit.json, {CUT[layout]} by the weights on disk: " in cases["all"][0]["said"]
+    assert cases["all"][0]["said"].endswith("not compared: nothing\n")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_are_compared_before_the_first_use_alone(layout: str, found: Found) -> None:
+    for case in ("actor again", "step", "after a step"):
+        assert [rank["said"] for rank in found[layout][case]] == ["", ""]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("nothing named", "no option says where the weights of the actor come from"),
+        ("absent", "/absent does not exist"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_and_stops_nothing(case: str, said: str, layout: str, found: Found) -> None:
+    first, second = found[layout][case]
+    assert first == {
+        "said": f"ckptkit: before the first actor log-probabilities: not compared: {said}\n",
+        "raised": "",
+    }
+    assert second == {"said": "", "raised": ""}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_exchanged_experts_are_named_on_their_rank(layout: str, found: Found) -> None:
+    first, second = found[layout]["experts exchanged on rank 1"]
+    assert first["raised"] == ""
+    assert "rank 1: 2 parameter(s) are not those of the checkpoint" in second["raised"]
+    # Expert parallel rank 1 of 2 holds experts 6 to 11; without expert parallelism a rank holds a part of each.
+    numbers = re.findall(
+        r"is not decoder\.layers\.4\.mlp\.experts\.experts\.(\d+)\.linear_fc1\.weight", second["raised"]
+    )
+    assert numbers == {"tp": ["1", "2"], "ep": ["7", "8"]}[layout]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("another norm", "decoder.layers.4.pre_mlp_layernorm.weight"),
+        ("router of another layer", "decoder.layers.4.mlp.router.weight"),
+        ("router bias", "decoder.layers.6.mlp.router.expert_bias"),
+    ],
+)
+def test_what_every_rank_holds_whole_is_named(case: str, name: str, layout: str, found: Found) -> None:
+    for rank, one in enumerate(found[layout][case]):
+        assert f"rank {rank}: 1 parameter(s) are not those of the checkpoint" in one["raised"]
+        assert f"{name} is not {name} of " in one["raised"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_router_of_another_layer_says_which(layout: str, found: Found) -> None:
+    for one in found[layout]["router of another layer"]:
+        assert ": it is decoder.layers.5.mlp.router.weight" in one["raised"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("case", "when"),
+    [("router zero", "before actor log-probabilities"), ("router zero at a step", "before step 1 of rollout 3")],
+)
+def test_dead_router_stops_the_job(case: str, when: str, layout: str, found: Found) -> None:
+    for one in found[layout][case]:
+        assert f"{when}: all one number in module.module.decoder.layers.4.mlp.router.weight" in one["raised"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_wrong_rows_of_a_cut_matrix_are_named_on_their_rank(layout: str, found: Found) -> None:
+    first, second = found[layout]["rows on rank 1"]
+    assert first["raised"] == ""
+    assert "rank 1: 1 parameter(s)" in second["raised"]
+    assert "decoder.layers.7.self_attention.linear_qkv.weight" in second["raised"]

@@ -1,0 +1,74 @@
+"""Which checkpoint a model is compared with before its first log-probabilities, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckptkit import CkptkitError
+from ckptkit.app.job.loaded import parameters_asked_for, source_of
+from ckptkit.hooks import before_log_prob
+
+
+def root(path: Path, tracker: str, *iterations: str) -> Path:
+    """A Megatron root with these iterations, without weights."""
+    for iteration in iterations:
+        (path / iteration).mkdir(parents=True)
+        (path / iteration / ".metadata").touch()
+    (path / "latest_checkpointed_iteration.txt").write_text(tracker)
+    return path
+
+
+def test_option_of_each_prefix_is_followed(tmp_path: Path) -> None:
+    roots = {
+        name: str(root(tmp_path / name, "release", "release")) for name in ("load", "ref_load", "opd_teacher_load")
+    }
+    for prefix, name in (("", "load"), ("ref_", "ref_load"), ("teacher_", "opd_teacher_load")):
+        assert source_of(Namespace(**roots), prefix).path == tmp_path / name / "release"
+    assert source_of(Namespace(**roots | {"load": None}), "").path == tmp_path / "ref_load/release"
+
+
+def test_iteration_is_that_of_the_step_unless_it_is_a_release(tmp_path: Path) -> None:
+    load = root(tmp_path / "run", "20", "iter_0000010", "iter_0000020")
+    assert source_of(Namespace(load=str(load), ckpt_step=None), "").path == load / "iter_0000020"
+    assert source_of(Namespace(load=str(load), ckpt_step=0), "").path == load / "iter_0000020"
+    of_step = source_of(Namespace(load=str(load), ckpt_step=10), "")
+    assert (of_step.path, of_step.root) == (load / "iter_0000010", load)
+    release = root(tmp_path / "release", "release", "release")
+    assert source_of(Namespace(load=str(release), ckpt_step=10), "").path == release / "release"
+    of_reference = source_of(Namespace(ref_load=str(load), ref_ckpt_step=10), "ref_")
+    assert of_reference.path == load / "iter_0000010"
+
+
+def test_prefix_that_no_option_is_for_is_an_error() -> None:
+    with pytest.raises(CkptkitError, match="where the weights of old_actor_ come from"):
+        source_of(Namespace(load="/ckpt"), "old_actor_")
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 16), ("0", 0), ("200", 200), ("all", None)])
+def test_variable_says_how_many_parameters_are_compared(
+    given: str | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CKPTKIT_COMPARED_PARAMETERS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CKPTKIT_COMPARED_PARAMETERS", given)
+    assert parameters_asked_for() == expected
+
+
+def test_variable_that_says_nothing_stops_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTKIT_COMPARED_PARAMETERS", "some")
+    with pytest.raises(CkptkitError, match="CKPTKIT_COMPARED_PARAMETERS is 'some'"):
+        before_log_prob(Namespace(load="/absent"), [nn.Linear(2, 2)], "")
+
+
+def test_checkpoint_that_is_not_there_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    args, model = Namespace(load="/absent"), [nn.Linear(2, 2, dtype=torch.bfloat16)]
+    before_log_prob(args, model, "")
+    said = "ckptkit: before the first actor log-probabilities: not compared: /absent does not exist\n"
+    assert capsys.readouterr().err == said
+    before_log_prob(args, model, "")
+    assert capsys.readouterr().err == ""

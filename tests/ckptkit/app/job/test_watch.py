@@ -1,0 +1,117 @@
+"""The class of a trainer that sends weights, watched: of the shape that those of slime and miles have."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sync_engines import FakeEngine, digest, served, weights
+from torch import Tensor
+
+from ckptkit import CkptkitError
+from ckptkit.hooks import watch_updates
+
+# Sends, as slime 624b824 and miles 31f1ca9 name it: `update_weight_from_tensor.py`, and of distributed updates
+# `update_weight_from_distributed.py` (slime) and `update_weight_from_distributed/broadcast.py` (miles).
+SENDS = (
+    "_send_hf_params",
+    "_update_bucket_weights_from_distributed",
+    "_send_base_params",
+    "_update_weight_implementation",
+)
+
+
+def updater_class(send: str) -> type:
+    """A new class, since watching changes it. Its buckets are lists, which are cleared once they were sent."""
+
+    class Updater:
+        def __init__(self, engines: Sequence[FakeEngine], urls: Sequence[str]) -> None:
+            self.engines, self.urls, self.weight_version, self.lose = engines, urls, 0, ""
+
+        def update_weights(self) -> None:
+            self.weight_version += 1
+            pairs = list(weights(self.weight_version).items())
+            for first in range(0, len(pairs), 10):
+                getattr(self, send)(pairs[first : first + 10], pbar=None)
+
+        def sent(self, named_tensors: list[tuple[str, Tensor]], pbar: Any = None) -> str:
+            arrived = {name: tensor for name, tensor in named_tensors if not self.lose or self.lose not in name}
+            for engine in self.engines:
+                engine.load(arrived, self.weight_version)
+            named_tensors.clear()
+            return "refs"
+
+    setattr(Updater, send, Updater.sent)
+    return Updater
+
+
+@pytest.fixture
+def engine() -> Iterator[tuple[FakeEngine, str]]:
+    engine = FakeEngine()
+    with served(engine.answer) as url:
+        yield engine, url
+
+
+@pytest.mark.parametrize("send", SENDS)
+def test_watched_updates_are_checked(send: str, engine: tuple[FakeEngine, str]) -> None:
+    watched = updater_class(send)
+    watch_updates(watched, send, every=2, urls=lambda updater: [*updater.urls, None], digest=digest)
+    updater = watched([engine[0]], [engine[1]])
+    for _ in range(3):
+        updater.update_weights()
+    assert engine[0].asked.count("weights_checker") == 2
+    assert getattr(updater, send)([("model.norm.weight", torch.ones(8))]) == "refs"
+    updater.lose = "layers.1.mlp.experts.2."
+    updater.update_weights()  # not checked
+    with pytest.raises(CkptkitError, match="weight update 5 did not arrive as sent"):
+        updater.update_weights()
+
+
+def test_addresses_are_those_of_ray_actors(engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor of another node of the same engine has none."""
+    ray = ModuleType("ray")
+    ray.get = list  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    watched = updater_class("_send_hf_params")
+    watch_updates(watched, "_send_hf_params", digest=digest)
+    updater = watched([engine[0]], [])
+    updater.rollout_engines = [
+        SimpleNamespace(get_url=SimpleNamespace(remote=lambda found=found: found)) for found in (engine[1], None)
+    ]
+    updater.update_weights()
+    assert engine[0].asked.count("weights_checker") == 1
+
+
+def test_other_ranks_check_nothing(engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = updater_class("_send_hf_params")
+    watch_updates(watched, "_send_hf_params", urls=lambda updater: updater.urls, digest=digest)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    watched([engine[0]], [engine[1]]).update_weights()
+    assert engine[0].asked == []
+
+
+def test_every_sender_can_check(engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = updater_class("_send_hf_params")
+    urls: Any = {"urls": lambda updater: updater.urls, "when": lambda updater: True}
+    watch_updates(watched, "_send_hf_params", digest=digest, **urls)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    watched([engine[0]], [engine[1]]).update_weights()
+    assert engine[0].asked.count("weights_checker") == 1
+
+
+def test_class_without_the_method_is_refused() -> None:
+    with pytest.raises(CkptkitError, match="has no method _send_weights"):
+        watch_updates(updater_class("_send_hf_params"), "_send_weights")
+
+
+def test_class_is_watched_once() -> None:
+    watched = updater_class("_send_hf_params")
+    watch_updates(watched, "_send_hf_params")
+    with pytest.raises(CkptkitError, match="watched already"):
+        watch_updates(watched, "_send_hf_params")

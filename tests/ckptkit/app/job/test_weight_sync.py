@@ -1,0 +1,435 @@
+"""Weight updates of engines that answer over HTTP: what arrived passes, what did not is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from sync_engines import EXPERTS, LAYERS, FakeEngine, digest, served, weights
+from torch import Tensor
+
+from ckptkit import CkptkitError
+from ckptkit.hooks import SyncResult, WeightSyncCheck
+
+# By hand: embedding, output layer and last norm; five for each layer's attention and norms; two of a dense MLP, or a
+# router and two of experts.
+PARAMS = 3 + LAYERS * 3 + 2 + (LAYERS - 1) * 3
+
+
+@contextmanager
+def checked(*engines: FakeEngine, **options: Any) -> Iterator[WeightSyncCheck]:
+    with ExitStack() as stack:
+        urls = [stack.enter_context(served(engine.answer)) for engine in engines]
+        yield WeightSyncCheck(urls, digest=digest, **options)
+
+
+def send(
+    check: WeightSyncCheck,
+    engines: Sequence[FakeEngine],
+    version: int,
+    recorded: Mapping[str, Tensor],
+    arrived: Mapping[str, Tensor] | None = None,
+) -> SyncResult | None:
+    """One update: what the trainer records, and what arrives where that is something else."""
+    for name, tensor in recorded.items():
+        check.record(name, tensor)
+    for engine in engines:
+        engine.load(recorded if arrived is None else arrived, version)
+    return check.after_update(version)
+
+
+def exchanged(given: Mapping[str, Tensor], one: str, other: str) -> dict[str, Tensor]:
+    return {**given, one: given[other], other: given[one]}
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (4, 1)])
+def test_update_that_arrived_is_compared_by_value_on_every_rank(
+    tp: int, ep: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine(tp, ep)
+    with checked(engine) as check:
+        for version in (1, 2, 3):
+            result = send(check, [engine], version, weights(version))
+            assert result is not None
+            assert (result.by_value, result.by_change) == (PARAMS * tp, 0)
+            assert (result.unseen, result.absent) == ([], [])
+            assert 0 < result.seconds <= check.seconds
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize("after", [0, 1])
+def test_exchanged_tensors_are_named(tp: int, ep: int, after: int) -> None:
+    """In the first check too, where nothing is known yet."""
+    engine = FakeEngine(tp, ep)
+    with checked(engine) as check:
+        for version in range(after):
+            send(check, [engine], version, weights(version))
+        sent = weights(7)
+        experts = [f"model.layers.2.mlp.experts.{expert}.up_proj.weight" for expert in (0, EXPERTS - 1)]
+        with pytest.raises(CkptkitError, match="weight update 7 did not arrive as sent") as raised:
+            send(check, [engine], 7, sent, exchanged(sent, *experts))
+    assert "layers.2.mlp.experts.w13_weight: not as sent" in raised.value.details[0]
+    assert "w2_weight" not in raised.value.message
+    assert "layers.1" not in raised.value.message
+
+
+def test_parameter_that_holds_another_layer_says_which() -> None:
+    engine = FakeEngine()
+    with checked(engine) as check:
+        sent = weights(1)
+        names = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (0, 1)]
+        with pytest.raises(CkptkitError) as raised:
+            send(check, [engine], 1, sent, exchanged(sent, *names))
+    first, second = raised.value.details
+    assert first.endswith(
+        "layers.0.self_attn.o_proj.weight: not as sent, but as layers.1.self_attn.o_proj.weight was sent"
+    )
+    assert second.endswith(
+        "layers.1.self_attn.o_proj.weight: not as sent, but as layers.0.self_attn.o_proj.weight was sent"
+    )
+
+
+def test_dropped_bucket_is_named_as_it_was_before() -> None:
+    engine = FakeEngine()
+    with checked(engine) as check:
+        send(check, [engine], 1, weights(1))
+        sent = weights(2)
+        arrived = {name: tensor for name, tensor in sent.items() if ".layers.1." not in name}
+        with pytest.raises(CkptkitError) as raised:
+            send(check, [engine], 2, sent, arrived)
+    (line,) = raised.value.details
+    assert line.endswith("as they were at the last check, not as sent")
+    assert "layers.1.self_attn.qkv_proj.weight" in line
+    assert "layers.2" not in line
+
+
+def test_engine_that_missed_the_update_is_named() -> None:
+    engines = [FakeEngine(), FakeEngine(), FakeEngine()]
+    with checked(*engines) as check:
+        send(check, engines, 1, weights(1))
+        for name, tensor in weights(2).items():
+            check.record(name, tensor)
+        for engine in (engines[0], engines[2]):
+            engine.load(weights(2), 2)
+        with pytest.raises(CkptkitError) as raised:
+            check.after_update(2)
+        url = check._engines[1].url
+    assert raised.value.details[0] == f"{url} has weight version 1, not 2"
+    assert all(line.startswith(url) for line in raised.value.details)
+
+
+def test_new_version_with_old_weights_is_found() -> None:
+    engine = FakeEngine()
+    with checked(engine) as check:
+        send(check, [engine], 1, weights(1))
+        with pytest.raises(CkptkitError, match="as they were at the last check"):
+            send(check, [engine], 2, weights(2), {})
+
+
+def test_first_update_of_which_nothing_arrived_is_found() -> None:
+    engine = FakeEngine()
+    engine.load(weights(0), 0)
+    with checked(engine) as check, pytest.raises(CkptkitError, match="none of the values that were sent is in"):
+        send(check, [engine], 1, weights(1), {})
+
+
+def test_tensor_that_is_sent_no_longer_is_named() -> None:
+    engine = FakeEngine()
+    with checked(engine) as check:
+        send(check, [engine], 1, weights(1))
+        lost = "model.layers.1.mlp.experts.2.down_proj.weight"
+        sent = {name: tensor for name, tensor in weights(1).items() if name != lost}
+        with pytest.raises(CkptkitError) as raised:
+            send(check, [engine], 2, sent)
+    assert raised.value.details == (
+        "sent in an earlier update and not in this one: layers.1.mlp.experts.2.down_proj.weight",
+    )
+
+
+class Repacked(FakeEngine):
+    """Keeps experts in a layout that nobody knows, as kernels for INT4 do."""
+
+    def checksums(self, rank: int) -> dict[str, str]:
+        found = self.rank(rank)
+        return {name: digest(tensor.flip(0) if "experts" in name else tensor) for name, tensor in found.items()}
+
+
+def test_unknown_layout_is_compared_by_change_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    engine, many = Repacked(), (LAYERS - 1) * 2
+    with checked(engine) as check:
+        results = [send(check, [engine], version, weights(version)) for version in (1, 2)]
+        assert [(one.by_value, one.by_change) for one in results if one] == [(PARAMS - many, 0), (PARAMS - many, many)]
+        sent = weights(3)
+        arrived = {name: tensor for name, tensor in sent.items() if ".layers.2.mlp.experts." not in name}
+        with pytest.raises(CkptkitError) as raised:
+            send(check, [engine], 3, sent, arrived)
+        (line,) = raised.value.details
+        assert "layers.2.mlp.experts.{w13,w2}" not in line
+        assert line.endswith("unchanged, though something else was sent than at the last check")
+        send(check, [engine], 4, sent)
+        same = {**sent, "model.layers.1.mlp.experts.0.up_proj.weight": weights(9)["model.norm.weight"].expand(8, 8)}
+        with pytest.raises(CkptkitError, match="changed, though the same was sent as at the last check"):
+            send(check, [engine], 5, sent, same)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "ckptkit: weight update 1: not compared by value: layers.{1..2}.mlp.experts.w13_weight, "
+        "layers.{1..2}.mlp.experts.w2_weight"
+    ]
+
+
+class SharedAmongRouted(FakeEngine):
+    """Keeps the shared expert behind the others, as SGLang does for DeepSeek V3 and GLM-4.5."""
+
+    def rank(self, rank: int) -> dict[str, Tensor]:
+        found = super().rank(rank)
+        for layer in range(1, LAYERS):
+            block = f"model.layers.{layer}.mlp"
+            gate, up, down = (
+                self.held[f"{block}.shared_experts.{part}_proj.weight"] for part in ("gate", "up", "down")
+            )
+            half = slice(rank * 8 // self.tp, (rank + 1) * 8 // self.tp)
+            first, second = torch.cat([gate[half], up[half]])[None], down[:, half][None]
+            for name, last in (("w13", first), ("w2", second)):
+                name = f"{block}.experts.{name}_weight"
+                found[name] = torch.cat([found[name], last])
+        return found
+
+
+def with_shared(seed: int) -> dict[str, Tensor]:
+    other = weights(seed + 100)
+    names = [name for name in other if ".experts.0." in name]
+    return weights(seed) | {name.replace("experts.0", "shared_experts"): other[name] for name in names}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_shared_expert_among_routed_ones_is_compared_by_value(tp: int, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = SharedAmongRouted(tp)
+    with checked(engine) as check:
+        for version in (1, 2):
+            result = send(check, [engine], version, with_shared(version))
+            assert result is not None
+            assert (result.by_value, result.unseen, result.absent) == (PARAMS * tp, [], [])
+        sent = with_shared(3)
+        lost = "model.layers.2.mlp.shared_experts.up_proj.weight"
+        with pytest.raises(CkptkitError, match=r"layers\.2\.mlp\.experts\.w13_weight: not as sent"):
+            send(check, [engine], 3, sent, {name: tensor for name, tensor in sent.items() if name != lost})
+    assert capsys.readouterr().err == ""
+
+
+def test_shared_expert_in_an_unknown_layout_raises_no_false_alarm() -> None:
+    class Both(Repacked, SharedAmongRouted):
+        """Nobody can tell whether a shared expert is in there."""
+
+    engine = Both()
+    with checked(engine) as check:
+        send(check, [engine], 1, with_shared(1))
+        name = "model.layers.1.mlp.shared_experts.up_proj.weight"
+        result = send(check, [engine], 2, with_shared(1) | {name: with_shared(2)[name]})
+    assert result is not None
+    assert result.by_change == (LAYERS - 1) * 2 - 1
+
+
+def test_float32_that_the_engine_rounds_is_no_false_alarm() -> None:
+    """A change may be lost in the engine's dtype."""
+
+    class Rounding(FakeEngine):
+        def checksums(self, rank: int) -> dict[str, str]:
+            return {name: digest(tensor.bfloat16()) for name, tensor in self.rank(rank).items()}
+
+    engine = Rounding()
+    name = "model.layers.1.mlp.gate.weight"
+    with checked(engine) as check:
+        sent = weights(1) | {name: weights(1)[name].float()}
+        send(check, [engine], 1, sent)
+        result = send(check, [engine], 2, sent | {name: sent[name] * (1 + 2**-20)})
+        assert result is not None
+        assert (result.unseen, result.by_change) == (["layers.1.mlp.gate.weight"], 0)
+
+
+def test_shared_expert_of_its_own_is_said_to_be_absent_where_it_is() -> None:
+    engine = FakeEngine()
+    with checked(engine) as check:
+        result = send(check, [engine], 1, with_shared(1))
+    assert result is not None
+    assert (result.by_value, result.unseen) == (PARAMS, [])
+    assert len(result.absent) == (LAYERS - 1) * 3
+
+
+def test_engines_that_differ_in_an_unknown_layout_are_found() -> None:
+    engines = [Repacked(), Repacked(), Repacked()]
+    with checked(*engines) as check:
+        sent = weights(1)
+        for name, tensor in sent.items():
+            check.record(name, tensor)
+        for engine in engines:
+            engine.load(sent, 1)
+        names = [f"model.layers.2.mlp.experts.{expert}.up_proj.weight" for expert in (0, 1)]
+        engines[2].load(exchanged(sent, *names), 1)
+        with pytest.raises(CkptkitError) as raised:
+            check.after_update(1)
+        url = check._engines[2].url
+    assert raised.value.details == (f"{url}: layers.2.mlp.experts.w13_weight: not the same in all engines",)
+
+
+def test_no_room_for_experts_is_made_good_by_the_next_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    """At first nobody knows how many experts there are, so all are kept until the end; later none waits long."""
+    engine = FakeEngine()
+    layer = EXPERTS * 3 * 8 * 8 * 2  # bytes of a layer's experts
+    with checked(engine, room=layer) as check:
+        first, second = (send(check, [engine], version, weights(version)) for version in (1, 2))
+    assert first is not None
+    assert second is not None
+    assert 0 < len(first.unseen) < (LAYERS - 1) * 2
+    assert (second.unseen, second.by_value) == ([], PARAMS)
+    assert "not compared by value" in capsys.readouterr().err
+
+
+def test_only_every_nth_update_is_checked() -> None:
+    engine = FakeEngine()
+    with checked(engine, every=3) as check:
+        results = [send(check, [engine], version, weights(version)) for version in range(5)]
+    assert [one is not None for one in results] == [True, False, False, True, False]
+    assert engine.asked.count("weights_checker") == 2
+
+
+def test_wanted_tensors_alone_are_looked_at() -> None:
+    engine = FakeEngine()
+    with checked(engine, tensors=r"layernorm|mlp\.gate\.") as check:
+        result = send(check, [engine], 1, weights(1))
+    assert result is not None
+    assert result.by_value == LAYERS + LAYERS - 1
+
+
+def test_wanted_tensors_in_an_unknown_layout_alone_are_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Repacked()
+    with checked(engine, tensors=r"\.experts\.") as check:
+        results = [send(check, [engine], version, weights(version)) for version in (1, 2)]
+    assert [(one.by_value, one.by_change) for one in results if one] == [(0, 0), (0, (LAYERS - 1) * 2)]
+    assert "not compared by value" in capsys.readouterr().err
+
+
+@pytest.mark.sglang
+def test_engine_of_another_release_is_said_and_not_judged_by_its_checksums() -> None:
+    """Its function may be another one, so nothing that was sent can be found."""
+
+    class Other(FakeEngine):
+        def checksums(self, rank: int) -> dict[str, str]:
+            return {name: checksum[::-1] for name, checksum in super().checksums(rank).items()}
+
+    engine = Other(version="0.0.1")
+    with checked(engine) as check:
+        check._own_digest = True
+        result = send(check, [engine], 1, weights(1))
+    assert result is not None
+    assert (result.by_value, len(result.unseen)) == (0, PARAMS)
+
+
+def test_tensor_without_a_parameter_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = FakeEngine()
+    with checked(engine) as check:
+        sent = weights(1) | {"model.layers.3.eh_proj.weight": weights(1)["model.norm.weight"]}
+        result = send(check, [engine], 1, sent)
+    assert result is not None
+    assert result.absent == ["layers.3.eh_proj.weight"]
+    assert "no engine has a parameter of this name: layers.3.eh_proj.weight" in capsys.readouterr().err
+
+
+def test_buffer_that_is_used_again_after_it_was_recorded_does_no_harm() -> None:
+    engine = FakeEngine()
+    with checked(engine) as check:
+        for name, tensor in weights(1).items():
+            buffer = tensor.clone()
+            check.record(name, buffer)
+            buffer.fill_(7)
+        engine.load(weights(1), 1)
+        result = check.after_update(1)
+    assert result is not None
+    assert result.by_value == PARAMS
+
+
+def test_nothing_recorded_is_an_error() -> None:
+    with checked(FakeEngine()) as check, pytest.raises(CkptkitError, match="no tensor was recorded"):
+        check.after_update(1)
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "said"),
+    [
+        (400, {"success": False, "message": "Unsupported action='checksum'"}, "HTTP 400: .*Unsupported action"),
+        (200, {"success": True, "message": "Success."}, "no checksums"),
+        (200, [], "answered no JSON object"),
+    ],
+)
+def test_engine_that_does_not_answer_is_named(status: int, answer: Any, said: str) -> None:
+    engine = FakeEngine()
+
+    def refuse(path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        return (status, answer) if path == "weights_checker" else engine.answer(path, body)
+
+    with served(refuse) as url:
+        check = WeightSyncCheck(url, digest=digest)
+        with pytest.raises(CkptkitError, match=rf"{url}/weights_checker.*{said}"):
+            send(check, [engine], 1, weights(1))
+
+
+def test_engine_that_is_gone_is_named() -> None:
+    with served(FakeEngine().answer) as url:
+        pass
+    check = WeightSyncCheck(url, digest=digest)
+    with pytest.raises(CkptkitError, match=url):
+        check.record("model.norm.weight", weights(1)["model.norm.weight"])
+
+
+def test_rank_that_does_not_answer_is_named() -> None:
+    engine = FakeEngine(2)
+
+    def first_rank(path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        status, found = engine.answer(path, body)
+        return status, {**found, "ranks": found["ranks"][:1]} if "ranks" in found else found
+
+    with served(first_rank) as url:
+        check = WeightSyncCheck([url], digest=digest)
+        with pytest.raises(CkptkitError, match="did not answer for tensor parallel rank 1"):
+            send(check, [engine], 1, weights(1))
+
+
+def test_key_goes_with_every_request() -> None:
+    engine, keys = FakeEngine(), []
+
+    def guarded(path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        keys.append(body["headers"]["Authorization"])
+        return engine.answer(path, body)
+
+    with served(guarded) as url:
+        send(WeightSyncCheck(url, digest=digest, headers={"Authorization": "Bearer k"}), [engine], 1, weights(1))
+    assert keys == ["Bearer k"] * 3
+
+
+def test_server_that_quantizes_some_layers_raises_no_false_alarm() -> None:
+    """There the layers of a kind may be kept in two ways, so each is known by itself."""
+
+    class Quantizing(FakeEngine):
+        def checksums(self, rank: int) -> dict[str, str]:
+            found = self.rank(rank)
+            return {name: digest(tensor.float() if "layers.1" in name else tensor) for name, tensor in found.items()}
+
+    engine = Quantizing(quantization="fp8")
+    with checked(engine) as check:
+        results = [send(check, [engine], version, weights(version)) for version in (1, 2)]
+        assert all(one and {name.split(".")[1] for name in one.unseen} == {"1"} for one in results)
+        with pytest.raises(CkptkitError, match="as they were at the last check"):
+            send(check, [engine], 3, weights(3), {})
+
+
+def test_every_must_be_at_least_one() -> None:
+    with pytest.raises(CkptkitError, match="every is 0"):
+        WeightSyncCheck("http://127.0.0.1:1", every=0, digest=digest)
+
+
+def test_no_engine_is_an_error() -> None:
+    with pytest.raises(CkptkitError, match="no engine to check"):
+        WeightSyncCheck([], digest=digest)

@@ -1,0 +1,160 @@
+"""Engines for tests of weight updates: a server that answers as SGLang's does, and a model kept as SGLang keeps it.
+
+How Qwen3-MoE is fused and cut is written out here by hand, one rank after another, and shares nothing with ckptkit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LAYERS, HIDDEN, HEADS, GROUPS, SIZE, EXPERTS, INTER, VOCAB = 3, 8, 4, 2, 4, 4, 8, 100
+Answer = Callable[[str, Mapping[str, Any]], tuple[int, Mapping[str, Any]]]
+
+
+def digest(tensor: Tensor) -> str:
+    """As SGLang's on a CPU: of the bytes in row-major order."""
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+@contextmanager
+def served(answer: Answer) -> Iterator[str]:
+    """The address of a server; `answer` gives status and JSON for a path and a request's JSON."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._reply({})
+
+        def do_POST(self) -> None:
+            self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def _reply(self, body: Mapping[str, Any]) -> None:
+            status, found = answer(self.path.strip("/"), {**body, "headers": dict(self.headers)})
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(found).encode())
+
+        def log_message(self, *args: object) -> None:
+            """Says nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def weights(seed: int, layers: int = LAYERS) -> dict[str, Tensor]:
+    """A Qwen3-MoE under HF names in BF16; its first layer is dense."""
+    random = torch.Generator().manual_seed(seed)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).bfloat16()
+
+    found = {"model.embed_tokens.weight": made(VOCAB, HIDDEN)}
+    for layer in range(layers):
+        base = f"model.layers.{layer}"
+        found[f"{base}.input_layernorm.weight"] = made(HIDDEN)
+        for name, heads in (("q", HEADS), ("k", GROUPS), ("v", GROUPS)):
+            found[f"{base}.self_attn.{name}_proj.weight"] = made(heads * SIZE, HIDDEN)
+        found[f"{base}.self_attn.o_proj.weight"] = made(HIDDEN, HEADS * SIZE)
+        blocks = [f"{base}.mlp"]
+        if layer:
+            found[f"{base}.mlp.gate.weight"] = made(EXPERTS, HIDDEN)
+            blocks = [f"{base}.mlp.experts.{expert}" for expert in range(EXPERTS)]
+        for block in blocks:
+            found[f"{block}.gate_proj.weight"] = made(INTER, HIDDEN)
+            found[f"{block}.up_proj.weight"] = made(INTER, HIDDEN)
+            found[f"{block}.down_proj.weight"] = made(HIDDEN, INTER)
+    return found | {"model.norm.weight": made(HIDDEN), "lm_head.weight": made(VOCAB, HIDDEN)}
+
+
+class FakeEngine:
+    """Holds what it was given last under each name, and shows it as ranks of SGLang 0.5.16 keep it."""
+
+    def __init__(self, tp: int = 1, ep: int = 1, **changes: Any) -> None:
+        self.tp, self.ep, self.version = tp, ep, "default"
+        self.held: dict[str, Tensor] = {}
+        self.asked: list[str] = []
+        self.info: dict[str, Any] = {"tp_size": tp, "ep_size": ep, "version": "0.5.16", "quantization": None, **changes}
+
+    def load(self, given: Mapping[str, Tensor], version: object) -> None:
+        self.held |= given
+        self.version = str(version)
+
+    def rank(self, rank: int) -> dict[str, Tensor]:
+        """The parameters of one rank."""
+
+        def rows(tensor: Tensor, size: int, index: int) -> Tensor:
+            each = tensor.shape[0] // size
+            return tensor[index * each : (index + 1) * each]
+
+        def columns(tensor: Tensor, size: int, index: int) -> Tensor:
+            return rows(tensor.T, size, index).T
+
+        def padded(tensor: Tensor) -> Tensor:
+            return torch.cat([tensor, torch.zeros(128 - VOCAB, HIDDEN, dtype=tensor.dtype)])
+
+        held, tp = self.held, self.tp
+        copies = max(tp // GROUPS, 1)  # ranks that hold the same heads of k and v
+        found = {name: rows(padded(held[name]), tp, rank) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+        found["model.norm.weight"] = held["model.norm.weight"]
+        for layer in range(LAYERS):
+            base = f"model.layers.{layer}"
+            found[f"{base}.input_layernorm.weight"] = held[f"{base}.input_layernorm.weight"]
+            q, k, v, o = (held[f"{base}.self_attn.{name}_proj.weight"] for name in "qkvo")
+            groups = min(tp, GROUPS)
+            parts = [rows(q, tp, rank), rows(k, groups, rank // copies), rows(v, groups, rank // copies)]
+            found[f"{base}.self_attn.qkv_proj.weight"] = torch.cat(parts)
+            found[f"{base}.self_attn.o_proj.weight"] = columns(o, tp, rank)
+            if not layer:
+                gate, up, down = (held[f"{base}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+                found[f"{base}.mlp.gate_up_proj.weight"] = torch.cat([rows(gate, tp, rank), rows(up, tp, rank)])
+                found[f"{base}.mlp.down_proj.weight"] = columns(down, tp, rank)
+                continue
+            found[f"{base}.mlp.gate.weight"] = held[f"{base}.mlp.gate.weight"]
+            etp = tp // self.ep
+            block, index = rank // etp, rank % etp
+            first, second = [], []
+            for expert in range(block * EXPERTS // self.ep, (block + 1) * EXPERTS // self.ep):
+                name = f"{base}.mlp.experts.{expert}"
+                gate, up, down = (held[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+                first.append(torch.cat([rows(gate, etp, index), rows(up, etp, index)]))
+                second.append(columns(down, etp, index))
+            found[f"{base}.mlp.experts.w13_weight"] = torch.stack(first)
+            found[f"{base}.mlp.experts.w2_weight"] = torch.stack(second)
+        return found
+
+    def checksums(self, rank: int) -> dict[str, str]:
+        return {name: digest(tensor) for name, tensor in self.rank(rank).items()}
+
+    def answer(self, path: str, body: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+        """What SGLang 0.5.16's `entrypoints/http_server.py` answers."""
+        self.asked.append(path)
+        if path == "server_info":
+            return 200, self.info
+        if path == "model_info":
+            return 200, {"model_path": "/hf", "weight_version": self.version}
+        assert (path, body["action"]) == ("weights_checker", "checksum")
+        sizes = {"dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1, "size": self.tp}
+        ranks = [
+            {
+                "checksums": self.checksums(rank),
+                "per_gpu_checksum": "",
+                "parallelism_info": {"tp_rank": rank, "tp_size": self.tp, "rank": rank, **sizes},
+            }
+            for rank in range(self.tp)
+        ]
+        return 200, {"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": ""}
