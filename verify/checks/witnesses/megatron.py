@@ -19,7 +19,8 @@ from verify.witnesses.megatron.job import RankReport, TensorSeen
 from verify.witnesses.megatron.run import MegatronRun, run_megatron
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def ranks_of(ranks: Iterable[int]) -> str:
+    """Names ranks in a finding."""
     distinct = set(ranks)
     return f"rank{'s' * (len(distinct) > 1)} {ranges(distinct).strip('{}')}"
 
@@ -59,7 +60,7 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
             "every rank loads the checkpoint",
             error,
             "this is Megatron's own error; training would stop on it too",
-            rank=_ranks(failed),
+            rank=ranks_of(failed),
         )
     for report in run.reports:
         tally.tensors += report.requested
@@ -76,7 +77,7 @@ def _unexpected(reports: Sequence[RankReport]) -> Iterator[Issue]:
     for names in alike(askers):
         hint = "Megatron would leave it as initialized, at random: convert again"
         ranks = {rank for name in names for rank in askers[name]}
-        yield Issue("on disk, because Megatron asks for it", "not on disk", hint, names=names, rank=_ranks(ranks))
+        yield Issue("on disk, because Megatron asks for it", "not on disk", hint, names=names, rank=ranks_of(ranks))
 
 
 def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> Iterator[Issue]:
@@ -133,7 +134,7 @@ def _wrong(verdict: str, seen: Sequence[tuple[int, TensorSeen]], subject: Subjec
     for names in alike(by_name):
         group = [pair for name in names for pair in by_name[name]]
         expected, actual, hint = _described(verdict, [tensor for _, tensor in group], where)
-        yield Issue(expected, actual, hint, names=names, rank=_ranks({rank for rank, _ in group}))
+        yield Issue(expected, actual, hint, names=names, rank=ranks_of({rank for rank, _ in group}))
 
 
 def _described(verdict: str, tensors: Sequence[TensorSeen], where: Path) -> tuple[str, str, str]:
@@ -189,7 +190,7 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if stages.setdefault(report.pp, report.layers) != report.layers:
             expected, actual = (chunk_ranges(layers) for layers in (stages[report.pp], report.layers))
             yield Issue(
-                expected, actual, "ranks of one pipeline stage must hold the same layers", rank=_ranks([report.rank])
+                expected, actual, "ranks of one pipeline stage must hold the same layers", rank=ranks_of([report.rank])
             )
     tally.facts["pipeline stages"] = [
         f"pp rank {stage}: layers {chunk_ranges(stages[stage])}" for stage in sorted(stages)
