@@ -176,6 +176,8 @@ class ModelFamily:
     model, with the `model_type` of that.
 
     `release`: how releases are spelled and quantized; None where INT4 is not supported. `sglang`: its class in SGLang.
+    `unlike_transformers`: why transformers, as installed, computes another model from a config, for prompts of so many
+    tokens; None where it does not.
     """
 
     model_types: tuple[str, ...]
@@ -190,6 +192,7 @@ class ModelFamily:
     language_models: Mapping[str, str] = field(default_factory=dict)
     release: Release | None = Release()
     sglang: SglangClass = SglangClass()
+    unlike_transformers: Callable[[Mapping[str, Any], int], str | None] = lambda config, tokens: None
 
     def carries(self, name: str) -> bool:
         """Whether a tensor of the release is only carried."""

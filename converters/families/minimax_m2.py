@@ -98,6 +98,15 @@ def _mappings(dims: ModelDims, *, norm: str, axis: int | None) -> tuple[ParamMap
 # Two stacks train these models, each with a norm of its own in Megatron's attention: Megatron-Bridge where Megatron has
 # its norms of one head's width, cut with the heads; slime under another name, whole on every rank.
 mappings = partial(_mappings, norm="{}_layernorm", axis=0)
+
+
+def _unlike_transformers(config: Mapping[str, Any], tokens: int) -> str | None:
+    """transformers 5.12 reads the rotary part of a head in `rope_parameters` alone."""
+    if "partial_rotary_factor" in rope_of(config) or read_dims(config).rotary_fraction == 1:
+        return None
+    return "transformers turns whole heads of this model unless rope_parameters has a partial_rotary_factor"
+
+
 FAMILIES = (
     ModelFamily(
         ("minimax_m2",),
@@ -108,5 +117,6 @@ FAMILIES = (
         fused=FusedExperts(renamed=True),
         release=Release(moe="block_sparse_moe", experts=W1_W3_W2, classes={"Router": "MiniMaxM2TopKRouter"}),
         sglang=SglangClass(QKV_GATE_UP),
+        unlike_transformers=_unlike_transformers,
     ),
 )

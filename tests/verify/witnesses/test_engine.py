@@ -36,9 +36,9 @@ from verify.witnesses.engine.job import (
     EngineJob,
     EngineReport,
     Judged,
+    Reference,
     ReferenceJob,
     Reload,
-    load_report,
 )
 from verify.witnesses.engine.reference import run as run_reference
 from verify.witnesses.engine.run import EngineRun, last_error, prompts_of
@@ -129,12 +129,12 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_reference_is_what_transformers_computes(release: Path, tmp_path: Path) -> None:
     prompts, ids = [[5, 9, 2, 40]], [[[1, 2], [3, 4], [5, 6]]]
     found = reference(release, tmp_path, prompts, ids)
-    assert list(found) == ["float32", "bfloat16"]
+    assert (found.dtype, found.exact_dtype) == ("bfloat16", "float32")
     model = AutoModelForCausalLM.from_pretrained(release, dtype=torch.float32)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor(prompts)).logits[0]
     probabilities = logits.softmax(-1)
-    (answer,) = found["float32"].judged
+    (answer,) = found.exact.judged
     for position, token in enumerate(prompts[0][1:]):
         assert answer.tokens[position] == pytest.approx(float(probabilities[position, token].log()), abs=1e-5)
         expected = [float(probabilities[position, one].log()) for one in ids[0][position]]
@@ -146,15 +146,15 @@ def test_reference_of_an_int4_checkpoint_uses_its_dequantized_weights(release: P
     scheme = QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*", r"re:.*\.mlp\.gate$"))
     quantize(release, tmp_path / "int4", scheme)
     prompts, ids = [[5, 9, 2, 40, 11, 30]], [[[1, 2]] * 5]
-    plain, packed = (reference(path, tmp_path, prompts, ids)["float32"].judged for path in (release, tmp_path / "int4"))
+    plain, packed = (reference(path, tmp_path, prompts, ids).exact.judged for path in (release, tmp_path / "int4"))
     assert 0 < distance(packed, plain).mean < 0.1
 
 
-def reference(path: Path, root: Path, prompts: Any, ids: Any, **asked: Any) -> Mapping[str, Answers]:
+def reference(path: Path, root: Path, prompts: Any, ids: Any, **asked: Any) -> Reference:
     job = ReferenceJob(str(path), str(root / "reference.json"), prompts, ids, **asked)
     with PhaseLog(root / "ending") as phases:
         run_reference(job, phases)
-    return load_report(root / "reference.json")
+    return Reference.load(root / "reference.json")
 
 
 class FakeServer:
@@ -270,14 +270,14 @@ def sound() -> EngineReport:
 
 
 PLAIN = {"model_type": "qwen3_moe"}
-EXACT = {"float32": Answers([judged(-1.01, -2.01)]), "bfloat16": Answers([judged(-1.03, -2.03)])}
+EXACT = Reference("bfloat16", Answers([judged(-1.01, -2.01)]), Answers([judged(-1.03, -2.03)]))
 
 
 def verdict(
     monkeypatch: pytest.MonkeyPatch,
     root: Path,
     run: EngineRun,
-    reference: Mapping[str, Any] = EXACT,
+    reference: Reference = EXACT,
     config: Mapping[str, Any] = PLAIN,
     draft: EngineRun | None = None,
 ) -> Outcome:
@@ -417,7 +417,7 @@ def test_one_best_token_everywhere_fails_where_transformers_has_more(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     several = Judged([-1.0, -2.0], [[7, 1], [8, 1]], judged(-1.0, -2.0).top)
-    reference = {"float32": Answers([several]), "bfloat16": Answers([several])}
+    reference = Reference("bfloat16", Answers([several]), Answers([several]))
     outcome = verdict(monkeypatch, tmp_path, EngineRun(sound(), [[1, 2, 3]]), reference)
     assert [one.actual for one in outcome.findings] == ["the same most probable token at every position"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,19 @@ from transformers import AutoModelForCausalLM
 from verify.check import Outcome, all_checks, run_checks
 from verify.checks.witnesses import behaviour
 from verify.evidence.subject import Subject
+from verify.skip import Unable
 from verify.witnesses.ending import PhaseLog
 from verify.witnesses.engine.distance import rerouted
-from verify.witnesses.engine.job import AGAIN, FIRST, Answers, Continuation, EngineReport, Judged, ReferenceJob
-from verify.witnesses.engine.job import load_report as load
+from verify.witnesses.engine.job import (
+    AGAIN,
+    FIRST,
+    Answers,
+    Continuation,
+    EngineReport,
+    Judged,
+    Reference,
+    ReferenceJob,
+)
 from verify.witnesses.engine.reference import run as run_job
 from verify.witnesses.engine.run import EngineRun
 from verify.witnesses.engine.text import figures, openings_of, tokenizer_of
@@ -38,7 +46,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answers(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Answers]:
+def answers(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     root = tmp_path_factory.mktemp("reference")
     job = ReferenceJob(
         str(release),
@@ -52,14 +60,12 @@ def answers(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[
     )
     with PhaseLog(root / "ending") as phases:
         run_job(job, phases)
-    return load(root / "report")
+    return Reference.load(root / "report")
 
 
-def test_the_reference_writes_scores_and_routes_as_transformers_does(
-    release: Path, answers: Mapping[str, Answers]
-) -> None:
+def test_the_reference_writes_scores_and_routes_as_transformers_does(release: Path, answers: Reference) -> None:
     model = AutoModelForCausalLM.from_pretrained(release, dtype=torch.float32)
-    found = answers["float32"]
+    found = answers.exact
     tokens = list(OPENING)
     for token, logprob in zip(found.written[0].ids, found.written[0].logprobs, strict=True):
         with torch.no_grad():
@@ -107,6 +113,12 @@ def test_tokens_that_are_no_text_are_counted_but_for_the_end(tmp_path: Path) -> 
     assert figures([Continuation([4, 99, 2, 0], flat)], tokenizer).odd == 0.75
 
 
+def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model"')
+    with pytest.raises(Unable, match=r"tokenizer\.json is no tokenizer \(.*\): take it from the release"):
+        tokenizer_of(tmp_path)
+
+
 def test_openings_are_text_where_a_tokenizer_fits_the_model(tmp_path: Path) -> None:
     prompts = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
     tokenizer = _tokenizer(tmp_path)
@@ -126,7 +138,7 @@ def verdict(
     release: Path,
     monkeypatch: pytest.MonkeyPatch,
     written: Continuation,
-    reference: Mapping[str, Answers],
+    reference: Reference,
     routed: Any = (),
     routed_layers: int = 12,
     source: Path | None = None,
@@ -144,10 +156,10 @@ def verdict(
 CHOICES = [[[[layer % 12, (layer + 1) % 12] for layer in range(12)] for _ in range(50)]]
 
 
-def reference(score: float, repeated: bool = False, routed: Any = CHOICES) -> Mapping[str, Answers]:
+def reference(score: float, repeated: bool = False, routed: Any = CHOICES) -> Reference:
     ids = [1, 2] * 10 if repeated else list(range(20))
     one = Answers([], routed, [[score] * 20], [Continuation(ids, [score] * 20)])
-    return {"float32": one, "bfloat16": one}
+    return Reference("bfloat16", one, one)
 
 
 PLAIN = Continuation(list(range(20)), [-1.0] * 20)
@@ -210,10 +222,8 @@ def test_routers_that_choose_other_experts_are_named(release: Path, monkeypatch:
     """Noise of 10% everywhere: 25% is still noise, 40% is not."""
     noisy = [[[[0, 1] if token % 5 or layer > 3 else [0, 9] for layer in range(12)] for token in range(50)]]
     plain = [[[[0, 1]] * 12] * 50]
-    choices = {
-        "float32": reference(-1.0, routed=plain)["float32"],
-        "bfloat16": reference(-1.0, routed=noisy)["float32"],
-    }
+    exact, rounded = (reference(-1.0, routed=routed).exact for routed in (plain, noisy))
+    choices = Reference("bfloat16", exact, rounded)
     astray = {4: 20, 7: 40, 8: 40}  # layer: tokens of 50 with one other expert of two
     routed = [[[[0, 9] if token < astray.get(layer, 0) else [0, 1] for layer in range(12)] for token in range(50)]]
     outcome = verdict(release, monkeypatch, PLAIN, choices, routed)
@@ -238,8 +248,8 @@ def test_answers_that_are_no_numbers_leave_behaviour_out(release: Path, monkeypa
 
 
 def test_a_job_of_the_reference_is_read_as_written(tmp_path: Path) -> None:
-    job = ReferenceJob("model", "report", [[1, 2]], [[[3]]], [[4]], [[5, 6]], 7, True)
+    job = ReferenceJob("model", "report", [[1, 2]], [[[3]]], [[4]], [[5, 6]], 7, True, streams=["a"])
     job.save(tmp_path / "job")
     assert ReferenceJob(**json.loads((tmp_path / "job").read_text())) == ReferenceJob(
-        "model", "report", [[1, 2]], [[[3]]], [[4]], [[5, 6]], 7, True
+        "model", "report", [[1, 2]], [[[3]]], [[4]], [[5, 6]], 7, True, streams=["a"]
     )

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.side_files import quantization_of
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.witnesses.engine import FURTHEST, rounds_activations
-from verify.checks.witnesses.megatron import finished
 from verify.checks.witnesses.sglang import no_routers
 from verify.evidence.expected import config_of
 from verify.evidence.folding import LAYER
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.witnesses.engine.job import FIRST, Answers, EngineReport
-from verify.witnesses.engine.run import judged_by_transformers, prompts_of, run_engine, run_reference, run_source
-from verify.witnesses.megatron.run import run_megatron_logits
+from verify.witnesses.engine.job import FIRST, EngineReport
+from verify.witnesses.engine.run import run_engine, run_reference, run_source
 from verify.witnesses.sglang.names import routers
 
 if TYPE_CHECKING:
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 
 APART_NATS = 0.5  # a token; engines and transformers are within 0.01 on sound models (docs/gpu-results.md)
 MORE = 0.3  # of repeated runs, or of tokens that are no text, than the reference has
-EXACT = 0.1  # times the noise of the dtype: Megatron computes in float32 here, as transformers does
 FEW = 0.02  # of the choices of experts: near ties flip by rounding alone
 
 
@@ -33,18 +30,10 @@ def _engine(subject: Subject) -> EngineReport:
     """What the engine said. Raises Unable where it said nothing, Skip where that is no numbers."""
     from verify.witnesses.engine.distance import not_finite
 
-    run = subject.once(run_engine)
-    if run.report is None:
-        raise Unable(run.failed or "the engine gave no report")
-    if not_finite(run.report.passes[FIRST])[0]:
+    report = subject.once(run_engine).said()
+    if not_finite(report.passes[FIRST])[0]:
         raise Skip("not run because the engine's answers are no numbers (CK511)")
-    return run.report
-
-
-def _by_precision(reference: Mapping[str, Answers]) -> tuple[Answers, str, Answers]:
-    """In float32, and the other dtype with what it gave."""
-    ((dtype, rounded),) = ((name, given) for name, given in reference.items() if name != "float32")
-    return reference["float32"], dtype, rounded
+    return report
 
 
 @check(
@@ -64,7 +53,8 @@ def text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     count = sum(len(one.ids) for one in report.written)
     if not count:
         raise Unable("the engine wrote nothing")
-    exact, dtype, rounded = _by_precision(subject.once(run_reference))
+    reference = subject.once(run_reference)
+    exact, dtype, rounded = reference.exact, reference.dtype, reference.rounded
     tokenizer = tokenizer_of(subject.path)
     ours, judged = figures(report.written, tokenizer), loss(exact.scored)
     tally.compared(0, count)
@@ -83,7 +73,7 @@ def text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     whose = "transformers"
     if subject.source_path is not None and subject.source_kind == "hf":
         whose = "the source"
-        exact, _, _ = _by_precision(subject.once(run_source))
+        exact = subject.once(run_source).exact
         tally.facts["text"].append(f"the source gives it perplexity {perplexity(loss(exact.scored))}")
         yield from _unlike_source(ours.loss, loss(exact.scored), subject)
     theirs = figures(exact.written, tokenizer)
@@ -134,8 +124,9 @@ def routing(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Unable("SGLang rounds activations of this format too, and ckptkit does not know the noise of that")
     if not subject.once(run_engine).routed_layers:
         raise Unable("SGLang gives the choices of experts only of models with num_experts_per_tok in config.json")
-    exact, dtype, rounded = _by_precision(subject.once(run_reference))
-    ours, noise = rerouted(report.routed, exact.routed), rerouted(rounded.routed, exact.routed)
+    reference = subject.once(run_reference)
+    dtype, exact = reference.dtype, reference.exact.routed
+    ours, noise = rerouted(report.routed, exact), rerouted(reference.rounded.routed, exact)
     if not ours:
         raise Unable("the engine or transformers gave no choices of experts")
     tally.compared(0, len(ours))
@@ -154,43 +145,4 @@ def routing(subject: Subject, tally: Tally) -> Iterator[Issue]:
             f"up to {ours[worst]:.1%} of the choices are other experts",
             "compare the router's weight, bias and its dtype, and the routing keys of config.json with the release",
             names=[names[layer] for layer in astray],
-        )
-
-
-@check(
-    "CK606",
-    "Megatron computes what transformers computes",
-    stage="behaviour",
-    needs=("megatron", "logits"),
-    rationale="Every slice can be in its place while Megatron computes something else with it: another rotary base or "
-    "norm, a score function, a layer that another argument turns off.",
-    fix="Compare the arguments that CK701 and CK702 look at with config.json; see docs/mappings.md for the model.",
-)
-def same_logits_in_megatron(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Log-probabilities of fixed prompts in float32, Megatron's on one rank, against transformers."""
-    from verify.witnesses.engine.distance import distance, not_finite
-
-    finished(subject)
-    prompts = prompts_of(config_of(subject), with_long=False)
-    report = run_megatron_logits(subject, prompts)
-    broken, count = not_finite(report.judged)
-    tally.compared(0, count)
-    if broken:
-        hint = "CK401 and CK402 name what Megatron did not load; else the weights themselves are not finite (CK204)"
-        yield Issue("a finite log-probability for every token", f"{broken} of {count} are not", hint, file=subject.path)
-        return
-    reference = judged_by_transformers(subject, prompts, [answer.top_ids for answer in report.judged])
-    exact, dtype, rounded = _by_precision(reference)
-    found, noise = distance(report.judged, exact.judged), distance(rounded.judged, exact.judged)
-    unit = max(noise.mean, 1e-4)
-    tally.facts["log-probabilities in Megatron"] = [
-        f"megatron-core {report.version} from transformers, both in float32: {found}",
-        f"transformers in {dtype} from float32: {noise}",
-    ]
-    if not found.mean <= EXACT * unit:
-        yield Issue(
-            f"log-probabilities within {EXACT:g} times the noise of {dtype} (mean {unit:.4f})",
-            f"{found.mean / unit:.2f} times: {found}",
-            "Megatron and transformers compute other things from the same weights: compare the training arguments",
-            file=subject.path,
         )

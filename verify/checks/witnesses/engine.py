@@ -31,7 +31,7 @@ def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A real engine serves the directory: log-probabilities of fixed prompts are numbers, before and after updates."""
     from verify.witnesses.engine.distance import not_finite
 
-    report = _report(subject)
+    report = subject.once(run_engine).said()
     tally.facts["SGLang engine"] = [f"SGLang {report.version}, on {report.device}", *_held(report)]
     for name, given in report.passes.items():
         broken, count = not_finite(given)
@@ -83,7 +83,7 @@ def resumed(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
     """What steps of a kind left, of the plain engine and, where there are draft layers, of one that holds them too."""
-    _report(subject)
+    subject.once(run_engine).said()
     runs = {"": subject.once(run_engine), DECODING: subject.once(run_draft_engine)}
     said: dict[str, Reload] = {}
     for decoding, run in runs.items():
@@ -146,13 +146,6 @@ def _differences(step: Reload, said: Reload | None, subject: Subject) -> Iterato
     yield Issue(expected, f"SGLang's weight checker found other bits after {step.name}", hint, names=unseen)
 
 
-def _report(subject: Subject) -> EngineReport:
-    run = subject.once(run_engine)
-    if run.report is None:
-        raise Unable(run.failed or "the engine gave no report")
-    return run.report
-
-
 @check(
     "CK601",
     "a live SGLang engine computes what transformers computes",
@@ -167,13 +160,12 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     if rounds_activations(quantization_of(read_json(subject.path / "config.json")) or {}):
         raise Unable("SGLang rounds activations of this format too, and ckptkit does not know the noise of that")
-    passes = _report(subject).passes
+    passes = subject.once(run_engine).said().passes
     if not_finite(passes[FIRST])[0]:
         raise Skip("not run because the engine's answers are no numbers (CK511)")
     reference = subject.once(run_reference)
-    exact = reference["float32"].judged
-    ((dtype, rounded),) = ((name, given.judged) for name, given in reference.items() if name != "float32")
-    found, noise = distance(passes[FIRST], exact), distance(rounded, exact)
+    dtype, exact = reference.dtype, reference.exact.judged
+    found, noise = distance(passes[FIRST], exact), distance(reference.rounded.judged, exact)
     between = distance(passes[FIRST], passes[AGAIN])
     tally.compared(0, sum(len(answer.tokens) for answer in exact))
     unit = max(noise.mean, 1e-4)

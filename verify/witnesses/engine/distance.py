@@ -41,7 +41,7 @@ class Distance:
 
 def distance(one: Sequence[Judged], other: Sequence[Judged]) -> Distance:
     """`other` holds, in `top`, the log-probabilities of the tokens that `one` names in `top_ids`."""
-    gaps = np.concatenate([np.abs(np.subtract(a.tokens, b.tokens)) for a, b in zip(one, other, strict=True)])
+    gaps = _gaps(one, other)
     divergences = np.concatenate([_divergence(a, b) for a, b in zip(one, other, strict=True)])
     shared = [
         len({*mine} & {*theirs}) / len(theirs)
@@ -51,6 +51,21 @@ def distance(one: Sequence[Judged], other: Sequence[Judged]) -> Distance:
     return Distance(
         float(gaps.mean()), float(gaps.max()), float(divergences.mean()), float(np.mean(shared)), _parted(one, other)
     )
+
+
+def mean_gap(one: Sequence[Judged], other: Sequence[Judged]) -> float:
+    """The mean of the absolute differences for the prompts' own tokens."""
+    return float(_gaps(one, other).mean())
+
+
+def spacing(answers: Sequence[Judged]) -> float:
+    """Half the mean spacing of float32, in which log-probabilities are given, at those of the prompts' tokens."""
+    values = np.concatenate([np.abs(np.asarray(answer.tokens, np.float32)) for answer in answers])
+    return float(np.spacing(values).mean()) / 2
+
+
+def _gaps(one: Sequence[Judged], other: Sequence[Judged]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return np.concatenate([np.abs(np.subtract(a.tokens, b.tokens)) for a, b in zip(one, other, strict=True)])
 
 
 def _divergence(one: Judged, other: Judged) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

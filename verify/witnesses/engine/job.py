@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verify.witnesses.sglang.job import ONE_RANK, EngineSizes
+from verify.witnesses.stages import Stage
 
 Ids = Sequence[Sequence[int]]  # of tokens, a sequence a prompt
 LENGTH = 96  # tokens that a model writes after an opening
@@ -136,7 +137,9 @@ class ReferenceJob:
     """`top_ids`: for each prompt and each position but the first, the tokens whose log-probabilities are wanted.
 
     `openings` are continued by at most `length` tokens; `written` is what an engine wrote after each. `routing`: the
-    experts of short prompts are wanted too. `hf` gives the config of a Megatron checkpoint that carries none.
+    experts of short prompts are wanted too. `hf` gives the config of a Megatron checkpoint that carries none. `dtype`
+    is that of the witness, None: the one in which an engine computes. `streams`: files with what Megatron computed for
+    the prompts at its stages.
     """
 
     checkpoint: str
@@ -148,6 +151,8 @@ class ReferenceJob:
     length: int = LENGTH
     routing: bool = False
     hf: str | None = None
+    dtype: str | None = None
+    streams: Sequence[str] = ()
 
     def save(self, path: Path) -> None:
         """Writes the job as JSON."""
@@ -169,9 +174,34 @@ class Answers:
     written: Sequence[Continuation] = ()
 
 
-def load_report(path: Path) -> Mapping[str, Answers]:
-    """The answers by dtype, "float32" and another."""
-    return {name: _answers(**values) for name, values in json.loads(path.read_text()).items()}
+@dataclass(frozen=True)
+class Reference:
+    """What transformers makes of a job: `rounded` in the witness's `dtype`, `exact` in a more exact one.
+
+    `stages`: where Megatron wrote down what it computed, that against transformers; `unseen`: why there are none.
+    """
+
+    dtype: str
+    exact: Answers
+    rounded: Answers
+    stages: Sequence[Stage] = ()
+    unseen: str | None = None
+
+    @property
+    def exact_dtype(self) -> str:
+        """The dtype of `exact`."""
+        return "float64" if self.dtype == "float32" else "float32"
+
+    def save(self, path: Path) -> None:
+        """Writes it as JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def load(path: Path) -> Reference:
+        """What `save` wrote."""
+        values: dict[str, Any] = json.loads(path.read_text())
+        answers = {name: _answers(**values[name]) for name in ("exact", "rounded")}
+        return Reference(**values | answers | {"stages": [Stage(**one) for one in values["stages"]]})
 
 
 def _answers(judged: Sequence[Any], written: Sequence[Any], **others: Any) -> Answers:

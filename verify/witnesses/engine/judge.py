@@ -15,7 +15,7 @@ def judged(logits: Tensor, prompt: Sequence[int], top_ids: Ids | None = None) ->
 
     Without `top_ids`, one list for each position but the first, those of the best tokens themselves.
     """
-    normal = logits[:-1].float().log_softmax(-1)
+    normal = logits[:-1].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     tokens = torch.tensor(prompt[1:], device=normal.device)
     wanted = None if top_ids is None else torch.tensor(top_ids, device=normal.device)
     count = TOP if wanted is None else wanted.shape[1]

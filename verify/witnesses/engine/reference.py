@@ -1,7 +1,8 @@
-"""transformers' log-probabilities for an engine's: `python -m verify.witnesses.engine.reference JOB.json`.
+"""transformers' log-probabilities for a witness's: `python -m verify.witnesses.engine.reference JOB.json`.
 
-Runs the checkpoint, dequantized where it is quantized, in float32 and in the engine's own dtype. What the second
-differs from the first is the noise of the format, against which the engine's answers are judged.
+Runs the checkpoint, dequantized where it is quantized, in the witness's own dtype and in one that is more exact:
+float32, or float64 for a witness that computes in float32. What the first differs from the second is the noise of the
+format, against which the witness's answers are judged.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,24 +30,53 @@ from converters.open import open_megatron
 from converters.planner import to_hf
 from verify.evidence.plain import plain
 from verify.witnesses.ending import Phase, PhaseLog, ending_path
-from verify.witnesses.engine.job import SHORT, Answers, Continuation, Ids, Judged, ReferenceJob, Routed
+from verify.witnesses.engine.guided import Decoder, Unseen, Values, compare, decoder_of, given_by, guided
+from verify.witnesses.engine.job import SHORT, Answers, Continuation, Ids, Judged, Reference, ReferenceJob, Routed
 from verify.witnesses.engine.judge import judged
+from verify.witnesses.engine.wide import widened
 
 _EXPERTS = re.compile(r"layers\.(\d+)\.\w+\.experts$")
+LOAD = Phase("loading the checkpoint into transformers")
+COMPUTE = Phase("computing log-probabilities in transformers")
 _ROOM_BYTES = 8 << 30  # attention and logits of the longest prompt
 
 
 def run(job: ReferenceJob, phases: PhaseLog) -> None:
     """Computes and writes the answers. Raises CkptkitError where transformers would not hold the whole checkpoint."""
-    found: dict[str, Any] = {}
     checkpoint, home = as_hf(Path(job.checkpoint), Path(job.hf) if job.hf else None)
-    for dtype in (torch.float32, dtype_of(checkpoint)):
-        phases.enter(Phase("loading the checkpoint into transformers"))
+    dtype = getattr(torch, job.dtype) if job.dtype else dtype_of(checkpoint)
+    given = given_by(job.streams, len(job.prompts))
+    phases.enter(LOAD)
+    model = model_of(checkpoint, home, torch.float32)
+    decoder, unseen = _decoder(model) if job.streams else (None, None)
+    phases.enter(COMPUTE)
+    with widened(model, decoder.layers if decoder else ()) if dtype == torch.float32 else nullcontext():
+        exact, sharp = _asked(model, job), _guided(model, decoder, job, given)
+    if dtype != torch.float32:
+        del model, decoder
+        phases.enter(LOAD)
         model = model_of(checkpoint, home, dtype)
-        phases.enter(Phase("computing log-probabilities in transformers"))
-        found[str(dtype).removeprefix("torch.")] = asdict(_asked(model, job))
-        del model
-    Path(job.report).write_text(json.dumps(found))
+        decoder, _ = _decoder(model) if job.streams else (None, None)
+        phases.enter(COMPUTE)
+    rounded, rough = _asked(model, job), _guided(model, decoder, job, given)
+    seen = compare(given, sharp, rough, dtype) if sharp else []
+    Reference(str(dtype).removeprefix("torch."), exact, rounded, seen, unseen).save(Path(job.report))
+
+
+def _decoder(model: nn.Module) -> tuple[Decoder | None, str | None]:
+    """The model's parts, or why they are not seen."""
+    try:
+        return decoder_of(model), None
+    except Unseen as unseen:
+        return None, str(unseen)
+
+
+def _guided(
+    model: nn.Module, decoder: Decoder | None, job: ReferenceJob, given: Sequence[Values]
+) -> list[dict[str, Tensor]]:
+    if decoder is None:
+        return []
+    return [guided(model, decoder, prompt, values) for prompt, values in zip(job.prompts, given, strict=True)]
 
 
 def _asked(model: nn.Module, job: ReferenceJob) -> Answers:

@@ -14,11 +14,12 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from converters.planner import dims_of
+from converters.registry import family_of
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.skip import Unable
 from verify.witnesses.ending import Ending, ending_path
-from verify.witnesses.engine.job import FIRST, Answers, EngineJob, EngineReport, Ids, ReferenceJob, load_report
+from verify.witnesses.engine.job import FIRST, EngineJob, EngineReport, Ids, Reference, ReferenceJob
 from verify.witnesses.engine.text import openings_of, tokenizer_of
 from verify.witnesses.sglang.job import EngineSizes
 from verify.witnesses.sglang.names import draft_names
@@ -42,6 +43,12 @@ class EngineRun:
     failed: str | None = None
     openings: Sequence[Sequence[int]] = ()
     routed_layers: int = 0
+
+    def said(self) -> EngineReport:
+        """The report. Raises Unable where there is none."""
+        if self.report is None:
+            raise Unable(self.failed or "the engine gave no report")
+        return self.report
 
 
 def run_engine(subject: Subject) -> EngineRun:
@@ -95,34 +102,49 @@ def _routed_layers(config: Mapping[str, Any]) -> int:
     return dims.layers if dims.experts and known else 0
 
 
-def run_reference(subject: Subject) -> Mapping[str, Answers]:
-    """What transformers makes of the checkpoint for what the engine was asked, by dtype. Raises Unable."""
+def run_reference(subject: Subject) -> Reference:
+    """What transformers makes of the checkpoint for what the engine was asked. Raises Unable."""
     run = subject.once(run_engine)
-    if run.report is None:
-        raise Unable(run.failed or "the engine gave no report")
-    top_ids = [answer.top_ids for answer in run.report.passes[FIRST]]
-    written = [one.ids for one in run.report.written]
+    report = run.said()
+    check_reference(subject, run.prompts)
+    top_ids = [answer.top_ids for answer in report.passes[FIRST]]
     job = partial(ReferenceJob, str(subject.path), prompts=run.prompts, top_ids=top_ids, openings=run.openings)
-    return _reference(subject, partial(job, written=written, routing=run.routed_layers > 0))
+    return _reference(subject, partial(job, written=_written(report), routing=run.routed_layers > 0))
 
 
-def run_source(subject: Subject) -> Mapping[str, Answers]:
-    """What transformers makes of the source for the openings alone, by dtype. Raises Unable."""
+def run_source(subject: Subject) -> Reference:
+    """What transformers makes of the source for the openings alone. Raises Unable."""
     run = subject.once(run_engine)
-    if run.report is None:
-        raise Unable(run.failed or "the engine gave no report")
-    written = [one.ids for one in run.report.written]
-    return _reference(subject, partial(ReferenceJob, str(subject.source_path), openings=run.openings, written=written))
+    job = partial(ReferenceJob, str(subject.source_path), openings=run.openings, written=_written(run.said()))
+    return _reference(subject, job)
 
 
-def judged_by_transformers(subject: Subject, prompts: Ids, top_ids: Sequence[Ids]) -> Mapping[str, Answers]:
-    """What transformers makes of prompts with the source's weights, or without an HF source with the subject's own."""
+def check_reference(subject: Subject, prompts: Ids) -> None:
+    """Raises Unable where transformers is known to compute another model for prompts."""
+    config = config_of(subject)
+    why = family_of(config).unlike_transformers(config, max(map(len, prompts)))
+    if why:
+        raise Unable(f"transformers is no reference for this model: {why}")
+
+
+def _written(report: EngineReport) -> Ids:
+    return [one.ids for one in report.written]
+
+
+def judged_by_transformers(
+    subject: Subject, prompts: Ids, top_ids: Sequence[Ids], dtype: str, streams: Sequence[str]
+) -> Reference:
+    """What transformers makes of prompts with the source's weights, or without an HF source with the subject's own.
+
+    `dtype` and `streams` as in `ReferenceJob`. Raises Unable.
+    """
     path = subject.source_path if subject.source_kind == "hf" and subject.source_path else subject.path
     hf = str(subject.hf_path) if subject.hf_path else None
-    return _reference(subject, partial(ReferenceJob, str(path), prompts=prompts, top_ids=top_ids, hf=hf))
+    job = partial(ReferenceJob, str(path), prompts=prompts, top_ids=top_ids, hf=hf)
+    return _reference(subject, partial(job, dtype=dtype, streams=streams))
 
 
-def _reference(subject: Subject, job: Callable[..., ReferenceJob]) -> Mapping[str, Answers]:
+def _reference(subject: Subject, job: Callable[..., ReferenceJob]) -> Reference:
     with TemporaryDirectory(prefix="ckptkit-reference-") as scratch:
         root = Path(scratch)
         report = root / "report-0.json"
@@ -130,7 +152,7 @@ def _reference(subject: Subject, job: Callable[..., ReferenceJob]) -> Mapping[st
         failed = run_process(root, subject, "verify.witnesses.engine.reference", report)
         if failed or not report.exists():
             raise Unable(f"transformers gave no reference, which says nothing about the checkpoint: {failed}")
-        return load_report(report)
+        return Reference.load(report)
 
 
 def _sizes(subject: Subject) -> EngineSizes:

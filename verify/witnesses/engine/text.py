@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verify.evidence.side_files import TOKENIZER
+from verify.skip import Unable
 from verify.witnesses.engine.job import Continuation
 
 OPENINGS = (
@@ -75,12 +76,21 @@ def _odd(texts: Sequence[Sequence[int]], tokenizer: Any) -> float:
 
 
 def tokenizer_of(path: Path) -> Any | None:
-    """The tokenizer of an HF directory by its tokenizer.json alone, so that no code runs; None without that file."""
+    """The tokenizer of an HF directory by its tokenizer.json alone, so that no code runs; None without that file.
+
+    Raises Unable for a file that is no tokenizer.
+    """
     from transformers import PreTrainedTokenizerFast
 
-    if not (path / TOKENIZER).exists():
+    file = path / TOKENIZER
+    if not file.exists():
         return None
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path / TOKENIZER))
+    try:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    except Exception as error:
+        if type(error) is not Exception:  # the only class that tokenizers' own code raises for a file
+            raise
+        raise Unable(f"{file} is no tokenizer ({error}): take it from the release") from error
     named = [token for _, token in tokenizer.added_tokens_decoder.items() if token.special]
     tokenizer.add_special_tokens({"additional_special_tokens": [str(token) for token in named]})
     return tokenizer

@@ -33,6 +33,7 @@ class RankJob:
     dtype: str
     transformer_engine: bool = False
     prompts: Sequence[Sequence[int]] = ()
+    stream: str | None = None
 
     def save(self, path: Path) -> None:
         """Writes the job as JSON."""
@@ -71,7 +72,8 @@ class RankReport:
 
     `missing`: keys on disk that no rank asked for. `unexpected`: keys that this rank asked for and the disk lacks.
     `refused`: names on which `load_state_dict` was not strict. `requested`: how many keys it asked for. `judged`: what
-    Megatron makes of each prompt.
+    Megatron makes of each prompt, on ranks of the last pipeline stage. `stream`: the file with what this rank computed
+    at its stages, if it is the first of the ranks that compute the same.
     """
 
     rank: int
@@ -86,6 +88,7 @@ class RankReport:
     refused: tuple[str, ...]
     tensors: tuple[TensorSeen, ...]
     judged: tuple[Judged, ...] = ()
+    stream: str | None = None
 
     def save(self, path: Path) -> None:
         """Writes the report as JSON."""

@@ -238,8 +238,15 @@ def _default_device() -> Iterator[None]:
 
 
 def logits(model: GPTModel, tokens: Tensor) -> Tensor:
-    """Logits [batch, sequence, padded vocabulary] of token ids [batch, sequence]. This rank holds the whole model."""
+    """Logits [batch, sequence, padded vocabulary] of token ids [batch, sequence], on a rank with the output layer."""
     return all_logits(model, tokens)[-1]
+
+
+def inputs_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of token ids [batch, sequence], and the mask that hides later tokens from earlier ones."""
+    length = tokens.shape[1]
+    hidden = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
+    return torch.arange(length, device=tokens.device).expand_as(tokens), hidden
 
 
 def all_logits(model: GPTModel, tokens: Tensor) -> list[Tensor]:
@@ -247,9 +254,6 @@ def all_logits(model: GPTModel, tokens: Tensor) -> list[Tensor]:
 
     Such a layer predicts the token after the next; it also sees the next token, with 0 after the last.
     """
-    length = tokens.shape[1]
-    positions = torch.arange(length, device=tokens.device).expand_as(tokens)
-    hidden = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
     found: list[Tensor] = []
 
     def keep(layer: torch.nn.Module, inputs: Any, outputs: Any) -> None:
@@ -260,7 +264,7 @@ def all_logits(model: GPTModel, tokens: Tensor) -> list[Tensor]:
     try:
         with torch.no_grad():
             # megatron-core 0.16 cannot run multi-token prediction layers without labels, which only the loss uses.
-            model(tokens, positions, hidden, labels=tokens if model.mtp_process else None)
+            model(tokens, *inputs_of(tokens), labels=tokens if model.mtp_process else None)
     finally:
         hook.remove()
     return found

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
@@ -31,11 +32,14 @@ from converters.stored import as_stored
 from verify.evidence.plain import plain
 from verify.witnesses.bits import poison
 from verify.witnesses.ending import Phase, PhaseLog, ending_path
+from verify.witnesses.engine.guided import saved
+from verify.witnesses.engine.job import Judged
 from verify.witnesses.engine.judge import judged
 from verify.witnesses.megatron.compare import compare_all
 from verify.witnesses.megatron.imports import importing_megatron
 from verify.witnesses.megatron.job import RankJob, RankReport, TensorSeen
 from verify.witnesses.megatron.slices import Position
+from verify.witnesses.stages import OUTPUT
 
 with importing_megatron():
     from megatron.core import dist_checkpointing, parallel_state
@@ -43,7 +47,8 @@ with importing_megatron():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.package_info import __version__
 
-    from verify.witnesses.megatron.model import Build, build_chunks, connect, logits
+    from verify.witnesses.megatron.forward import forward, recorded
+    from verify.witnesses.megatron.model import Build, build_chunks, connect
 
 
 def reference_of(source: str, hf: str | None) -> Checkpoint:
@@ -141,10 +146,11 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     for chunk in chunks:
         poison(held_by(chunk).values())
     requested, missing, unexpected, refused = load(chunks, job.checkpoint, enter)
-    enter(COMPUTE)
-    answers = tuple(judged(_logits(chunks, prompt, dims.vocab), prompt) for prompt in job.prompts)
-    enter(COMPARE)
     at = position(dims.experts, job.sizes.ep, not job.transformer_engine)
+    enter(COMPUTE)
+    stream = job.stream if at.tp_rank == 0 and (not dims.experts or at.experts.start == 0) else None
+    answers = _answers(chunks, job, dims.vocab, stream)
+    enter(COMPARE)
     return RankReport(
         rank=job.rank,
         version=__version__,
@@ -156,16 +162,25 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
         missing=tuple(sorted(missing)),
         unexpected=tuple(sorted(unexpected)),
         refused=tuple(refused),
-        tensors=() if answers else tuple(_seen(chunks, config, reference, at)),
+        tensors=() if job.prompts else tuple(_seen(chunks, config, reference, at)),
         judged=answers,
+        stream=stream,
     )
 
 
-def _logits(chunks: list[GPTModel], prompt: Sequence[int], vocabulary: int) -> Tensor:
-    """Logits [tokens, vocabulary] of a prompt by the whole model, which this rank holds."""
-    (model,) = chunks
-    tokens = torch.tensor([prompt], device=next(model.parameters()).device)
-    return logits(model, tokens)[0, :, :vocabulary]
+def _answers(chunks: list[GPTModel], job: RankJob, vocabulary: int, stream: str | None) -> tuple[Judged, ...]:
+    """What the ranks together make of the prompts; each stage of this one is written to the file `stream`."""
+    answers: list[Judged] = []
+    values: list[dict[str, Tensor]] = []
+    for prompt in job.prompts:
+        logits, found = recorded(chunks, partial(forward, chunks, job.sizes, prompt))
+        if logits is not None:
+            found[OUTPUT] = logits[:, :vocabulary]
+            answers.append(judged(found[OUTPUT], prompt))
+        values.append({stage: tensor.cpu().contiguous() for stage, tensor in found.items()} if stream else {})
+    if stream:
+        save_file(saved(values), stream)
+    return tuple(answers)
 
 
 def _run(job: RankJob) -> None:

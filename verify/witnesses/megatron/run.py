@@ -20,6 +20,8 @@ from converters.planner import MCORE, dialect_of, dims_of, to_megatron
 from verify.evidence.expected import config_of
 from verify.skip import Unable
 from verify.witnesses.ending import Ending, ending_path, how_it_ended
+from verify.witnesses.engine.job import Ids, Judged, Reference
+from verify.witnesses.engine.run import check_reference, judged_by_transformers
 from verify.witnesses.megatron.job import RankJob, RankReport
 from verify.witnesses.ranks import causes, end, wait
 
@@ -91,18 +93,16 @@ def run_megatron(subject: Subject) -> MegatronRun:
     _check_release(subject)
     if subject.source is not None and subject.source_kind == "hf":
         to_megatron(subject.source, str(subject.source_path))
-    import torch
-
-    gpu = torch.cuda.device_count() >= sizes.world
+    gpu = _on_gpus(sizes)
     with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
         jobs = [_job(subject, sizes, rank, Path(scratch), gpu) for rank in range(sizes.world)]
         nbytes = sum(spec.nbytes for spec in subject.checkpoint.specs.values())
         failures = run_ranks(jobs, Path(scratch), gpu, _START_SECONDS + nbytes / _BYTES_A_SECOND)
         reports = [] if failures else [RankReport.load(Path(job.report)) for job in jobs]
-    spec = "Transformer Engine spec" if jobs[0].transformer_engine else "local spec"
-    device = f"{'NCCL on GPUs' if gpu else 'gloo on the CPU'}, {spec}"
     verdicts = {rank: failure.said for rank, failure in failures.items() if failure.ending.verdict}
-    return MegatronRun(sizes, device, reports, verdicts, _unable(failures) if failures and not verdicts else None)
+    return MegatronRun(
+        sizes, _device(gpu, jobs[0]), reports, verdicts, _unable(failures) if failures and not verdicts else None
+    )
 
 
 def _check_release(subject: Subject) -> None:
@@ -123,24 +123,78 @@ def _check_release(subject: Subject) -> None:
         )
 
 
-def run_megatron_logits(subject: Subject, prompts: Sequence[Sequence[int]]) -> RankReport:
-    """What Megatron makes of prompts (token ids): the whole model on one rank in float32, whatever the sizes asked for.
+@dataclass(frozen=True)
+class Computed:
+    """What Megatron computed in a layout, and what transformers makes of the same prompts.
 
-    Raises Unable where it cannot say, which is no verdict on the checkpoint, and as `run_megatron`.
+    `answers`: by rank of the last pipeline stage. `reference`: None where some of them are no numbers.
     """
-    import torch
 
-    sizes_of(subject)
+    version: str
+    sizes: ParallelSizes
+    device: str
+    answers: Mapping[int, Sequence[Judged]]
+    reference: Reference | None
+
+
+def computes_in(subject: Subject, prompts: Ids) -> Sequence[str]:
+    """The dtypes in which Megatron is asked for prompts: float32, and on GPUs also the checkpoint's own.
+
+    Not where sparse attention chooses among the tokens: Megatron does that in its own dtype and transformers in
+    float32, so that near ties fall otherwise, and no noise tells how often.
+    """
+    own, indexer = main_dtype(subject.checkpoint.specs) or "bfloat16", dims_of(config_of(subject)).indexer
+    chooses = indexer is not None and indexer.top_k < max(map(len, prompts))
+    more = own != "float32" and not chooses and _on_gpus(sizes_of(subject))
+    return ["float32", own] if more else ["float32"]
+
+
+def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
+    """What Megatron makes of prompts (token ids) in the sizes asked for, computing in `dtype`, beside transformers.
+
+    Its layers are those of Megatron's own spec in float32, else Transformer Engine's where that is installed. Raises
+    Unable where either cannot say, which is no verdict on the checkpoint, and as `run_megatron`.
+    """
+    from verify.witnesses.engine.distance import not_finite
+
+    sizes = sizes_of(subject)
     _check_release(subject)
-    sizes, gpu = ParallelSizes(), torch.cuda.is_available()
+    check_reference(subject, prompts)
+    gpu = _on_gpus(sizes)
     with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
-        job = _job(subject, sizes, 0, Path(scratch), gpu)
-        job = replace(job, dtype="float32", prompts=prompts, transformer_engine=False)
+        jobs = [_logits_job(subject, sizes, rank, Path(scratch), gpu, prompts, dtype) for rank in range(sizes.world)]
         nbytes = sum(spec.nbytes for spec in subject.checkpoint.specs.values())
-        failures = run_ranks([job], Path(scratch), gpu, _START_SECONDS + 4 * nbytes / _BYTES_A_SECOND)
+        failures = run_ranks(jobs, Path(scratch), gpu, _START_SECONDS + 4 * nbytes / _BYTES_A_SECOND)
         if failures:
             raise Unable(_unable(failures))
-        return RankReport.load(Path(job.report))
+        reports = [RankReport.load(Path(job.report)) for job in jobs]
+        answers = {report.rank: report.judged for report in reports if report.judged}
+        streams = {report.pp: report.stream for report in reversed(reports) if report.stream}
+        reference = None
+        if not any(not_finite(judged)[0] for judged in answers.values()):
+            top_ids = [answer.top_ids for answer in min(answers.items())[1]]
+            reference = judged_by_transformers(subject, prompts, top_ids, dtype, list(streams.values()))
+    return Computed(reports[0].version, sizes, _device(gpu, jobs[0]), answers, reference)
+
+
+def _logits_job(
+    subject: Subject, sizes: ParallelSizes, rank: int, scratch: Path, gpu: bool, prompts: Ids, dtype: str
+) -> RankJob:
+    job = _job(subject, sizes, rank, scratch, gpu)
+    engine = job.transformer_engine and dtype != "float32"
+    stream = str(scratch / f"stream-{rank}.safetensors")
+    return replace(job, dtype=dtype, prompts=prompts, stream=stream, transformer_engine=engine)
+
+
+def _on_gpus(sizes: ParallelSizes) -> bool:
+    import torch
+
+    return torch.cuda.device_count() >= sizes.world
+
+
+def _device(gpu: bool, job: RankJob) -> str:
+    spec = "Transformer Engine spec" if job.transformer_engine else "local spec"
+    return f"{'NCCL on GPUs' if gpu else 'gloo on the CPU'}, {spec}"
 
 
 def _unable(failures: Mapping[int, Failure]) -> str:

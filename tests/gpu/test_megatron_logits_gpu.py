@@ -1,0 +1,104 @@
+"""What real Megatron computes on GPUs against transformers: both layer specs, and over NCCL with several ranks.
+
+Thresholds are multiples of the noise that transformers has in the same dtype in the same run.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from fixture_types import PathOf
+
+from verify.check import Tally
+from verify.checks.witnesses.megatron_logits import judge
+from verify.evidence.expected import config_of
+from verify.evidence.subject import Subject
+from verify.run import verify
+from verify.witnesses.engine.distance import distance, mean_gap
+from verify.witnesses.engine.run import prompts_of
+from verify.witnesses.megatron import run as megatron_run
+from verify.witnesses.megatron.run import Computed, run_megatron_logits
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed"),
+]
+ENGINE = pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed")
+ASKED = frozenset({"megatron", "logits"})
+DENSE, EXPERTS, LATENT = FAMILIES = ("qwen2-untied", "qwen3_moe", "deepseek_v3")
+
+
+def computed(subject: Subject, dtype: str) -> Computed:
+    """Megatron's answers beside transformers', with the figures printed (pytest -s)."""
+    run = run_megatron_logits(subject, prompts_of(config_of(subject), with_long=False), dtype)
+    assert run.reference is not None
+    exact = run.reference.exact.judged
+    for rank, answers in run.answers.items():
+        print(f"{subject.path.name} {run.sizes}, {run.device}, {dtype}, rank {rank}: {distance(answers, exact)}")
+    print(f"noise of {dtype}: {distance(run.reference.rounded.judged, exact)}")
+    for stage in sorted(run.reference.stages, key=lambda stage: -max(stage.apart) / max(stage.noise))[:2]:
+        print(f"  farthest: {stage}")
+    return run
+
+
+def agrees(run: Computed, subject: Subject) -> None:
+    """Every rank's answers and every part of the model are within the noise."""
+    assert run.reference is not None
+    assert [stage.name for stage in run.reference.stages if stage.differs] == []
+    assert list(judge(run, subject, Tally())) == []
+    noise = distance(run.reference.rounded.judged, run.reference.exact.judged)
+    for answers in run.answers.values():
+        assert mean_gap(answers, run.reference.exact.judged) < 3 * noise.mean
+
+
+@ENGINE
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformer_engine_computes_what_transformers_does(releases: PathOf, converted: PathOf, name: str) -> None:
+    """The fused norm and linear layers, grouped products of experts, and latent attention."""
+    subject = Subject(converted(name), releases(name), against=ASKED)
+    run = computed(subject, "bfloat16")
+    assert run.device == "NCCL on GPUs, Transformer Engine spec"
+    agrees(run, subject)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_megatrons_own_layers_compute_what_transformers_does(
+    releases: PathOf, converted: PathOf, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
+) -> None:
+    monkeypatch.setattr(megatron_run, "find_spec", lambda name: None if "engine" in name else find_spec(name))
+    subject = Subject(converted(name), releases(name), against=ASKED)
+    run = computed(subject, dtype)
+    assert run.device == "NCCL on GPUs, local spec"
+    agrees(run, subject)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        (DENSE, {"tp": 2}),
+        (DENSE, {"pp": 2}),
+        (EXPERTS, {"tp": 2}),
+        (EXPERTS, {"ep": 2}),
+        (EXPERTS, {"tp": 2, "ep": 2}),
+        (LATENT, {"tp": 2, "ep": 2}),
+    ],
+)
+def test_ranks_over_nccl_compute_what_transformers_does(
+    releases: PathOf, converted: PathOf, name: str, sizes: dict[str, int], dtype: str
+) -> None:
+    subject = Subject(converted(name), releases(name), against=ASKED, **sizes)
+    run = computed(subject, dtype)
+    assert run.device.startswith("NCCL on GPUs")
+    agrees(run, subject)
+
+
+def test_verify_judges_float32_and_the_dtype_of_the_checkpoint(releases: PathOf, converted: PathOf) -> None:
+    report = verify(converted(EXPERTS), releases(EXPERTS), against=ASKED)
+    assert {check.code: check.status for check in report.checks}["CK606"] == "passed", report.reasons
+    lines = report.facts["log-probabilities in Megatron"]
+    assert [" in float32 (" in lines[0], " in bfloat16 (" in lines[2], len(lines)] == [True, True, 4]
