@@ -6,7 +6,7 @@ in a truncated shard are known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import INDEX, SINGLE, HfCheckpoint, read_json
 from ckptkit.formats.hf.shard import Shard, scan_shard, unreadable
+from ckptkit.storage.read import FileExtent
 from verify.issue import Issue
 
 
@@ -132,6 +133,17 @@ class HfFiles:
         for shard in self.shards.values():
             found.update(shard.specs)
         return found
+
+    def stretch(self, name: str, element: int) -> FileExtent | None:
+        """The bytes of a tensor from an element on; None where no readable header has it."""
+        shard = next((one for one in self._likely(name) if name in one.specs), None)
+        return shard and shard.stretch(name, element)
+
+    def _likely(self, name: str) -> Iterator[Shard]:
+        """The shards that may hold a tensor, the one that the index names first."""
+        if (file := (self.index or {}).get(name)) in self.shards:
+            yield self.shards[file]
+        yield from self.shards.values()
 
     @cached_property
     def twice(self) -> Mapping[str, list[str]]:

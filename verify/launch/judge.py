@@ -20,10 +20,16 @@ def judged(launched: Subject, sides: Sequence[Side], subjects: Iterable[Subject]
 
     `notes` are printed with what the checks remark.
     """
-    checks = all_checks()
-    outcome = run_checks(launched, choose(launched, [one for one in checks if one.stage == "launch"])[0])
-    for subject in subjects:
-        outcome.add(check_headers(subject))
+    checks, directories = all_checks(), list(subjects)
+    launched = replace(launched, loaded={one.path: one for one in directories})
+    chosen = choose(launched, [one for one in checks if one.stage == "launch"])[0]
+    outcome = run_checks(launched, [one for one in chosen if not one.needs])
+    headers = Outcome()
+    for subject in directories:
+        headers.add(check_headers(subject))
+    outcome.add(headers)
+    # What reads weights too comes last, and only where headers are sound.
+    outcome.add(run_checks(launched, [one for one in chosen if one.needs], failed_gate(checks, headers)))
     if notes:
         outcome.facts[NOTES] = [*notes, *outcome.facts.get(NOTES, [])]
     return Report(
@@ -43,6 +49,12 @@ def check_headers(subject: Subject) -> Outcome:
     """Runs what preflight checks of one directory: headers and JSON files, no weight."""
     wanted = [one for one in all_checks() if one.stage == "headers" or one.preflight]
     return run_checks(subject, choose(subject, wanted)[0])
+
+
+def failed_gate(checks: Sequence[Check], outcome: Outcome) -> str | None:
+    """The code of a check that failed and without which headers are not sound; None where there is none."""
+    gates = {one.code for one in checks if one.gate}
+    return next((one.code for one in outcome.checks if one.code in gates and one.status == "failed"), None)
 
 
 def _merged(checks: Sequence[Check], results: Sequence[CheckResult]) -> list[CheckResult]:
