@@ -61,11 +61,7 @@ class HfFiles:
         if not (self.root / INDEX).exists():
             shards = [path.name for path in self.present]
             lone = shards == [SINGLE] or SINGLE in shards
-            return (
-                ()
-                if lone
-                else (Issue(f"{INDEX}, or a single {SINGLE}", f"neither; {len(shards)} other .safetensors file(s)"),)
-            )
+            return () if lone else (Issue(f"{INDEX}, or a single {SINGLE}", _instead(self.root, len(shards))),)
         weight_map = content.get("weight_map")
         if not isinstance(weight_map, dict):
             return (Issue("a weight_map of names to files", f"weight_map is {type(weight_map).__name__}"),)
@@ -155,3 +151,11 @@ class HfFiles:
             for name in shard.specs:
                 homes.setdefault(name, []).append(file)
         return {name: files for name, files in homes.items() if len(files) > 1}
+
+
+def _instead(root: Path, shards: int) -> str:
+    """What a directory holds where neither an index nor a single file is."""
+    if shards:
+        return f"neither; {shards} other .safetensors file(s)"
+    inside = sorted(path.name for path in root.iterdir() if path.is_file())
+    return f"no weights: only {', '.join(inside[:5])}{f' and {len(inside) - 5} more' if inside[5:] else ''}"
