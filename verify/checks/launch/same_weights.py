@@ -31,13 +31,13 @@ def _pairs(subject: Subject) -> list[tuple[Side, Side]]:
     if subject.launch is None:
         raise Skip("only preflight looks at a launch")
     sides = {side.role: side for side in sides_of(subject.launch) if side.path}
-    pairs = [(sides[one], sides[other]) for one, other in _roles(subject.launch) if {one, other} <= sides.keys()]
+    pairs = [(sides[one], sides[other]) for one, other in start_alike(subject.launch) if {one, other} <= sides.keys()]
     if not (apart := [(one, other) for one, other in pairs if one.path != other.path]):
         raise Skip("no two directories of this launch must hold the same weights")
     return apart
 
 
-def _roles(launch: Launch) -> list[tuple[str, str]]:
+def start_alike(launch: Launch) -> list[tuple[str, str]]:
     """The roles that start alike: those that the settings name, or all of a run that does not resume.
 
     An actor with a tracker of its own in --load was trained already.
