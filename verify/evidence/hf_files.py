@@ -133,12 +133,12 @@ class HfFiles:
     def stretch(self, name: str, element: int) -> FileExtent | None:
         """The bytes of a tensor from an element on; None where no readable header has it."""
         shard = next((one for one in self._likely(name) if name in one.specs), None)
-        return shard and shard.stretch(name, element)
+        return None if shard is None else shard.stretch(name, element)
 
     def _likely(self, name: str) -> Iterator[Shard]:
         """The shards that may hold a tensor, the one that the index names first."""
-        if (file := (self.index or {}).get(name)) in self.shards:
-            yield self.shards[file]
+        if (named := self.shards.get((self.index or {}).get(name, ""))) is not None:
+            yield named
         yield from self.shards.values()
 
     @cached_property

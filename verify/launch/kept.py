@@ -20,10 +20,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import ckptkit
-import converters
-import quant
-import verify
 from verify.check import NOTES, Outcome
 from verify.launch.identity import Identity, identity_of, identity_of_program
 from verify.report import CheckResult, Finding
@@ -59,7 +55,7 @@ def cache_directory() -> Path:
 
 
 def _key(question: str, directories: Identity) -> str:
-    packages = [Path(path) for package in (ckptkit, converters, quant, verify) for path in package.__path__]
+    packages = [Path(__file__).parents[2] / name for name in ("ckptkit", "converters", "quant", "verify")]
     parts = version("ckptkit"), platform.python_version(), identity_of_program(packages), question, directories.digest
     return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from fixture_types import PathOf
+from processes import python
 
 from ckptkit.app.api import model_arguments
 from ckptkit.app.cli import cli
@@ -111,3 +112,30 @@ def test_right_launch_passes_strictly(
     assert [one for one in report["checks"] if one["status"] != "passed"] == []
     assert done.exit_code == 0, done.stderr
     assert "what would be loaded" in report["facts"]
+
+
+# Runs commands and writes the names of all modules that are there then.
+RUN = """
+import contextlib, json, sys
+from ckptkit.app.cli import cli
+for command in json.loads(sys.argv[1]):
+    with contextlib.suppress(SystemExit):
+        cli.main(command, standalone_mode=False)
+print(json.dumps(list(sys.modules)), file=sys.stderr)
+"""
+
+
+def test_a_launch_of_no_stack_imports_torch(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+    """Samples of Megatron weights without a manifest are read, too."""
+    megatron = Path(shutil.copytree(converted("qwen3_moe"), tmp_path / "megatron"))
+    (megatron / "ckptkit.json").unlink()
+    commands = []
+    for stack, write in STACKS.items():
+        (tmp_path / stack).mkdir()
+        script = write(tmp_path / stack, releases("qwen3_moe"), megatron)
+        commands.append(["preflight", str(script), "--no-cache", "--json"])
+    done = python("-c", RUN, json.dumps(commands))
+    modules = set(json.loads(done.stderr.splitlines()[-1]))
+    assert done.stdout.count('"status": "passed",\n  "reasons"') == len(STACKS)
+    assert {"verify.launch.stacks.roll", "verify.evidence.sampled.samples"} <= modules
+    assert modules & {"torch", "transformers", "compressed_tensors", "numba", "hydra", "omegaconf"} == set()

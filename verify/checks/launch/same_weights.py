@@ -13,8 +13,8 @@ from ckptkit.storage.digest import TensorDigest
 from ckptkit.transfer.manifest import file_digest, read_manifest
 from verify.check import Skip, Tally, check
 from verify.checks.launch.engine import engine_config, unless_skipped
-from verify.evidence.counterparts import copied
-from verify.evidence.samples import Pair, Stored, samples_of
+from verify.evidence.sampled.counterparts import copied
+from verify.evidence.sampled.samples import Pair, Stored, samples_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.launch import Launch, sides_of
