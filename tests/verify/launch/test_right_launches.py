@@ -17,7 +17,7 @@ from ckptkit.app.api import model_arguments
 from ckptkit.app.cli import cli
 from converters.megatron.flags import launch_flags
 
-NAMES = ("qwen2-untied", "qwen3_moe", "glm4_moe", "deepseek_v3")
+NAMES = ("qwen2-untied", "qwen3_moe", "glm4_moe", "qwen3-untied")
 DROPOUT = "--attention-dropout 0.0 --hidden-dropout 0.0 --moe-permute-fusion"
 GPUS = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 2"
 BRIDGE = "--megatron-to-hf-mode bridge --ref-load {hf}"
