@@ -9,6 +9,7 @@ import re
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,11 +25,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptkit.core.dtypes import ITEMSIZE, SAFETENSORS_CODE
+from ckptkit.core.dtypes import SAFETENSORS_CODE
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import TRACKER
 from ckptkit.formats.hf.reader import INDEX
 from ckptkit.formats.torch_dist.names import disk_key, extra_states
+from ckptkit.formats.torch_save.saved_tensor import SavedLayout
 from converters.megatron.arguments import megatron_args
 from converters.planner import dims_of, expected_hf, rules_of
 
@@ -179,6 +181,7 @@ def _keys(config: Mapping[str, Any]) -> dict[str, TensorSpec]:
 def _metadata(release: Path, keys: Mapping[str, TensorSpec], objects: Iterable[str]) -> Metadata:
     """Makes DCP's `Metadata` of these tensors and objects, and the files that it names, one rank's for each key."""
     ends = [0] * _RANKS
+    pieces: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for index, (key, spec) in enumerate(keys.items()):
@@ -187,16 +190,28 @@ def _metadata(release: Path, keys: Mapping[str, TensorSpec], objects: Iterable[s
             [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in _boxes(spec)],
         )
         for number, chunk in enumerate(chunks):
-            length = chunk.sizes.numel() * ITEMSIZE[spec.dtype] + 1600  # about what torch.save adds
-            storage[MetadataIndex(key, chunk.offsets, number)] = _StorageInfo(f"__{rank}_0.distcp", ends[rank], length)
-            ends[rank] += length
+            layout = _layout(tuple(chunk.sizes), spec.dtype)
+            where = _StorageInfo(f"__{rank}_0.distcp", ends[rank], layout.size)
+            storage[MetadataIndex(key, chunk.offsets, number)] = where
+            pieces[rank] += [(ends[rank], layout.header(0)), (ends[rank] + layout.data.end, layout.trailer(0))]
+            ends[rank] += layout.size
         entries[key] = TensorStorageMetadata(TensorProperties(dtype=spec.torch_dtype), torch.Size(spec.shape), chunks)
     for key in objects:
-        entries[key], storage[MetadataIndex(key)] = BytesStorageMetadata(), _StorageInfo("__0_0.distcp", 0, 1600)
+        entries[key], storage[MetadataIndex(key)] = BytesStorageMetadata(), _StorageInfo("__0_0.distcp", ends[0], 1600)
+        ends[0] += 1600
     for rank, end in enumerate(ends):
         with (release / f"__{rank}_0.distcp").open("wb") as file:
+            for at, content in pieces[rank]:
+                file.seek(at)
+                file.write(content)
             file.truncate(end)
     return Metadata(entries, storage_data=storage, storage_meta=StorageMeta())
+
+
+@cache
+def _layout(shape: tuple[int, ...], dtype: str) -> SavedLayout:
+    """How torch.save stores a tensor; its bytes are left out here, with a checksum of 0, which means none."""
+    return SavedLayout.of(shape, dtype)
 
 
 def _boxes(spec: TensorSpec) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-SECTIONS = ("kernels", "cuda", "offline", "convert", "scale", "verifier", "witness", "megatron", "plan", "ray")
+SECTIONS = tuple("kernels cuda offline convert scale verifier witness megatron plan launches ray".split())
 _MODULES = {"ray": "ray_scaling", "megatron": "megatron_load"}  # where the section's name is a package's
 
 

@@ -164,15 +164,16 @@ class Outcome:
             self.unlooked.setdefault(reason, []).extend(codes)
 
 
-def run_checks(subject: Subject, checks: Sequence[Check]) -> Outcome:
+def run_checks(subject: Subject, checks: Sequence[Check], broken: str | None = None) -> Outcome:
     """Runs checks in this order. Once a `gate` has failed, those that need sound headers are skipped.
+
+    `broken`: a gate that has failed already.
 
     An exception that is none of ours makes the report inconclusive: a fault of this program is no verdict on the
     checkpoint. What a check found before it raised counts. Raises CkptkitError when the checkpoint cannot be
     opened although none of these checks found anything.
     """
     outcome = Outcome()
-    broken: str | None = None
     for one in checks:
         ran = _run(one, subject, broken)
         outcome.add(ran)

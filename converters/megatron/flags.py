@@ -20,6 +20,7 @@ _LEFT_OUT = {
     "init_method_std",
     "num_query_groups",
     "padded_vocab_size",
+    "rope_scaling_factor",  # no builder of Megatron hands it to the model: `unsaid` has it
     "seq_length",
     "tokenizer_type",
     "use_rotary_position_embeddings",

@@ -8,13 +8,17 @@ from converters.config.dims import ModelDims
 
 # The name under which `model_arguments` lists these lines.
 UNSAID = "no_argument_for"
+# slime, miles and Megatron-LM 0.13 to 0.19 build GPTModel without --rope-scaling-factor, whose default this is.
+# Source: slime and miles `megatron_utils/model_provider.py`, Megatron-LM `gpt_builders.py`.
+LLAMA3_FACTOR = 8.0
 
 
 def unsaid(dims: ModelDims) -> list[str]:
     """A line for each such part, with what builds it instead.
 
     Source: `training/arguments.py` of Megatron-LM 0.16 to 0.19, which has no option for `activation_func`,
-    `gated_linear_unit` and `softmax_scale` of `TransformerConfig`.
+    `gated_linear_unit` and `softmax_scale` of `TransformerConfig`; and `gpt_builders.py`, which hands `GPTModel` no
+    `rope_scaling_factor`, so that it takes 8.
     """
     return [*_gate(dims), *_rope(dims), *_attention(dims), *_modules(dims)]
 
@@ -28,6 +32,11 @@ def _gate(dims: ModelDims) -> Iterator[str]:
 
 
 def _rope(dims: ModelDims) -> Iterator[str]:
+    if dims.rope_scaling is not None and dims.rope_scaling["rope_type"] == "llama3":
+        if dims.rope_scaling["factor"] != LLAMA3_FACTOR:
+            factor = f"rope scaling by {dims.rope_scaling['factor']:g} (--use-rope-scaling scales by {LLAMA3_FACTOR:g})"
+            yield f"{factor}: hand rope_scaling_factor to GPTModel in gpt_builders.py"
+        return
     if dims.local_rope_theta is None:
         return
     base = f"a rotary base of {dims.local_rope_theta:g} in layers with a window (--rotary-base is that of the others)"

@@ -6,7 +6,7 @@ in a truncated shard are known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import INDEX, SINGLE, HfCheckpoint, read_json
 from ckptkit.formats.hf.shard import Shard, scan_shard, unreadable
+from ckptkit.storage.read import FileExtent
 from verify.issue import Issue
 
 
@@ -60,11 +61,7 @@ class HfFiles:
         if not (self.root / INDEX).exists():
             shards = [path.name for path in self.present]
             lone = shards == [SINGLE] or SINGLE in shards
-            return (
-                ()
-                if lone
-                else (Issue(f"{INDEX}, or a single {SINGLE}", f"neither; {len(shards)} other .safetensors file(s)"),)
-            )
+            return () if lone else (Issue(f"{INDEX}, or a single {SINGLE}", _instead(self.root, len(shards))),)
         weight_map = content.get("weight_map")
         if not isinstance(weight_map, dict):
             return (Issue("a weight_map of names to files", f"weight_map is {type(weight_map).__name__}"),)
@@ -133,6 +130,17 @@ class HfFiles:
             found.update(shard.specs)
         return found
 
+    def stretch(self, name: str, element: int) -> FileExtent | None:
+        """The bytes of a tensor from an element on; None where no readable header has it."""
+        shard = next((one for one in self._likely(name) if name in one.specs), None)
+        return None if shard is None else shard.stretch(name, element)
+
+    def _likely(self, name: str) -> Iterator[Shard]:
+        """The shards that may hold a tensor, the one that the index names first."""
+        if (named := self.shards.get((self.index or {}).get(name, ""))) is not None:
+            yield named
+        yield from self.shards.values()
+
     @cached_property
     def twice(self) -> Mapping[str, list[str]]:
         """Tensors that stand in several files, with those files."""
@@ -143,3 +151,11 @@ class HfFiles:
             for name in shard.specs:
                 homes.setdefault(name, []).append(file)
         return {name: files for name, files in homes.items() if len(files) > 1}
+
+
+def _instead(root: Path, shards: int) -> str:
+    """What a directory holds where neither an index nor a single file is."""
+    if shards:
+        return f"neither; {shards} other .safetensors file(s)"
+    inside = sorted(path.name for path in root.iterdir() if path.is_file())
+    return f"no weights: only {', '.join(inside[:5])}{f' and {len(inside) - 5} more' if inside[5:] else ''}"

@@ -34,7 +34,8 @@ class Subject:
     Megatron with; `tp`, `ep` and `dp_attention` (attention whole on every rank) those of SGLang. `against` holds
     "megatron" and "sglang" as asked for. `manifest` is a file with digests to compare.
     `launch` says how a training job would find this checkpoint, `arguments` what its launch script says of sizes,
-    `updated` that it quantizes weights by the `ignore` list of this checkpoint; only preflight gives these three.
+    `updated` that it quantizes weights by the `ignore` list of this checkpoint, `loaded` what lies in the directories
+    that the job loads; only preflight gives these four.
     `readers` (as `--reader` has them) will load an INT4 checkpoint; None: `quant.selection.readers.RL_READERS`.
     `rollout_data` is what a training job recorded of a rollout, sampled at `rollout_temperature` (None: as it says,
     or 1).
@@ -60,6 +61,7 @@ class Subject:
     dp_attention: bool = False
     rollout_data: Path | None = None
     rollout_temperature: float | None = None
+    loaded: Mapping[Path, Subject] = field(default_factory=dict, repr=False, compare=False)
     _results: dict[Callable[[Subject], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

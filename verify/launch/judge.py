@@ -10,21 +10,39 @@ from verify.check import NOTES, Check, Outcome, all_checks, run_checks
 from verify.checks.config.config import STAGES
 from verify.checks.headers.torch_dist import TRAINING_STATE
 from verify.checks.launch.paths import NOT_READ
+from verify.checks.launch.same_weights import start_alike
 from verify.evidence.subject import Subject
+from verify.launch.kept import kept_outcome
 from verify.launch.sides import Side
 from verify.report import CheckResult, Report
 from verify.run import choose
 
 
-def judged(launched: Subject, sides: Sequence[Side], subjects: Iterable[Subject], notes: Sequence[str] = ()) -> Report:
+def judged(
+    launched: Subject,
+    sides: Sequence[Side],
+    subjects: Iterable[Subject],
+    notes: Sequence[str] = (),
+    *,
+    cache: bool = False,
+) -> Report:
     """The report of a launch: `launched` stands for it as a whole, `subjects` for the directories that it loads.
 
-    `notes` are printed with what the checks remark.
+    `notes` are printed with what the checks remark. With `cache`, what follows from the directories alone is kept.
     """
-    checks = all_checks()
-    outcome = run_checks(launched, choose(launched, [one for one in checks if one.stage == "launch"])[0])
-    for subject in subjects:
-        outcome.add(check_headers(subject))
+    checks, directories = all_checks(), list(subjects)
+    launched = replace(launched, loaded={one.path: one for one in directories})
+    chosen = choose(launched, [one for one in checks if one.stage == "launch"])[0]
+    outcome = run_checks(launched, [one for one in chosen if not one.needs])
+    last = [one for one in chosen if one.needs]
+
+    def look() -> Outcome:
+        return _checkpoints(launched, directories, checks, last)
+
+    paths = {path for one in directories for path in (one.path, one.source_path, one.hf_path) if path}
+    loads = [(one.role, one.kind, one.path) for one in sides]
+    question = repr((sorted(map(repr, directories)), loads, _alike(launched)))
+    outcome.add(kept_outcome(f"{question} {[one.code for one in last]}", paths, look) if cache else look())
     if notes:
         outcome.facts[NOTES] = [*notes, *outcome.facts.get(NOTES, [])]
     return Report(
@@ -40,10 +58,31 @@ def judged(launched: Subject, sides: Sequence[Side], subjects: Iterable[Subject]
     )
 
 
+def _checkpoints(
+    launched: Subject, directories: Sequence[Subject], checks: Sequence[Check], last: Sequence[Check]
+) -> Outcome:
+    """What the directories come to; `last` are the checks that read weights too, where headers are sound."""
+    headers = Outcome()
+    for subject in directories:
+        headers.add(check_headers(subject))
+    headers.add(run_checks(launched, last, failed_gate(checks, headers)))
+    return headers
+
+
+def _alike(launched: Subject) -> list[tuple[str, str]]:
+    return start_alike(launched.launch) if launched.launch else []
+
+
 def check_headers(subject: Subject) -> Outcome:
     """Runs what preflight checks of one directory: headers and JSON files, no weight."""
     wanted = [one for one in all_checks() if one.stage == "headers" or one.preflight]
     return run_checks(subject, choose(subject, wanted)[0])
+
+
+def failed_gate(checks: Sequence[Check], outcome: Outcome) -> str | None:
+    """The code of a check that failed and without which headers are not sound; None where there is none."""
+    gates = {one.code for one in checks if one.gate}
+    return next((one.code for one in outcome.checks if one.code in gates and one.status == "failed"), None)
 
 
 def _merged(checks: Sequence[Check], results: Sequence[CheckResult]) -> list[CheckResult]:

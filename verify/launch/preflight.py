@@ -1,6 +1,6 @@
 """`preflight`: before GPUs are booked, which weights each side of a job would load, and whether they belong together.
 
-Headers and JSON files only: it takes seconds, whatever the size of the model.
+Headers, JSON files and samples of weights: it takes seconds, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ def preflight(
     arguments: Sequence[str] = (),
     script: str | Path | None = None,
     text: LaunchText | None = None,
+    cache: bool = False,
 ) -> Report:
-    """Reports what a launch would load, and what its words, headers and JSON files show to be wrong; reads no weight.
+    """Reports what a launch would load, and what its words, headers, JSON files and samples of weights show.
 
     `script` is a launch script of bash, which is read and never run, or the YAML file of a job of verl, NeMo-RL or
     ROLL; `arguments` are the words behind it, or a launch by themselves; `text` is a launch that was read already.
+    With `cache`, what headers and samples came to before counts while no file of the checkpoints changes.
     Paths and sizes that are not given here are the launch's. Variables count in the environment too. Where a launch
     names a size or a path that is not read, or that nobody can tell before it runs, the report is inconclusive. Raises
     CkptkitError when no path is given or one is a URL, when a size is given twice, differently, and when the script is
@@ -57,7 +59,7 @@ def preflight(
     said = {name: word.text for name, word in text.environment.items() if not isinstance(word, UnresolvedWord)}
     environment = {**os.environ, **said}
     if stacked := read_stack(text.words, config, environment, paths[0]):
-        return preflight_stack(stacked, text, *paths[1:], ckpt_step, {"tp": tp, "pp": pp, "ep": ep})
+        return preflight_stack(stacked, text, *paths[1:], ckpt_step, {"tp": tp, "pp": pp, "ep": ep}, cache=cache)
     launch, notes = launch_of(text, *paths, ckpt_step)
     if not (launch.hf_checkpoint or launch.load or launch.ref_load or text.unresolved or text.issues):
         hint = "give at least one of --hf-checkpoint, --load and --ref-load, or a launch script"
@@ -76,7 +78,7 @@ def preflight(
         replace(one, arguments=options, etp=etp, updated=updates(launch, options))
         for one in _subjects(sides, hf, tp, pp, ep)
     )
-    return judged(launched, sides, subjects, notes)
+    return judged(launched, sides, subjects, notes, cache=cache)
 
 
 def _path(given: str | Path | None) -> Path | None:

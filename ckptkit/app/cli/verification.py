@@ -121,12 +121,18 @@ class _Launched(click.Command):
 @common.reports
 @common.strict
 @common.as_json
+@click.option(
+    "--no-cache",
+    is_flag=True,
+    help="Look at the checkpoints again, also where none of their files changed since the last run.",
+)
 @click.argument("script", required=False, metavar="[SCRIPT] [-- LAUNCH ARGUMENTS]")
 @click.pass_context
 def preflight(
     context: click.Context,
     /,
     script: str | None,
+    no_cache: bool,
     reports: tuple[Path, ...],
     strict: bool,
     as_json: bool,
@@ -135,9 +141,9 @@ def preflight(
     """Before a training job: which weights each side would really load, and whether they belong together.
 
     SCRIPT is a launch script in bash, or `-` for a command on standard input. It is read and never run. Its paths,
-    model arguments, parallel sizes and GPUs are held against the checkpoints; no weights are read. Launch arguments
-    behind -- come after its own, or are a launch by themselves. What cannot be told before a script runs, and names a
-    path or a size, makes the report inconclusive.
+    model arguments, parallel sizes and GPUs are held against the checkpoints; of weights at most samples are read.
+    Launch arguments behind -- come after its own, or are a launch by themselves. What cannot be told before a script
+    runs, and names a path or a size, makes the report inconclusive.
 
     Of a job of verl, NeMo-RL or ROLL, SCRIPT may be its YAML file, and the words behind -- override its settings.
     """
@@ -149,7 +155,7 @@ def preflight(
         raise click.UsageError("give a launch script, or at least one of --hf-checkpoint, --load and --ref-load")
     if script not in (None, "-") and not Path(str(script)).is_file():
         raise click.UsageError(f"unexpected argument {script!r}: no such script; launch arguments come behind --")
-    _print_report(run(arguments=arguments, script=script, **options), as_json, strict, reports)
+    _print_report(run(arguments=arguments, script=script, cache=not no_cache, **options), as_json, strict, reports)
 
 
 @click.command()

@@ -21,7 +21,7 @@ from ckptkit.core.extents import ByteRange, Reader
 from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.buffers import bytes_of, elements
 from ckptkit.storage.directory import RemoteFile
-from ckptkit.storage.read import read_new
+from ckptkit.storage.read import FileExtent, read_new
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,6 +86,11 @@ class Shard:
 
         flat = torch.empty(self.specs[name].nbytes, dtype=torch.uint8)
         return flat[: self.remote.read_into(bytes_of(flat), self.offsets[name])]
+
+    def stretch(self, name: str, element: int) -> FileExtent:
+        """The bytes of a tensor from an element on, counted row by row, as far as they follow one another."""
+        before = element * ITEMSIZE[self.specs[name].dtype]
+        return FileExtent(self.path, self.offsets[name] + before, self.specs[name].nbytes - before)
 
     def byte_range(self, name: str) -> ByteRange:
         """Where the bytes of a tensor stand."""

@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckptkit.core.dtypes import torch_dtype
+from ckptkit.core.dtypes import ITEMSIZE, torch_dtype
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.megatron_config import config_in, hf_home
 from ckptkit.formats.torch_dist.names import engine_name, whole_of
 from ckptkit.formats.torch_save import unpickle
-from ckptkit.formats.torch_save.blob import Blob
+from ckptkit.formats.torch_save.blob import Blob, dense_stride
 from ckptkit.storage.directory import Directory
+from ckptkit.storage.read import FileExtent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -202,9 +203,32 @@ class _Part:
             result[place] = chunk.blob.tensor(dtype, chunk.sizes, reader)[self._within(chunk)]
         return result
 
+    def stretch(self, element: int) -> FileExtent | None:
+        """As `TorchDistCheckpoint.stretch`, of this part."""
+        at = (*self.index, *map(int, np.unravel_index(element, self.shape)))
+        chunk = next((one for one in self.chunks if _holds(one, at)), None)
+        extent = None if chunk is None else chunk.blob.dense(self.stored.dtype, chunk.sizes)
+        if chunk is None or extent is None:
+            return None
+        inside = [one - start for one, start in zip(at, chunk.offsets, strict=True)]
+        # Beyond the last axis along which the chunk does not hold all of the tensor, something else follows.
+        axis = max(len(at) - 1, 0)
+        while axis > len(self.index) and chunk.sizes[axis] == self.stored.shape[axis]:
+            axis -= 1
+        strides = dense_stride(chunk.sizes)
+        passed = sum(one * stride for one, stride in zip(inside[axis:], strides[axis:], strict=True))
+        begin = sum(one * stride for one, stride in zip(inside, strides, strict=True))
+        size = ITEMSIZE[self.stored.dtype]
+        return FileExtent(extent.path, extent.offset + begin * size, (math.prod(chunk.sizes[axis:]) - passed) * size)
+
     def _within(self, chunk: Chunk) -> Shape:
         """Its index in a chunk, which may hold others too."""
         return tuple(at - start for at, start in zip(self.index, chunk.offsets, strict=False))
+
+
+def _holds(chunk: Chunk, at: Shape) -> bool:
+    """Whether an element of the stored tensor lies in a chunk."""
+    return all(start <= one < start + size for one, start, size in zip(at, chunk.offsets, chunk.sizes, strict=True))
 
 
 class TorchDistCheckpoint:
@@ -344,6 +368,17 @@ class TorchDistCheckpoint:
             for chunk in sorted(part.chunks, key=_FIRST)
         ]
         return None if None in found else [extent for extent in found if extent is not None]
+
+    def stretch(self, name: str, element: int) -> FileExtent | None:
+        """The bytes of a tensor from an element on, counted row by row, as far as they follow one another in a file.
+
+        None where its chunks do not hold that element, or not row by row. Raises CkptkitError as `Blob.tensor`.
+        """
+        for part in self._logical[name]:
+            if element < math.prod(part.shape):
+                return part.stretch(element)
+            element -= math.prod(part.shape)
+        return None
 
     def read(self, names: Sequence[str], reader: Reader | None = None) -> dict[str, Tensor]:
         return {name: self._read(self._logical[name], reader) for name in names}

@@ -110,8 +110,10 @@ class Blob:
 
         A small blob is parsed only when it is read. Its description stands at both ends, so one read gets everything.
         """
-        if self.length <= AT_ONCE:
-            return _WholeExtent(self, dtype, shape)
+        return _WholeExtent(self, dtype, shape) if self.length <= AT_ONCE else self.dense(dtype, shape)
+
+    def dense(self, dtype: str, shape: tuple[int, ...]) -> FileExtent | None:
+        """As `extent`, told by the description of the saved tensor alone, however small the blob is."""
         info, arguments = self._described(self.entries(), dtype, shape)
         nbytes = math.prod(shape) * ITEMSIZE[dtype]
         if arguments.offset or arguments.stride != dense_stride(shape) or info.file_size != nbytes:

@@ -277,5 +277,20 @@ def test_flags_of_every_family_state_gate_and_rotary_embedding(name: str, tmp_pa
     }
     for rope in ropes.values() if "full_attention" in ropes else [ropes]:
         assert rope["rope_theta"] in numbers["rotary"]
-        assert rope["rope_type"] == "default" or rope["factor"] in numbers["scaling"] + numbers["interpolation"]
-    assert bool(args.get("no_argument_for")) == (text.model_type in ("gemma3_text", "minimax_m2"))
+        # Of Llama 3's scaling, --use-rope-scaling means a factor of 8.
+        usual = rope["rope_type"] == "llama3" and rope["factor"] == 8 and "--use-rope-scaling" in lines
+        found = numbers["scaling"] + numbers["interpolation"]
+        assert rope["rope_type"] == "default" or usual or rope["factor"] in found
+    unsaid = text.model_type in ("gemma3_text", "minimax_m2") or name == "llama-tied"
+    assert bool(args.get("no_argument_for")) == unsaid
+
+
+def test_a_rope_factor_that_no_builder_of_megatron_hands_on_is_a_comment_and_no_flag(tmp_path: Path) -> None:
+    """Llama 3.2's: --rope-scaling-factor is parsed by Megatron and reaches no model."""
+    config = CASES["llama-tied"].config()
+    assert config.rope_parameters["factor"] == 32.0
+    (tmp_path / "config.json").write_text(config.to_json_string())
+    lines = launch_flags(model_arguments(tmp_path))
+    assert not [line for line in lines if line.startswith("--rope-scaling-factor")]
+    factor = "rope scaling by 32 (--use-rope-scaling scales by 8): hand rope_scaling_factor to GPTModel"
+    assert f"# no flag says this: {factor} in gpt_builders.py" in lines

@@ -154,3 +154,15 @@ def test_adapters_of_megatron(converted: PathOf, copy_of: CopyOf, alone: RunAlon
         "decoder.layers.3.self_attention.linear_proj.adapter.linear_in.weight",
         str(path / "release"),
     )
+
+
+def test_a_directory_with_config_alone_is_said_to_have_no_weights(releases: PathOf, tmp_path: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((releases("qwen3_moe") / name).read_bytes())
+    report = verify(tmp_path)
+    (found,) = [one for one in report.findings if one.severity == "error"]
+    assert (found.code, found.expected) == ("CK103", "model.safetensors.index.json, or a single model.safetensors")
+    assert found.actual == "no weights: only config.json, generation_config.json"
+    skipped = {one.code: one.reason for one in report.checks if one.code in ("CK102", "CK104", "CK105", "CK107")}
+    assert set(skipped.values()) == {"not run because there are no weights (CK103)"}
+    assert "nothing was compared" not in str(report.findings)

@@ -49,10 +49,18 @@ def test_preflight_of_a_first_start_passes(releases: PathOf, converted: PathOf) 
     ]
 
 
-def test_no_weight_is_read(releases: PathOf, converted: PathOf, run_of: Path) -> None:
-    report = preflight(hf_checkpoint=releases(NAME), load=run_of, ref_load=converted(NAME))
-    assert report.to_json()["counts"]["bytes_compared"] == 0
+def test_of_weights_samples_alone_are_read_and_none_of_a_run_that_resumes(
+    releases: PathOf, converted: PathOf, run_of: Path, copy_of: CopyOf
+) -> None:
+    """At most 64 tensors, 96 KiB of each: `test_samples.py` has the kernel count what is read of them."""
+    bare = copy_of(converted(NAME))
+    (bare / "ckptkit.json").unlink()
+    report = preflight(hf_checkpoint=releases(NAME), ref_load=bare)
+    assert 0 < report.to_json()["counts"]["bytes_compared"] <= 64 * (96 << 10)
+    assert {check.code for check in report.checks if check.bytes_compared} == {"CK723"}
     assert not [check.code for check in report.checks if check.code[:3] in ("CK2", "CK3", "CK4", "CK5", "CK6")]
+    report = preflight(hf_checkpoint=releases(NAME), load=run_of, ref_load=bare)
+    assert report.to_json()["counts"]["bytes_compared"] == 0
 
 
 def test_a_resumed_run_loads_what_its_tracker_says(releases: PathOf, converted: PathOf, run_of: Path) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import models
 import pytest
+import torch
 from fixture_types import OnlyFinding, PathOf
+from safetensors.torch import load_file, save_file
 
-from ckptkit.app.api import convert, make_manifest
+from ckptkit.app.api import convert, make_manifest, quantize
+from quant.formats.scheme import QuantScheme
 from verify.launch.preflight import preflight
 from verify.report import CheckResult, Report
 
@@ -42,6 +48,16 @@ def change(root: Path, name: str) -> None:
     (root / "ckptkit.json").write_text(json.dumps(manifest))
 
 
+def verl(hf: Path, actor: Path, reference: Path) -> list[str]:
+    """A launch of verl, whose actor and reference load torch_dist directories."""
+    words = [f"actor_rollout_ref.model.path={hf}", "algorithm.adv_estimator=grpo", "trainer.resume_mode=disable"]
+    words += ["actor_rollout_ref.actor.use_kl_loss=true"]
+    for role, root in (("actor", actor), ("ref", reference)):
+        prefix = f"actor_rollout_ref.{role}.megatron"
+        words += [f"{prefix}.use_dist_checkpointing=True", f"{prefix}.dist_checkpointing_path={root / 'release'}"]
+    return words
+
+
 def test_megatron_weights_converted_from_the_engines_model_pass(hf: Path, megatron: Path) -> None:
     report = preflight(hf_checkpoint=hf, ref_load=megatron)
     assert report.status == "passed"
@@ -71,14 +87,109 @@ def test_a_run_that_resumes_is_not_compared(hf: Path, megatron: Path, tmp_path: 
     assert "CK723" not in [one.code for one in report.checks]
 
 
-def test_without_digests_a_note_says_how_to_compare(releases: PathOf, megatron: Path) -> None:
-    report = preflight(hf_checkpoint=releases(NAME), ref_load=megatron)
-    assert (report.status, of(report).status) == ("passed", "skipped")
-    line = (
-        f"actor and rollout engine: no digests in {releases(NAME) / 'ckptkit.json'}; "
-        f"`ckptkit verify {megatron / 'release'} --source {releases(NAME)}` compares them"
-    )
-    assert report.facts["notes"] == [f"not compared: {line}"]
+@pytest.fixture
+def bare(megatron: Path) -> Path:
+    """Megatron weights without a manifest, converted from the release."""
+    (megatron / "ckptkit.json").unlink()
+    return megatron
+
+
+def test_without_digests_samples_are_compared(releases: PathOf, bare: Path) -> None:
+    report = preflight(hf_checkpoint=releases(NAME), ref_load=bare)
+    assert (report.status, report.findings, of(report).status) == ("passed", [], "passed")
+    weights = sum(path.stat().st_size for path in releases(NAME).glob("*.safetensors"))
+    assert of(report).tensors_compared == 64
+    assert 0 < of(report).bytes_compared < min(64 * 3 * (32 << 10), weights)
+    (note,) = report.facts["notes"]
+    how = f"`ckptkit diff {bare / 'release'} {releases(NAME)}` compares all"
+    assert re.fullmatch(rf"actor and rollout engine: samples of 64 tensors compared, \d\.\d MB of each; {how}", note)
+
+
+def trained(path: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    """A copy of a release whose tensors are changed."""
+    shutil.copytree(path, target)
+    for file in target.glob("*.safetensors"):
+        save_file({name: change(name, tensor) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return target
+
+
+def test_an_instruct_model_beside_its_base_is_found(
+    releases: PathOf, bare: Path, tmp_path: Path, only: OnlyFinding
+) -> None:
+    """Training leaves many norms as they are in bfloat16, and changes some elements of every matrix."""
+    instruct = trained(releases(NAME), tmp_path / "instruct", lambda _, one: one * 1.01 if one.dim() > 1 else one)
+    finding = only(preflight(hf_checkpoint=instruct, ref_load=bare))
+    assert (finding.code, finding.severity, finding.file) == ("CK723", "warning", str(bare / "release"))
+    assert finding.expected == f"the bytes of the rollout engine, {instruct}"
+    assert re.fullmatch(r"others in \d\d of the 64 tensors of which samples were read", finding.actual)
+
+
+def test_layers_that_are_shifted_by_one_are_found(
+    releases: PathOf, bare: Path, tmp_path: Path, only: OnlyFinding
+) -> None:
+    """Layer 5 and those after it hold the weights of the layer before."""
+    at = re.compile(r"model[.]layers[.](\d+)[.]")
+    release = models.tensors(releases(NAME))
+
+    def before(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        match = at.match(name)
+        shifted = match and int(match[1]) >= 5
+        return release[at.sub(f"model.layers.{int(match[1]) - 1}.", name)] if match and shifted else tensor
+
+    shifted = trained(releases(NAME), tmp_path / "shifted", before)
+    finding = only(preflight(hf_checkpoint=shifted, ref_load=bare))
+    assert finding.code == "CK723"
+    assert not re.search(r"layers[.]([0-4]|[{]0)[.,]", str(finding.tensor))
+
+
+def test_two_steps_of_a_run_are_told_apart(releases: PathOf, bare: Path, tmp_path: Path, only: OnlyFinding) -> None:
+    """Actor and reference of verl, both torch_dist, at two steps of one run."""
+    later = trained(releases(NAME), tmp_path / "later", lambda _, one: one * 1.01 if one.dim() > 1 else one)
+    convert(later, tmp_path / "step200")
+    (tmp_path / "step200" / "ckptkit.json").unlink()
+    finding = only(preflight(arguments=verl(releases(NAME), bare, tmp_path / "step200")))
+    assert (finding.code, finding.severity) == ("CK723", "error")
+    same = Path(shutil.copytree(bare, tmp_path / "same"))
+    assert preflight(arguments=verl(releases(NAME), bare, same)).findings == []
+
+
+def test_an_int4_engine_is_compared_by_what_is_not_packed(
+    releases: PathOf, bare: Path, tmp_path: Path, only: OnlyFinding
+) -> None:
+    ignore = tuple(f"re:.*{one}.*" for one in ("self_attn", r"mlp\.gate(\.|$)", "embed_tokens", "lm_head"))
+    quantize(releases(NAME), tmp_path / "int4", QuantScheme(32, "qmax7", ignore))
+    report = preflight(hf_checkpoint=tmp_path / "int4", ref_load=bare)
+    assert (report.findings, of(report).status) == ([], "passed")
+    assert any("tensors that one side does not store, or stores packed" in line for line in report.facts["notes"])
+    other = trained(tmp_path / "int4", tmp_path / "other", lambda name, one: one + 1 if "mlp.gate." in name else one)
+    (other / "ckptkit.json").unlink()
+    finding = only(preflight(hf_checkpoint=other, ref_load=bare))
+    assert (finding.code, "router" in str(finding.tensor)) == ("CK723", True)
+
+
+def test_weights_in_another_dtype_are_compared_as_a_cast_gives_them(
+    releases: PathOf, tmp_path: Path, only: OnlyFinding
+) -> None:
+    convert(releases(NAME), tmp_path / "wide", dtype="float32")
+    (tmp_path / "wide" / "ckptkit.json").unlink()
+    assert preflight(hf_checkpoint=releases(NAME), ref_load=tmp_path / "wide").findings == []
+    other = trained(releases(NAME), tmp_path / "other", lambda _, one: one * 1.01 if one.dim() > 1 else one)
+    assert only(preflight(hf_checkpoint=other, ref_load=tmp_path / "wide")).code == "CK723"
+
+
+def test_damaged_weights_are_a_finding_and_no_end_of_the_run(releases: PathOf, bare: Path, only: OnlyFinding) -> None:
+    for file in (bare / "release").glob("*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+    finding = only(preflight(hf_checkpoint=releases(NAME), ref_load=bare))
+    assert (finding.code, finding.severity, finding.expected) == ("CK723", "error", "bytes that can be read")
+    assert "File is not a zip file" in finding.actual
+
+
+def test_broken_headers_are_said_and_no_samples_read(releases: PathOf, bare: Path) -> None:
+    next((bare / "release").glob("*.distcp")).unlink()
+    report = preflight(hf_checkpoint=releases(NAME), ref_load=bare)
+    assert {finding.code for finding in report.findings} == {"CK112"}
+    assert (of(report).status, of(report).reason) == ("skipped", "not run because CK112 failed")
 
 
 def test_a_conversion_of_a_release_with_a_manifest_is_known_by_it(hf: Path, tmp_path: Path) -> None:
@@ -97,11 +208,6 @@ def test_actor_and_reference_of_verl_with_other_weights_are_found(
 ) -> None:
     other = Path(shutil.copytree(megatron, tmp_path / "other"))
     change(other, "decoder.final_layernorm.weight")
-    words = [f"actor_rollout_ref.model.path={hf}", "algorithm.adv_estimator=grpo", "trainer.resume_mode=disable"]
-    words += ["actor_rollout_ref.actor.use_kl_loss=true"]
-    for role, root in (("actor", megatron), ("ref", other)):
-        prefix = f"actor_rollout_ref.{role}.megatron"
-        words += [f"{prefix}.use_dist_checkpointing=True", f"{prefix}.dist_checkpointing_path={root / 'release'}"]
-    finding = only(preflight(arguments=words))
+    finding = only(preflight(arguments=verl(hf, megatron, other)))
     assert (finding.code, finding.severity, finding.tensor) == ("CK723", "error", "decoder.final_layernorm.weight")
     assert finding.actual.startswith("others of 1 of the ")

@@ -32,10 +32,18 @@ def only_hf(subject: Subject) -> str | None:
 
 
 def names_of(subject: Subject) -> Mapping[str, TensorSpec]:
-    """Every tensor that headers or `.metadata` name. Raises Skip where `.metadata` cannot be read (CK111)."""
+    """Every tensor that headers or `.metadata` name. Raises Skip where there are none to read (CK103, CK111)."""
     if subject.kind == "megatron":
         require_metadata(subject)
+    else:
+        require_weights(subject)
     return subject.specs
+
+
+def require_weights(subject: Subject) -> None:
+    """Raises Skip where an HF directory holds no safetensors file and names none, which CK103 reports."""
+    if not subject.hf_files.wanted:
+        raise Skip("not run because there are no weights (CK103)")
 
 
 def require_metadata(subject: Subject) -> None:
@@ -81,6 +89,7 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every file of the index is there, and its size and offsets are what its own header says."""
     files = subject.hf_files
+    require_weights(subject)
     for file in files.missing:
         yield Issue(
             "the file, since the index names it", "it is not there", "copy or download it", file=subject.path / file

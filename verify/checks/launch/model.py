@@ -9,6 +9,7 @@ from typing import Any
 from converters.blocks.latent_attention import WITHOUT_FLAG
 from converters.config.dims import ModelDims
 from converters.megatron.arguments import comparable_args
+from converters.megatron.unsaid import LLAMA3_FACTOR
 from verify.check import Skip, Tally, check
 from verify.checks.config.arguments import compared, mismatches
 from verify.checks.launch.engine import engine_config, engine_dims, engine_of, unless_skipped
@@ -28,9 +29,6 @@ _DECIDED_BY: Mapping[str, tuple[str, ...]] = {
     "rope_type": ("rope_type", "rotary_scaling_factor"),
     "rope_scaling_factor": ("use_rope_scaling",),
 }
-# slime, miles and Megatron-LM 0.13 to 0.19 build GPTModel without --rope-scaling-factor, whose default this is.
-# Source: slime and miles `megatron_utils/model_provider.py`, Megatron-LM `gpt_builders.py`.
-_LLAMA3_FACTOR = 8.0
 
 
 def _launch(subject: Subject) -> Launch:
@@ -76,7 +74,7 @@ def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
     whole = given.describes_model and not given.anything
     args = args if whole else {name: args.get(name, value) for name, value in expected.items()} | args
     args |= {name: expected.get(name) for name in given.unknown}
-    args |= {"rope_scaling_factor": _LLAMA3_FACTOR} if args.get("use_rope_scaling") and not dims.mla else {}
+    args |= {"rope_scaling_factor": LLAMA3_FACTOR} if args.get("use_rope_scaling") and not dims.mla else {}
     tally.compared(0, compared(dims))
     for name, want, found in mismatches(dims, args):
         if not given.unknown.isdisjoint(_DECIDED_BY.get(name, (name,))):

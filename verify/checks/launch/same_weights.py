@@ -1,19 +1,20 @@
-"""CK723: two sides of a launch that must start from the same weights, compared by their manifests."""
+"""CK723: two sides of a launch that must start from the same weights, compared by manifests, or else by samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import MANIFEST, TRACKER, Location, locate
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.storage.digest import TensorDigest
 from ckptkit.transfer.manifest import file_digest, read_manifest
-from converters.ops.basic import Copy
-from converters.planner import rules_in
 from verify.check import Skip, Tally, check
 from verify.checks.launch.engine import engine_config, unless_skipped
+from verify.evidence.sampled.counterparts import copied
+from verify.evidence.sampled.samples import Pair, Stored, samples_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.launch import Launch, sides_of
@@ -22,7 +23,7 @@ from verify.launch.stacks.launched import ENGINE
 from verify.report import Severity
 
 # A tensor's name on the first side, and its digest on both.
-_Pair: TypeAlias = "tuple[str, TensorDigest | None, TensorDigest | None]"
+_Digests: TypeAlias = "tuple[str, TensorDigest | None, TensorDigest | None]"
 
 
 def _pairs(subject: Subject) -> list[tuple[Side, Side]]:
@@ -30,13 +31,13 @@ def _pairs(subject: Subject) -> list[tuple[Side, Side]]:
     if subject.launch is None:
         raise Skip("only preflight looks at a launch")
     sides = {side.role: side for side in sides_of(subject.launch) if side.path}
-    pairs = [(sides[one], sides[other]) for one, other in _roles(subject.launch) if {one, other} <= sides.keys()]
+    pairs = [(sides[one], sides[other]) for one, other in start_alike(subject.launch) if {one, other} <= sides.keys()]
     if not (apart := [(one, other) for one, other in pairs if one.path != other.path]):
         raise Skip("no two directories of this launch must hold the same weights")
     return apart
 
 
-def _roles(launch: Launch) -> list[tuple[str, str]]:
+def start_alike(launch: Launch) -> list[tuple[str, str]]:
     """The roles that start alike: those that the settings name, or all of a run that does not resume.
 
     An actor with a tracker of its own in --load was trained already.
@@ -52,6 +53,7 @@ def _roles(launch: Launch) -> list[tuple[str, str]]:
     "CK723",
     "sides that start alike hold the same weights",
     stage="launch",
+    needs=("sound headers",),
     rationale=(
         "A run begins with a KL of zero only where actor and reference hold the same weights, and with the policy that "
         "was served only where the engine's do too. Nothing else tells two checkpoints of one architecture apart."
@@ -62,58 +64,103 @@ def _roles(launch: Launch) -> list[tuple[str, str]]:
 def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The digests of ckptkit.json beside both, of tensors that both formats store alike; else what one was made of.
 
-    Other weights than the engine's are a warning.
+    Where a manifest is missing, samples of such tensors. Other weights than the engine's are a warning.
     """
     left: list[str] = []
     for one, other in _pairs(subject):
         here, there = locate(one.path or Path()), locate(other.path or Path())
-        pairs = _compared(subject, here, there)
-        if pairs is None:
-            if _made_of(here, there) or _made_of(there, here):
-                tally.compared(0)
-                continue
-            missing = next(at for at in (here, there) if _digests(at) is None)
-            how = f"`ckptkit verify {here.path} --source {there.path}` compares them"
-            left.append(f"{one.role} and {other.role}: no digests in {missing.root / MANIFEST}; {how}")
-            continue
-        tally.compared(0, len(pairs))
-        if wrong := [name for name, mine, others in pairs if mine != others]:
-            expected = f"the digests of the {other.role}, {there.path}"
-            actual = f"others of {len(wrong)} of the {len(pairs)} tensors that both store alike"
-            hint = f"give both sides checkpoints of one release; `ckptkit verify {here.path} --source {there.path}`"
-            # The first update replaces the engine's weights, so that these may differ on purpose.
-            severity: Severity = "warning" if ENGINE in (one.role, other.role) else "error"
-            yield Issue(expected, actual, hint, names=wrong, file=here.path, severity=severity, together=True)
+        pairs = _by_digests(here, there)
+        if pairs is not None:
+            tally.compared(0, len(pairs))
+            wrong = [name for name, mine, others in pairs if mine != others]
+            yield from _differing(wrong, len(pairs), (one, other), (here, there), "digests")
+        elif _made_of(here, there) or _made_of(there, here):
+            tally.compared(0)
+        elif here.legacy or there.legacy:
+            how = f"`ckptkit diff {here.path} {there.path}` compares them"
+            left.append(f"{one.role} and {other.role}: no samples are read of Megatron's legacy format; {how}")
+        else:
+            yield from _by_samples(subject, (one, other), (here, there), tally, left)
     for line in left:
         tally.note(f"not compared: {line}")
     if left and not tally.tensors:
         raise Skip(f"not compared: {left[0]}")
 
 
-def _compared(subject: Subject, here: Location, there: Location) -> list[_Pair] | None:
+def _differing(
+    wrong: Sequence[str], count: int, sides: tuple[Side, Side], places: tuple[Location, Location], what: str
+) -> Iterator[Issue]:
+    """The issue that these tensors are; `what` of them was compared."""
+    if not wrong:
+        return
+    other, (here, there) = sides[1], places
+    expected = f"the {what} of the {other.role}, {there.path}"
+    actual = f"others of {len(wrong)} of the {count} tensors that both store alike"
+    if what == "bytes":
+        actual = f"others in {len(wrong)} of the {count} tensors of which samples were read"
+    hint = f"give both sides checkpoints of one release; `ckptkit diff {here.path} {there.path}` compares all"
+    # The first update replaces the engine's weights, so that these may differ on purpose.
+    severity: Severity = "warning" if ENGINE in (sides[0].role, other.role) else "error"
+    yield Issue(expected, actual, hint, names=wrong, file=here.path, severity=severity, together=True)
+
+
+def _by_samples(
+    subject: Subject, sides: tuple[Side, Side], places: tuple[Location, Location], tally: Tally, left: list[str]
+) -> Iterator[Issue]:
+    """Compares samples of two sides, and adds a line to `left` where there is nothing to compare."""
+    here, there = (subject.loaded.get(side.path or Path()) or Subject(side.path or Path()) for side in sides)
+    both = f"{sides[0].role} and {sides[1].role}"
+    how = f"`ckptkit diff {places[0].path} {places[1].path}` compares all"
+    pairs = list(_alike(here, there))
+    try:
+        found = samples_of(_stored(here), _stored(there), pairs)
+    except CkptkitError as error:
+        yield Issue("bytes that can be read", error.message, error.hint or "copy it again", file=places[0].path)
+        return
+    why = "".join(f"; {count} tensors {reason}" for reason, count in found.left_out.items())
+    if not found.compared:
+        left.append(f"{both}: no tensor that both store alike{why}; {how}")
+        return
+    tally.compared(found.nbytes, len(found.compared))
+    size = f"{found.nbytes / 1e6:.1f} MB of each"
+    tally.note(f"{both}: samples of {len(found.compared)} tensors compared, {size}; {how}")
+    if found.left_out:
+        tally.note(f"{both}: not compared{why.replace(';', ':', 1)}")
+    yield from _differing(found.differing, len(found.compared), sides, places, "bytes")
+
+
+def _stored(side: Subject) -> Stored:
+    """What can be sampled of a directory. Raises CkptkitError where `.metadata` cannot be read."""
+    return side.hf_files if side.kind == "hf" else side.megatron_files.opened
+
+
+def _alike(here: Subject, there: Subject) -> Iterator[Pair]:
+    """The tensors that both sides store alike, by their names on both."""
+    if here.kind == there.kind:
+        yield from (Pair(name, name) for name in here.specs)
+        return
+    hf, megatron = (here, there) if here.kind == "hf" else (there, here)
+    for name, other, padded in copied(engine_config(hf.path), hf.specs, megatron.specs):
+        yield Pair(*((name, other) if here is hf else (other, name)), padded)
+
+
+def _by_digests(here: Location, there: Location) -> list[_Digests] | None:
     """Every tensor that both store alike, with both digests; None where one has none, or they share no tensor."""
     mine, other = _digests(here), _digests(there)
     if mine is None or other is None:
         return None
     if here.kind == there.kind:
-        named = [(name, name) for name in {**mine, **other}]
-    else:
-        forwards = here.kind == "megatron"
-        named = list(_copied(subject, mine if forwards else other, forwards))
-    pairs = [(name, mine.get(name), other.get(theirs)) for name, theirs in named]
-    if here.kind != there.kind:
+        return [(name, mine.get(name), other.get(name)) for name in {**mine, **other}] or None
+    forwards = here.kind == "megatron"
+    hf, megatron = (there.path, mine) if forwards else (here.path, other)
+    pairs: list[_Digests] = []
+    for name, of_megatron, _ in copied(engine_config(hf), other if forwards else mine, megatron):
+        names = (of_megatron, name) if forwards else (name, of_megatron)
+        one, another = mine.get(names[0]), other.get(names[1])
         # Padding and another dtype are no difference; what one side does not store is for other checks.
-        pairs = [pair for pair in pairs if pair[1] and pair[2] and _form(pair[1]) == _form(pair[2])]
+        if one and another and _form(one) == _form(another):
+            pairs.append((names[0], one, another))
     return pairs or None
-
-
-def _copied(subject: Subject, megatron: Mapping[str, TensorDigest], forwards: bool) -> Iterator[tuple[str, str]]:
-    """Names on both sides of every tensor that conversion copies as it is, the Megatron name first if `forwards`."""
-    config = engine_config(subject.launch.hf_checkpoint) if subject.launch and subject.launch.hf_checkpoint else {}
-    for rule in rules_in(config, megatron) if config else ():
-        if isinstance(rule.mapping.op, Copy) and len(rule.hf) == 1:
-            (name,) = rule.hf
-            yield (rule.megatron, name) if forwards else (name, rule.megatron)
 
 
 def _form(digest: TensorDigest) -> tuple[str, tuple[int, ...]]:

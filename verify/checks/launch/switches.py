@@ -91,5 +91,7 @@ def _experts(given: GivenArguments) -> Iterator[Issue]:
         hint = "give --moe-router-dtype fp32: near ties in bfloat16 choose other experts than the engine does"
         yield _warning(given, "moe_router_dtype", "moe_router_dtype = fp32", actual, hint)
     if not given.get("moe_permute_fusion", False) and "moe_permute_fusion" not in given.unknown:
-        hint = "give it: without it Megatron may add a token's experts up in another order than the engine"
+        # Source: megatron-core `moe_utils.unpermute`, which calls scatter_add_, and torch's list of what is not
+        # deterministic on CUDA. How much it comes to was not measured.
+        hint = "give it: without it Megatron adds a token's experts up in an order that changes from run to run"
         yield _warning(given, "moe_permute_fusion", "--moe-permute-fusion", "moe_permute_fusion = False", hint)

@@ -1,0 +1,156 @@
+"""Samples of tensors: read at the right places whatever saved them, few and bounded, and compared across dtypes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fixture_types import PathOf
+from megatron_saves import SAVES
+
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from ckptkit.storage.read import FileExtent
+from verify.evidence.hf_files import HfFiles
+from verify.evidence.sampled.samples import MOST_TENSORS, Pair, chosen, samples_of
+
+TORCH_DIST = [label for label, (_, how) in SAVES.items() if not how.get("legacy")]
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Tensors of one size, one behind the other in a file."""
+
+    path: Path
+    specs: Mapping[str, TensorSpec]
+
+    def stretch(self, name: str, element: int) -> FileExtent:
+        spec = self.specs[name]
+        before = list(self.specs).index(name) * spec.nbytes
+        size = spec.nbytes // math.prod(spec.shape)
+        return FileExtent(self.path, before + element * size, spec.nbytes - element * size)
+
+
+def flat(path: Path, contents: Mapping[str, torch.Tensor]) -> Flat:
+    path.write_bytes(b"".join(bytes(one.flatten().view(torch.uint8).numpy()) for one in contents.values()))
+    return Flat(path, {name: TensorSpec(name, tuple(one.shape), str(one.dtype)[6:]) for name, one in contents.items()})
+
+
+def check_stretches(name: str, whole: torch.Tensor, extents: dict[int, FileExtent | None]) -> None:
+    """Every stretch holds the bytes of the tensor from its element on."""
+    content = whole.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    for element, extent in extents.items():
+        assert extent is not None, name
+        begin = element * whole.element_size()
+        count = min(extent.nbytes, 4096)
+        assert 0 < extent.nbytes <= len(content) - begin, (name, element)
+        with extent.path.open("rb") as file:
+            file.seek(extent.offset)
+            assert file.read(count) == content[begin : begin + count], (name, element)
+
+
+@pytest.mark.parametrize("label", TORCH_DIST)
+def test_a_stretch_of_what_megatron_saved_is_at_its_element(label: str, saved: Path) -> None:
+    """Stacked layers and experts, and chunks that cut rows or columns. Other tests compare `read` with Megatron."""
+    (path,) = (saved / label).glob("*/.metadata")
+    checkpoint = TorchDistCheckpoint(path.parent)
+    for name, whole in checkpoint.read(list(checkpoint.specs)).items():
+        elements = {0, whole.numel() // 3, whole.numel() // 2 + 1, whole.numel() - 1} & set(range(whole.numel()))
+        check_stretches(name, whole, {element: checkpoint.stretch(name, element) for element in elements})
+
+
+def test_a_stretch_of_a_release_is_at_its_element(releases: PathOf) -> None:
+    files = HfFiles(releases("qwen3_moe"))
+    for name, whole in files.checkpoint.read(list(files.specs)).items():
+        check_stretches(name, whole, {element: files.stretch(name, element) for element in (0, whole.numel() - 1)})
+    assert files.stretch("no.such.tensor", 0) is None
+
+
+def test_every_layer_and_every_kind_is_among_the_chosen() -> None:
+    kinds = ("input_layernorm", "self_attn.o_proj", "mlp.gate", *(f"mlp.experts.{one}.down_proj" for one in range(8)))
+    names = [f"model.layers.{layer}.{kind}.weight" for layer in range(48) for kind in kinds]
+    taken = chosen(["model.embed_tokens.weight", *names, "lm_head.weight"])
+    assert len(taken) == len(set(taken)) == MOST_TENSORS
+    assert taken[:2] == ["model.embed_tokens.weight", "lm_head.weight"]
+    assert {int(name.split(".")[2]) for name in taken[2:]} == set(range(48))
+    found = [sum(f".{kind}." in name for name in taken) for kind in ("input_layernorm", "o_proj", "gate", "down_proj")]
+    assert min(found) >= 15
+    assert len({name.split(".")[5] for name in taken if ".experts." in name}) > 4
+
+
+def test_of_more_layers_than_samples_the_first_and_the_last_are_chosen() -> None:
+    taken = chosen([f"decoder.layers.{layer}.mlp.router.weight" for layer in range(200)])
+    layers = [int(name.split(".")[2]) for name in taken]
+    assert (len(layers), layers[0], layers[-1]) == (MOST_TENSORS, 0, 199)
+    assert max(later - earlier for earlier, later in itertools.pairwise(layers)) == 4
+
+
+def test_bytes_read_are_bounded(tmp_path: Path) -> None:
+    """Two files of 4 GB, which are sparse; what the process reads is what the kernel counts."""
+    path = tmp_path / "sparse"
+    specs = {f"model.layers.{one}.x.weight": TensorSpec(f"{one}", (5120, 4096), "bfloat16") for one in range(100)}
+    with path.open("wb") as file:
+        file.truncate(100 * 5120 * 4096 * 2)
+    side = Flat(path, specs)
+    before = read_so_far()
+    found = samples_of(side, side, [Pair(name, name) for name in specs])
+    assert read_so_far() - before < 13 << 20
+    assert (len(found.compared), found.nbytes, found.differing) == (64, 64 * 3 * (32 << 10), [])
+
+
+def read_so_far() -> int:
+    """Bytes that this process has read by now (proc(5))."""
+    return int(Path(f"/proc/{os.getpid()}/io").read_text().split()[1])
+
+
+@pytest.mark.parametrize("element", [0, 50_000, 99_999])
+def test_an_element_that_differs_in_start_middle_or_end_is_found(element: int, tmp_path: Path) -> None:
+    whole = torch.arange(100_000, dtype=torch.float32).bfloat16()
+    other = whole.clone()
+    other[element] += 1024
+    a, b = flat(tmp_path / "a", {"x": whole}), flat(tmp_path / "b", {"x": other})
+    assert samples_of(a, b, [Pair("x", "x")]).differing == ["x"]
+    assert samples_of(a, a, [Pair("x", "x")]).differing == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_a_cast_gives_is_equal_and_nothing_else(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Ties, subnormal numbers, infinities and NaN are cast as torch casts them."""
+    odd = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, 3e38, 3.4e38, -1e39, 1e-40, 1e-7, 65519.0, 65520.0, math.nan]
+    wide = torch.cat([torch.tensor(odd), torch.randn(50_000, generator=torch.Generator().manual_seed(1))])
+    a, b = flat(tmp_path / "a", {"x": wide}), flat(tmp_path / "b", {"x": wide.to(dtype)})
+    assert samples_of(a, b, [Pair("x", "x")]).differing == samples_of(b, a, [Pair("x", "x")]).differing == []
+    bits = wide.to(dtype).view(torch.int16).clone()
+    bits[3] ^= 1
+    c = flat(tmp_path / "c", {"x": bits.view(dtype)})
+    assert samples_of(a, c, [Pair("x", "x")]).differing == samples_of(c, a, [Pair("x", "x")]).differing == ["x"]
+
+
+def test_what_cannot_be_compared_is_counted_with_its_reason(tmp_path: Path) -> None:
+    half = torch.ones(4, 4, dtype=torch.bfloat16)
+    a = flat(tmp_path / "a", {"x": half, "y": half, "z": half})
+    b = flat(tmp_path / "b", {"x": half.half(), "y": half[:2], "w": half})
+    found = samples_of(a, b, [Pair("x", "x"), Pair("y", "y"), Pair("z", "z")])
+    assert found.compared == []
+    assert dict(found.left_out) == {
+        "in bfloat16 and float16": 1,
+        "of other shapes": 1,
+        "that one side does not store, or stores packed": 1,
+    }
+    # A padded vocabulary is compared as far as both have rows.
+    assert samples_of(a, b, [Pair("y", "y", padded=True)]).compared == ["y"]
+
+
+def test_bytes_are_those_of_numpy(tmp_path: Path) -> None:
+    """The bits of an infinity in bfloat16, written by hand."""
+    a = flat(tmp_path / "a", {"x": torch.tensor([math.inf, -math.inf])})
+    (tmp_path / "b").write_bytes(np.array([0x7F80, 0xFF80], np.uint16).tobytes())
+    b = Flat(tmp_path / "b", {"x": TensorSpec("x", (2,), "bfloat16")})
+    assert samples_of(a, b, [Pair("x", "x")]).differing == []

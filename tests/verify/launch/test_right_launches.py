@@ -1,0 +1,141 @@
+"""Right launches of every stack and several families: no finding, nothing skipped, exit code 0 with `--strict`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from fixture_types import PathOf
+from processes import python
+
+from ckptkit.app.api import model_arguments
+from ckptkit.app.cli import cli
+from converters.megatron.flags import launch_flags
+
+NAMES = ("qwen2-untied", "qwen3_moe", "glm4_moe", "qwen3-untied")
+DROPOUT = "--attention-dropout 0.0 --hidden-dropout 0.0 --moe-permute-fusion"
+GPUS = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 2"
+BRIDGE = "--megatron-to-hf-mode bridge --ref-load {hf}"
+VERL = """python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml algorithm.adv_estimator=grpo \\
+  actor_rollout_ref.model.path={hf} actor_rollout_ref.actor.use_kl_loss=True trainer.resume_mode=disable \\
+  {actor}.use_dist_checkpointing=True {actor}.dist_checkpointing_path={megatron}/release \\
+  {ref}.use_dist_checkpointing=True {ref}.dist_checkpointing_path={megatron}/release \\
+  {actor}.tensor_model_parallel_size=2 {actor}.pipeline_model_parallel_size=2 \\
+  {ref}.tensor_model_parallel_size=2 \\
+  actor_rollout_ref.rollout.name=sglang trainer.nnodes=1 trainer.n_gpus_per_node=8
+"""
+NEMO_RL = """
+loss_fn: {{reference_policy_kl_penalty: 0.01}}
+checkpointing: {{enabled: true, checkpoint_dir: {folder}/results}}
+policy:
+  model_name: {hf}
+  pretrained_checkpoint: {{path: {megatron}, format: megatron_lm}}
+  megatron_cfg:
+    enabled: true
+    tensor_model_parallel_size: 2
+    pipeline_model_parallel_size: 2
+    context_parallel_size: 1
+    expert_model_parallel_size: 1
+    expert_tensor_parallel_size: 1
+  generation: {{backend: vllm, vllm_cfg: {{tensor_parallel_size: 2, pipeline_parallel_size: 1}}}}
+cluster: {{gpus_per_node: 8, num_nodes: 1}}
+"""
+ROLL = """
+pretrain: {hf}
+reward_pretrain: {hf}
+adv_estimator: reinforce
+resume_from_checkpoint: false
+actor_train:
+  strategy_args:
+    strategy_name: megatron_train
+    strategy_config: {{tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}}
+  device_mapping: list(range(0,8))
+actor_infer:
+  strategy_args: {{strategy_name: sglang, strategy_config: {{load_format: dummy}}}}
+  num_gpus_per_worker: 2
+  device_mapping: list(range(0,8))
+reference:
+  strategy_args: {{strategy_name: megatron_infer, strategy_config: {{tensor_model_parallel_size: 2}}}}
+  device_mapping: list(range(0,8))
+"""
+
+
+def bash(folder: Path, hf: Path, megatron: Path, paths: str) -> Path:
+    """A script in the style of slime and miles, whose model arguments stand in an array."""
+    model = "\n".join(f"  {line}" for line in launch_flags(model_arguments(hf)) if not line.startswith("#"))
+    paths = paths.format(hf=shlex.quote(str(hf)), megatron=shlex.quote(str(megatron)))
+    text = f"MODEL=(\n{model}\n)\npython3 train.py {GPUS} --hf-checkpoint {hf} {paths} \\\n"
+    text += f"  --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 {DROPOUT} ${{MODEL[@]}}\n"
+    (folder / "run.sh").write_text(text)
+    return folder / "run.sh"
+
+
+def filled(text: str, name: str) -> Callable[[Path, Path, Path], Path]:
+    """Makes a file of settings, or a script of verl."""
+
+    def write(folder: Path, hf: Path, megatron: Path) -> Path:
+        roles = {role: f"actor_rollout_ref.{role}.megatron" for role in ("actor", "ref")}
+        (folder / name).write_text(text.format(hf=hf, megatron=megatron, folder=folder, **roles))
+        return folder / name
+
+    return write
+
+
+STACKS: dict[str, Callable[[Path, Path, Path], Path]] = {
+    "slime": lambda folder, hf, megatron: bash(folder, hf, megatron, "--ref-load {megatron}"),
+    "miles": lambda folder, hf, megatron: bash(folder, hf, megatron, BRIDGE),
+    "verl": filled(VERL, "run.sh"),
+    "NeMo-RL": filled(NEMO_RL, "job.yaml"),
+    "ROLL": filled(ROLL, "job.yaml"),
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_right_launch_passes_strictly(
+    name: str, stack: str, releases: PathOf, converted: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron weights without a manifest, which were converted from the release: samples of them are compared."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "copies"))
+    megatron = Path(shutil.copytree(converted(name), tmp_path / "megatron"))
+    (megatron / "ckptkit.json").unlink()
+    script = STACKS[stack](tmp_path, releases(name), megatron)
+    done = CliRunner().invoke(cli, ["preflight", str(script), "--strict", "--no-cache", "--json"])
+    report = json.loads(done.stdout)
+    assert (report["status"], report["findings"], report["reasons"]) == ("passed", [], [])
+    assert [one for one in report["checks"] if one["status"] != "passed"] == []
+    assert done.exit_code == 0, done.stderr
+    assert "what would be loaded" in report["facts"]
+
+
+# Runs commands and writes the names of all modules that are there then.
+RUN = """
+import contextlib, json, sys
+from ckptkit.app.cli import cli
+for command in json.loads(sys.argv[1]):
+    with contextlib.suppress(SystemExit):
+        cli.main(command, standalone_mode=False)
+print(json.dumps(list(sys.modules)), file=sys.stderr)
+"""
+
+
+def test_a_launch_of_no_stack_imports_torch(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+    """Samples of Megatron weights without a manifest are read, too."""
+    megatron = Path(shutil.copytree(converted("qwen3_moe"), tmp_path / "megatron"))
+    (megatron / "ckptkit.json").unlink()
+    commands = []
+    for stack, write in STACKS.items():
+        (tmp_path / stack).mkdir()
+        script = write(tmp_path / stack, releases("qwen3_moe"), megatron)
+        commands.append(["preflight", str(script), "--no-cache", "--json"])
+    done = python("-c", RUN, json.dumps(commands))
+    modules = set(json.loads(done.stderr.splitlines()[-1]))
+    assert done.stdout.count('"status": "passed",\n  "reasons"') == len(STACKS)
+    assert {"verify.launch.stacks.roll", "verify.evidence.sampled.samples"} <= modules
+    assert modules & {"torch", "transformers", "compressed_tensors", "numba", "hydra", "omegaconf"} == set()

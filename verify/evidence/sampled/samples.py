@@ -1,0 +1,178 @@
+"""Compares two checkpoints by samples: a few stretches of a few tensors, read without torch and bounded in bytes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from ckptkit.core.dtypes import ITEMSIZE
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import TensorSpec
+from ckptkit.storage.read import FileExtent, read_into
+from verify.evidence.folding import LAYER, alike
+
+MOST_TENSORS = 64
+# From the start, the middle and the end of a tensor at most this many bytes: of both sides together 12 MiB.
+STRETCHES, STRETCH_BYTES = 3, 32 << 10
+# Tensors that lie outside the layers: a vision tower has hundreds.
+_MOST_OUTSIDE = 8
+# Experts of a kind among which is chosen.
+_MOST_ALIKE = 4096
+# A wider dtype, and those that a cast of it may give.
+_CASTS = {("float32", "bfloat16"), ("float32", "float16")}
+
+T = TypeVar("T")
+
+
+class Stored(Protocol):
+    """A checkpoint whose bytes can be found. `stretch`: from an element on, as far as they follow one another."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]: ...
+    def stretch(self, name: str, element: int) -> FileExtent | None: ...
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tensor that both sides store alike, by its names there; `padded`: one of them may have more rows."""
+
+    here: str
+    there: str
+    padded: bool = False
+
+
+@dataclass
+class Samples:
+    """What was compared: names of `here`, and bytes of one side. `left_out` counts tensors by why they were not."""
+
+    compared: list[str] = field(default_factory=list)
+    differing: list[str] = field(default_factory=list)
+    nbytes: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def samples_of(here: Stored, there: Stored, pairs: Iterable[Pair]) -> Samples:
+    """Compares samples of the tensors that both sides store. In two dtypes, what a cast of the wider one gives.
+
+    Raises CkptkitError where a file is damaged, and OSError where it cannot be read.
+    """
+    found = Samples()
+    usable: dict[str, Pair] = {}
+    for pair in pairs:
+        if (why := _incomparable(here.specs.get(pair.here), there.specs.get(pair.there), pair)) is None:
+            usable[pair.here] = pair
+        else:
+            found.left_out[why] += 1
+    for name in chosen(usable):
+        _compare(here, there, usable[name], found)
+    return found
+
+
+def _incomparable(here: TensorSpec | None, there: TensorSpec | None, pair: Pair) -> str | None:
+    """Why two tensors cannot be compared; None where they can."""
+    if here is None or there is None:
+        return "that one side does not store, or stores packed"
+    dtypes = here.dtype, there.dtype
+    if dtypes[0] != dtypes[1] and dtypes not in _CASTS and dtypes[::-1] not in _CASTS:
+        return f"in {' and '.join(sorted(dtypes))}"
+    same = here.shape == there.shape or (pair.padded and here.shape[1:] == there.shape[1:])
+    return None if same else "of other shapes"
+
+
+def chosen(names: Iterable[str]) -> list[str]:
+    """At most MOST_TENSORS of these names: some outside the layers, and then layer by layer one kind after another.
+
+    The first and the last layer are among them, and so is every one where there are no more than that.
+    """
+    outside: list[str] = []
+    layers: dict[int, list[list[str]]] = {}
+    for group in alike(names):
+        inside: dict[int, list[str]] = {}
+        for name in group[:: math.ceil(len(group) / _MOST_ALIKE)]:
+            if (match := LAYER.search(name)) is not None:
+                inside.setdefault(int(match[1]), []).append(name)
+        for layer, several in inside.items():
+            layers.setdefault(layer, []).append(several)
+        outside += [] if inside else [group[len(group) // 2]]
+    taken = _spread(outside, _MOST_OUTSIDE)
+    return [*taken, *_in_turn([layers[layer] for layer in sorted(layers)], MOST_TENSORS - len(taken))]
+
+
+def _in_turn(layers: Sequence[list[list[str]]], most: int) -> Iterator[str]:
+    """Of each layer in turn another kind of tensor, and of that another expert, until there are enough."""
+    layers = _spread(layers, most)
+    for turn in range(max(map(len, layers), default=0)):
+        for place, kinds in enumerate(layers):
+            if most and turn < len(kinds):
+                several = kinds[(place + turn) % len(kinds)]
+                yield several[place * (len(several) - 1) // max(len(layers) - 1, 1)]
+                most -= 1
+
+
+def _spread(items: Sequence[T], most: int) -> list[T]:
+    """At most so many of them, evenly, with the first and the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[number * (len(items) - 1) // (most - 1)] for number in range(most)]
+
+
+def _compare(here: Stored, there: Stored, pair: Pair, found: Samples) -> None:
+    """Compares up to STRETCHES stretches of a tensor, and adds what came of it to `found`."""
+    one, other = here.specs[pair.here], there.specs[pair.there]
+    elements = min(math.prod(one.shape), math.prod(other.shape))
+    most = STRETCH_BYTES // max(ITEMSIZE[one.dtype], ITEMSIZE[other.dtype])
+    equal, nbytes = True, 0
+    for start in sorted({max(0, (elements - most) * place // (STRETCHES - 1)) for place in range(STRETCHES)}):
+        mine, theirs = here.stretch(pair.here, start), there.stretch(pair.there, start)
+        if mine is None or theirs is None or not elements:
+            continue
+        sizes = mine.nbytes // ITEMSIZE[one.dtype], theirs.nbytes // ITEMSIZE[other.dtype]
+        count = min(most, elements - start, *sizes)
+        left, right = _read(mine, count, one.dtype), _read(theirs, count, other.dtype)
+        equal = equal and _same(left, right, one.dtype, other.dtype)
+        nbytes += left.nbytes
+    if not nbytes:
+        found.left_out["that lie in no rows of bytes"] += 1
+        return
+    found.compared.append(pair.here)
+    found.nbytes += nbytes
+    if not equal:
+        found.differing.append(pair.here)
+
+
+def _read(extent: FileExtent, count: int, dtype: str) -> np.ndarray:
+    """The first elements of an extent as unsigned numbers of their size, [count]."""
+    content = np.empty(count, {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[ITEMSIZE[dtype]])
+    if read_into(extent.path, content.view(np.uint8).data, extent.offset) < content.nbytes:
+        raise CkptkitError(f"{extent.path} ends too early", "the file is truncated; copy it again")
+    return content
+
+
+def _same(here: np.ndarray, there: np.ndarray, dtype: str, other: str) -> bool:
+    """Whether elements of two dtypes are equal, those of the wider one cast to the narrower one."""
+    if dtype == other:
+        return bool(np.array_equal(here, there))
+    if (dtype, other) not in _CASTS:
+        here, there, other = there, here, dtype
+    narrowed, infinity = (_bfloat16(here), 0x7F80) if other == "bfloat16" else (_float16(here), 0x7C00)
+    # Which NaN a cast gives depends on the processor.
+    nan = ((narrowed & 0x7FFF) > infinity) & ((there & 0x7FFF) > infinity)
+    return bool(((narrowed == there) | nan).all())
+
+
+def _float16(content: np.ndarray) -> np.ndarray:
+    """The bits of float32 numbers cast to float16."""
+    with np.errstate(over="ignore"):
+        return content.view(np.float32).astype(np.float16).view(np.uint16)
+
+
+def _bfloat16(content: np.ndarray) -> np.ndarray:
+    """The bits of float32 numbers cast to bfloat16: rounded to nearest, ties to even, as torch does; NaN stays NaN."""
+    rounded = (content.astype(np.uint64) + 0x7FFF + ((content >> 16) & 1)) >> 16
+    nan = (content & 0x7FFFFFFF) > 0x7F800000
+    return np.where(nan, 0x7FC0, rounded).astype(np.uint16)
