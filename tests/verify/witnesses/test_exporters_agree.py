@@ -1,4 +1,4 @@
-"""CK404 on ranks written by hand: what it says where an exporter's numbers are not Megatron's."""
+"""CK405 on ranks written by hand: what it says where an exporter's numbers are not Megatron's."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_stage_that_an_exporter_numbers_otherwise_is_a_warning(monkeypatch: py
         rank(2, 2, [(4, 5), (10, 11)]),
     ]
     found, _ = judged(monkeypatch, ParallelSizes(pp=3, vpp=2, last=4), reports)
-    assert {(finding.code, finding.severity) for finding in found} == {("CK404", "warning")}
+    assert {(finding.code, finding.severity) for finding in found} == {("CK405", "warning")}
     assert [(finding.rank, finding.expected, finding.actual) for finding in found] == [
         ("rank 1", "layers {2..3} of stage 1, chunk 0", "verl without a bridge names them {0..1}"),
         ("rank 1", "layers {8..9} of stage 1, chunk 1", "verl without a bridge names them {6..7}"),

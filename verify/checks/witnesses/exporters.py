@@ -1,4 +1,4 @@
-"""CK404: whether the weight exporters of trainers name each rank's layers and experts as Megatron numbers them."""
+"""CK405: whether the weight exporters of trainers name each rank's layers and experts as Megatron numbers them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MTP = re.compile(r"mtp\.layers\.\d+\.(transformer_layer|mtp_model_layer)\.mlp\.
 
 
 @check(
-    "CK404",
+    "CK405",
     "exporters name layers and experts as Megatron numbers them",
     stage="megatron",
     needs=("megatron",),
