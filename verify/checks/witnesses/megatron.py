@@ -64,6 +64,10 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for report in run.reports:
         tally.tensors += report.requested
     yield from _unexpected(run.reports)
+    if subject.megatron.ranks:
+        looked = ", ".join(map(str, subject.megatron.ranks))
+        tally.note(f"--ranks {looked}: what no other rank of {run.sizes.world} asks for or holds was not looked at")
+        return
     yield from _never_asked_for(run.reports, {rule.megatron for rule in rules_of(config_of(subject))})
 
 
@@ -116,12 +120,28 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for (verdict, _), group in kinds.items():
         if verdict != "equal":
             yield from _wrong(verdict, group, subject)
+    kept = frozenset(rule.megatron for rule in rules_of(config_of(subject)) if rule.mapping.fp32)
+    yield from _rounded([(rank, tensor) for rank, tensor in seen if tensor.name in kept])
+    if subject.megatron.ranks:
+        return
     held = {tensor.name for _, tensor in seen}
     yield Issue(
         "held by some rank",
         "no rank has a parameter for it",
         "please report this",
         names=[rule.megatron for rule in rules_of(config_of(subject)) if rule.megatron not in held],
+    )
+
+
+def _rounded(kept: Sequence[tuple[int, TensorSeen]]) -> Iterator[Issue]:
+    """What Megatron ought to keep in float32 (router biases), and holds in fewer bits."""
+    narrow = [(rank, tensor) for rank, tensor in kept if tensor.dtype != "float32"]
+    yield Issue(
+        "held in float32",
+        f"Megatron holds it in {', '.join(sorted({tensor.dtype for _, tensor in narrow}))}",
+        "experts would be chosen by rounded biases: use a megatron-core that keeps them in float32",
+        names=sorted({tensor.name for _, tensor in narrow}),
+        rank=_ranks(rank for rank, _ in narrow) if narrow else None,
     )
 
 
@@ -185,16 +205,25 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     run = finished(subject)
     stages: dict[int, tuple[tuple[int, ...], ...]] = {}
     for report in run.reports:
-        tally.tensors += sum(map(len, report.layers))
+        tally.tensors += sum(map(len, report.layers)) + sum(report.mtp)
         if stages.setdefault(report.pp, report.layers) != report.layers:
             expected, actual = (chunk_ranges(layers) for layers in (stages[report.pp], report.layers))
             yield Issue(
                 expected, actual, "ranks of one pipeline stage must hold the same layers", rank=_ranks([report.rank])
             )
+    predicted = {report.pp: sum(report.mtp) for report in run.reports}
     tally.facts["pipeline stages"] = [
-        f"pp rank {stage}: layers {chunk_ranges(stages[stage])}" for stage in sorted(stages)
+        f"pp rank {stage}: {_held(stages[stage], predicted[stage])}" for stage in sorted(stages)
     ]
+    if subject.megatron.ranks:
+        return
     yield from _coverage(stages, dims_of(config_of(subject)).layers)
+
+
+def _held(chunks: Sequence[Sequence[int]], predicted: int) -> str:
+    """The layers of a stage, and what predicts further tokens."""
+    layers = f"layers {chunk_ranges(chunks)}" if any(chunks) else "no layers"
+    return f"{layers}, {predicted} for multi-token prediction" if predicted else layers
 
 
 def _coverage(stages: Mapping[int, Sequence[Sequence[int]]], count: int) -> Iterator[Issue]:

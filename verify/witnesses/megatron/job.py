@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from converters.megatron.parallel import ParallelSizes
 from verify.witnesses.engine.job import Judged
 
 Verdict = Literal["equal", "differs", "unwritten", "unknown"]
+
+
+class Box(NamedTuple):
+    """A part of a tensor on disk, and whether the rank that reads it is the one that would also save it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    main: bool
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,8 @@ class RankJob:
 
     `hf` gives the config of a checkpoint that carries none. The parameters (of `dtype`) are compared with `source`, or
     without one with the checkpoint's own bytes, read without Megatron. With `prompts` (token ids) one rank holds the
-    whole model and judges them, and nothing is compared.
+    whole model and judges them, and nothing is compared. `at_once` is not 0 where each rank is alone, without a process
+    group: then so many run at a time.
     """
 
     checkpoint: str
@@ -33,6 +42,7 @@ class RankJob:
     dtype: str
     transformer_engine: bool = False
     prompts: Sequence[Sequence[int]] = ()
+    at_once: int = 0
 
     def save(self, path: Path) -> None:
         """Writes the job as JSON."""
@@ -50,7 +60,8 @@ class TensorSeen:
     """One parameter or persistent buffer of a rank, against the slice that it ought to hold.
 
     `unwritten`: every element is still the poison set before loading. `unknown`: no rule, or nothing to compare with.
-    `largest` is the largest absolute difference; `layer` the other layer whose values it holds, where one was found.
+    `largest` is the largest absolute difference; `layer` the other layer whose values it holds, where one was found;
+    `dtype` what Megatron holds it in.
     """
 
     local: str
@@ -61,13 +72,15 @@ class TensorSeen:
     differing: int = 0
     largest: float = 0.0
     layer: int | None = None
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank saw. `layers`: global layers of each model chunk, as Megatron numbers them, from 0.
+    """What one rank saw. `layers`: global layers of each model chunk, as Megatron numbers them, from 0; `mtp`: how many
+    multi-token prediction layers each chunk has.
 
-    `missing`: keys on disk that no rank asked for. `unexpected`: keys that this rank asked for and the disk lacks.
+    `missing`: keys on disk that no rank asked for. `asked`: what it read of each key on disk. `unexpected`: keys that this rank asked for and the disk lacks.
     `refused`: names on which `load_state_dict` was not strict. `requested`: how many keys it asked for. `judged`: what
     Megatron makes of each prompt.
     """
@@ -84,6 +97,8 @@ class RankReport:
     refused: tuple[str, ...]
     tensors: tuple[TensorSeen, ...]
     judged: tuple[Judged, ...] = ()
+    mtp: tuple[int, ...] = ()
+    asked: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Writes the report as JSON."""
@@ -93,8 +108,13 @@ class RankReport:
     def load(path: Path) -> RankReport:
         """The report written by `save`."""
         values: Mapping[str, Any] = json.loads(path.read_text())
-        tuples = {key: tuple(values[key]) for key in ("missing", "unexpected", "refused")}
+        tuples = {key: tuple(values[key]) for key in ("missing", "unexpected", "refused", "mtp")}
         layers = tuple(tuple(chunk) for chunk in values["layers"])
         seen = tuple(TensorSeen(**one) for one in values["tensors"])
         judged = tuple(Judged(**one) for one in values["judged"])
-        return RankReport(**{**values, **tuples, "layers": layers, "tensors": seen, "judged": judged})
+        asked = {
+            key: tuple(Box(tuple(offsets), tuple(sizes), main) for offsets, sizes, main in boxes)
+            for key, boxes in values["asked"].items()
+        }
+        more = {"layers": layers, "tensors": seen, "judged": judged, "asked": asked}
+        return RankReport(**{**values, **tuples, **more})

@@ -27,6 +27,7 @@ with importing_megatron():
     from megatron.core.fusions import fused_softmax
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -98,15 +99,16 @@ def connect(sizes: ParallelSizes, rank: int, store: str) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 
-def lay_out(sizes: ParallelSizes) -> None:
-    """Divides the ranks that there are into parallel groups of these sizes."""
+def lay_out(sizes: ParallelSizes, *, gloo: bool = True) -> None:
+    """Divides the ranks that there are into parallel groups of these sizes; with `gloo` Megatron adds gloo groups."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
         virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
         expert_model_parallel_size=sizes.ep,
+        context_parallel_size=sizes.cp,
         expert_tensor_parallel_size=sizes.etp,
-        create_gloo_process_groups=True,
+        create_gloo_process_groups=gloo,
     )
 
 
@@ -129,6 +131,8 @@ def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Build) -
         "account_for_embedding_in_pipeline_split": build.sizes.embedding,
         "account_for_loss_in_pipeline_split": build.sizes.loss,
         "pipeline_model_parallel_layout": build.sizes.layout,
+        # Megatron's own attention, which the local spec has, refuses to compute with context parallelism.
+        "context_parallel_size": build.sizes.cp if build.transformer_engine else 1,
         "expert_model_parallel_size": build.sizes.ep,
         "expert_tensor_parallel_size": build.sizes.etp,
         "use_cpu_initialization": not torch.cuda.is_available(),
@@ -152,7 +156,8 @@ def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Build) -
 def build_chunks(dims: ModelDims, build: Build) -> list[GPTModel]:
     """This rank's model, one GPTModel a virtual pipeline stage, with arbitrary parameters of `build.dtype`.
 
-    Router biases stay fp32, as Megatron keeps them in training.
+    In 16 bits it is cast as in training, by Megatron's Float16Module. What then stays float32 (router biases), Megatron
+    keeps by itself.
     """
     args = megatron_args(dims) | {"moe_grouped_gemm": build.transformer_engine and bool(dims.experts)}
     config = transformer_config(dims, args, build)
@@ -160,8 +165,10 @@ def build_chunks(dims: ModelDims, build: Build) -> list[GPTModel]:
     chunks = [_build(dims, args, config, build, stage if vpp > 1 else None) for stage in range(vpp)]
     for chunk in chunks:
         _refuse_two_output_layers(chunk)
-        for parameter in chunk.parameters():
-            parameter.data = parameter.data.to(build.dtype)
+        if build.dtype in (torch.bfloat16, torch.float16):
+            Float16Module(config, chunk)
+        else:
+            chunk.to(build.dtype)
         for variant in VARIANTS:
             variant.finish(dims, chunk)
         chunk.eval()
