@@ -25,7 +25,7 @@ from verify.witnesses.megatron.imports import importing_megatron
 with importing_megatron():
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.fusions import fused_softmax
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.moe import moe_utils
@@ -197,11 +197,22 @@ def block_spec(
 
     Each layer's spec has the layer's number, from 0, in `metainfo["layer"]`.
     """
-    # From 0.19 on the standard spec refuses a config with another attention, which a variant puts in below.
-    standard = copy.copy(config)
-    standard.experimental_attention_variant = None
+    standard = _standard(config)
     spec = get_gpt_decoder_block_spec(standard, build.transformer_engine, normalization="RMSNorm", vp_stage=stage)
     first = get_transformer_layer_offset(config, vp_stage=stage)
+    return _adapted(dims, config, build, spec, first)
+
+
+def _standard(config: TransformerConfig) -> TransformerConfig:
+    # From 0.19 on the standard spec refuses a config with another attention, which a variant puts in.
+    standard = copy.copy(config)
+    standard.experimental_attention_variant = None
+    return standard
+
+
+def _adapted(
+    dims: ModelDims, config: TransformerConfig, build: Build, spec: TransformerBlockSubmodules, first: int
+) -> TransformerBlockSubmodules:
     spec.layer_specs = [
         replace(layer, metainfo={**layer.metainfo, "layer": first + place})
         for place, layer in enumerate(spec.layer_specs)
@@ -211,11 +222,27 @@ def block_spec(
     return spec
 
 
+def _mtp_spec(
+    dims: ModelDims, config: TransformerConfig, build: Build, spec: TransformerBlockSubmodules, stage: int | None
+) -> Any:
+    """The spec of multi-token prediction layers, which have the model's last layer inside; None where there are none.
+
+    On a stage without decoder layers Megatron-LM takes that layer from the whole model too (its `gpt_builders.py`).
+    """
+    if not dims.mtp_layers:
+        return None
+    if not spec.layer_specs:
+        layers = gpt_layer_specs.get_gpt_decoder_layer_specs(  # since 0.16
+            _standard(config), build.transformer_engine, normalization="RMSNorm"
+        )
+        spec = _adapted(dims, config, build, replace(spec, layer_specs=layers[-1:]), dims.layers - 1)
+    return get_gpt_mtp_block_spec(config, spec, build.transformer_engine, vp_stage=stage)
+
+
 def _build(
     dims: ModelDims, args: Mapping[str, Any], config: TransformerConfig, build: Build, stage: int | None
 ) -> GPTModel:
     spec = block_spec(dims, config, build, stage)
-    mtp = get_gpt_mtp_block_spec(config, spec, build.transformer_engine, vp_stage=stage) if dims.mtp_layers else None
     with _default_device():
         return GPTModel(
             config=config,
@@ -232,7 +259,7 @@ def _build(
             rope_scaling=args.get("use_rope_scaling", False),
             rope_scaling_factor=args.get("rope_scaling_factor", 8.0),
             seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
-            mtp_block_spec=mtp,
+            mtp_block_spec=_mtp_spec(dims, config, build, spec, stage),
             vp_stage=stage,
         )
 
