@@ -1,7 +1,7 @@
 """One process that has imported Megatron and forks the ranks of one verification after the other.
 
-Importing takes about ten times as long as to load a small model. `serving` puts it in the place of the processes that
-the witness starts; what the ranks do, and how they are waited for and ended, is the same.
+Importing takes about thirty times as long as to load a small model. The fixture `served` puts it in the place of the
+processes that the witness starts; what the ranks do, and how they are waited for and ended, is the same.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 from processes import environment
 
-from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.job import RankJob
 
 
@@ -51,9 +49,12 @@ def _read(path: Path) -> str:
     return path.read_text()
 
 
+Start = Callable[[Sequence[RankJob], Path, bool], Forked]
+
+
 @contextmanager
-def serving() -> Iterator[None]:
-    """Within the context the witness's ranks on the CPU come from one server."""
+def serving() -> Iterator[Start]:
+    """A server, and what is to stand in the place of `verify.witnesses.megatron.run._start`."""
     server = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "megatron_server"],
         env=environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
@@ -72,8 +73,7 @@ def serving() -> Iterator[None]:
         return Forked(scratch)
 
     try:
-        with mock.patch.object(megatron_run, "_start", start):
-            yield
+        yield start
     finally:
         orders.close()
         server.wait(60)

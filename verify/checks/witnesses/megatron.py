@@ -50,7 +50,10 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if run.unable:
         raise Unable(run.unable)
     versions = ", ".join(sorted({report.version for report in run.reports})) or "?"
-    tally.facts["megatron"] = [f"megatron-core {versions}, {run.sizes}, {run.sizes.world} rank(s), {run.device}"]
+    ranks = f"{run.sizes.world} rank(s)"
+    if subject.megatron.ranks:
+        ranks = f"ranks {ranges(subject.megatron.ranks).strip('{}')} of {run.sizes.world}"
+    tally.facts["megatron"] = [f"megatron-core {versions}, {run.sizes}, {ranks}, {run.device}"]
     by_error: dict[str, list[int]] = defaultdict(list)
     for rank, error in run.failures.items():
         by_error[error].append(rank)
@@ -65,8 +68,7 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.tensors += report.requested
     yield from _unexpected(run.reports)
     if subject.megatron.ranks:
-        looked = ", ".join(map(str, subject.megatron.ranks))
-        tally.note(f"--ranks {looked}: what no other rank of {run.sizes.world} asks for or holds was not looked at")
+        tally.note(f"--ranks: only {ranks} are looked at; what the others ask for or hold is not")
         return
     yield from _never_asked_for(run.reports, {rule.megatron for rule in rules_of(config_of(subject))})
 
