@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-SECTIONS = ("kernels", "cuda", "offline", "convert", "scale", "verifier", "witness", "plan", "ray")
+SECTIONS = ("kernels", "cuda", "offline", "convert", "scale", "verifier", "witness", "layouts", "plan", "ray")
 _MODULES = {"ray": "ray_scaling"}  # where it is not the section's name: that is a package's
 
 

@@ -19,6 +19,9 @@ from verify.witnesses.megatron.job import RankReport, TensorSeen
 from verify.witnesses.megatron.run import MegatronRun, run_megatron
 
 
+_ROUTER_BIAS = ".router.expert_bias"
+
+
 def _ranks(ranks: Iterable[int]) -> str:
     distinct = set(ranks)
     return f"rank{'s' * (len(distinct) > 1)} {ranges(distinct).strip('{}')}"
@@ -122,8 +125,7 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for (verdict, _), group in kinds.items():
         if verdict != "equal":
             yield from _wrong(verdict, group, subject)
-    kept = frozenset(rule.megatron for rule in rules_of(config_of(subject)) if rule.mapping.fp32)
-    yield from _rounded([(rank, tensor) for rank, tensor in seen if tensor.name in kept])
+    yield from _rounded([(rank, tensor) for rank, tensor in seen if tensor.name.endswith(_ROUTER_BIAS)])
     if subject.megatron.ranks:
         return
     held = {tensor.name for _, tensor in seen}
@@ -135,9 +137,9 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     )
 
 
-def _rounded(kept: Sequence[tuple[int, TensorSeen]]) -> Iterator[Issue]:
-    """What Megatron ought to keep in float32 (router biases), and holds in fewer bits."""
-    narrow = [(rank, tensor) for rank, tensor in kept if tensor.dtype != "float32"]
+def _rounded(biases: Sequence[tuple[int, TensorSeen]]) -> Iterator[Issue]:
+    """Biases of routers that Megatron holds in fewer bits than float32, in which it updates them."""
+    narrow = [(rank, tensor) for rank, tensor in biases if tensor.dtype != "float32"]
     yield Issue(
         "held in float32",
         f"Megatron holds it in {', '.join(sorted({tensor.dtype for _, tensor in narrow}))}",
