@@ -1,6 +1,6 @@
 """Chosen ranks of GLM-4.5-Air at TP8 x PP8 x EP32, which is 256 ranks, on one machine.
 
-The checkpoint has all its headers and its full size, 221 GB, and holds zeros, which its sparse files do not store. Run
+The checkpoint has all its headers and its full size, 218 GB, and holds zeros, which its sparse files do not store. Run
 are the checks of Megatron alone (CK401 to CK403): a rank poisons what it builds, loads it, and compares every element.
 """
 

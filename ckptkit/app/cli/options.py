@@ -14,7 +14,6 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.url import place
 from quant.selection.readers import ALL_READERS
 
-
 _MOST_RANKS = 1_000_000
 
 

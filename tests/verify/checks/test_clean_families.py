@@ -98,10 +98,13 @@ def test_every_rank_of_megatron_holds_its_slice(made: Made) -> None:
     layouts = {label: EXPERTS[label] for label in two_of(list(CASES).index(name), dims.experts > 0)}
     for label, sizes in {"1x1x1": WHOLE, **layouts}.items():
         subject = Subject(made["megatron"], made["hf"], **sizes)
+        refused = None
         try:
             findings, tallies = judge(subject)
         except Unable as unable:
-            assert re.search(REFUSED[name], str(unable)), label
+            refused = str(unable)
+        if refused is not None:
+            assert re.search(REFUSED[name], refused), label
             continue
         assert findings == [], label
         run = subject.once(run_megatron)

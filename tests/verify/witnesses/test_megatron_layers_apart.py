@@ -8,10 +8,9 @@ import pytest
 import torch
 from families import CASES
 from families.case import save
-
-from ckptkit.app.api import convert
 from megatron_layouts import judge
 
+from ckptkit.app.api import convert
 from verify.evidence.subject import Subject
 from verify.witnesses.megatron.run import run_megatron
 

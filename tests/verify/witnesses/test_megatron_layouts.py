@@ -135,7 +135,9 @@ def test_four_dimensional_layout_in_waves(name: str, tmp_path: Path, monkeypatch
     assert "8 rank(s), the CPU, each rank by itself" in tallies["CK401"].facts["megatron"][0]
     experts = {
         report.rank: {
-            tensor.name.split(".")[6] for tensor in report.tensors if ".experts.experts." in tensor.name[len("decoder") :]
+            tensor.name.split(".")[6]
+            for tensor in report.tensors
+            if ".experts.experts." in tensor.name[len("decoder") :]
         }
         for report in subject.once(run_megatron).reports
     }
@@ -205,6 +207,7 @@ def test_value_wrong_in_one_slice_fails_at_the_ranks_that_hold_it(
 @pytest.fixture
 def edited_release(copy_of: PathOf) -> Callable[[Path, str], Path]:
     """A copy of a release in which one value of a tensor differs."""
+
     def edited(release: Path, name: str) -> Path:
         path = copy_of(release)
         tensor = models.tensors(path)[name]
@@ -219,7 +222,11 @@ def edited_release(copy_of: PathOf) -> Callable[[Path, str], Path]:
     ("sizes", "options", "message"),
     [
         ({"pp": 2}, {"pipeline_layout": "Et*12L"}, "the layout has 1 stages"),
-        ({"pp": 2}, {"pipeline_layout": "Et*6|t*5mL"}, "11 layers and 1 for multi-token prediction, the model 12 and 1"),
+        (
+            {"pp": 2},
+            {"pipeline_layout": "Et*6|t*5mL"},
+            "11 layers and 1 for multi-token prediction, the model 12 and 1",
+        ),
         ({"pp": 2}, {"pipeline_layout": "Et*6|x*6mL"}, "is no layout"),
         ({"pp": 2, "vpp": 2}, {"pipeline_layout": "Et*6|t*6mL"}, "the layout has 2 stages"),
         ({"pp": 2}, {"pipeline_layout": "Et*6|t*6mL", "decoder_first_pipeline_num_layers": 6}, "together with other"),

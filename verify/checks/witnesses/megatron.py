@@ -18,7 +18,6 @@ from verify.issue import Issue
 from verify.witnesses.megatron.job import RankReport, TensorSeen
 from verify.witnesses.megatron.run import MegatronRun, run_megatron
 
-
 _ROUTER_BIAS = ".router.expert_bias"
 
 
