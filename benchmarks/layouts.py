@@ -95,8 +95,8 @@ def _crc(size: int) -> int:
 def look(path: Path, ranks: list[int]) -> None:
     """Runs the checks of Megatron. Raises SystemExit where one does not pass."""
     from verify.check import all_checks, run_checks
-    from verify.evidence.megatron_options import MegatronOptions
     from verify.evidence.subject import Subject
+    from verify.witnesses.megatron.options import MegatronOptions
 
     options = MegatronOptions(ranks=tuple(ranks))
     subject = Subject(path, tp=8, pp=8, ep=32, against=frozenset({"megatron"}), megatron=options)

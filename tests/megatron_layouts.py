@@ -8,9 +8,9 @@ from typing import Any
 from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.checks.witnesses.megatron_regions import all_regions
-from verify.evidence.megatron_options import MegatronOptions
 from verify.evidence.subject import Subject
 from verify.report import Finding
+from verify.witnesses.megatron.options import MegatronOptions
 
 CHECKS = {"CK401": strict_load, "CK402": right_slices, "CK403": all_layers, "CK404": all_regions}
 

@@ -14,12 +14,12 @@ from ckptkit.formats.detect import TRACKER, is_legacy, locate, refuse_url, track
 from quant.selection.readers import readers_of
 from verify.check import WITNESSES, Check, Skip, all_checks, run_checks
 from verify.evidence.expected import usable_config
-from verify.evidence.megatron_options import MegatronOptions
 from verify.evidence.reading import read_values
 from verify.evidence.rounding import rounding_of
 from verify.evidence.subject import Subject
 from verify.report import Finding, Report
 from verify.reports.heat import Heat, heat_map, of_rounding, of_values
+from verify.witnesses.megatron.options import MegatronOptions
 from verify.witnesses.megatron.run import sizes_of
 from verify.witnesses.rollouts.run import recording_of
 

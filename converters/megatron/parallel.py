@@ -15,8 +15,8 @@ from converters.megatron.pipeline import Pipeline, count_chunks
 class ParallelSizes:
     """Tensor, pipeline, expert and virtual pipeline parallel sizes; `etp` is the tensor parallel size inside experts.
 
-    `cp`, the context parallel size, cuts no weights: its ranks hold copies. `first`, `last`, `embedding`, `loss` and `layout` distribute the layers over the pipeline as in `Pipeline`; without
-    them every stage has the same number.
+    `cp`, the context parallel size, cuts no weights: its ranks hold copies. `first`, `last`, `embedding`, `loss` and
+    `layout` distribute the layers over the pipeline as in `Pipeline`; without them every stage has the same number.
     """
 
     tp: int = 1
@@ -55,7 +55,7 @@ class ParallelSizes:
         ends = (("first", self.first), ("last", self.last))
         stages = "".join(f", {name} stage {layers} layers" for name, layers in ends if layers is not None)
         stages += "".join(f", {what} counts as a layer" for what in ("embedding", "loss") if getattr(self, what))
-        return f"TP{self.tp} PP{self.pp}{more}{stages}{f', layout {self.layout}' if self.layout else ''}"
+        return f"TP{self.tp} PP{self.pp}{more}{stages}{f', {self.layout}' if self.layout else ''}"
 
     def pipeline(self, dims: ModelDims) -> Pipeline:
         """How the layers of a model are distributed."""

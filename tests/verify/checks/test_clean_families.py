@@ -89,6 +89,7 @@ REFUSED = {
     "moonlight": r"puts a norm before linear_q_proj",
     "deepseek_v32": "the indexer of megatron-core 0.1[0-8]",
     "glm_moe_dsa": "the indexer of megatron-core 0.1[0-8]",
+    "glm_moe_dsa-shared": "the indexer of megatron-core 0.1[0-8]",
 }
 
 

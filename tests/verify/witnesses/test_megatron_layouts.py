@@ -21,12 +21,12 @@ from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
 from converters.planner import dims_of
 from verify.check import Tally
-from verify.evidence.megatron_options import MegatronOptions
 from verify.evidence.subject import Subject
 from verify.run import verify
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron import waves
 from verify.witnesses.megatron.job import Box, RankReport, TensorSeen
+from verify.witnesses.megatron.options import MegatronOptions
 from verify.witnesses.megatron.run import run_megatron, sizes_of
 
 in_megatron = pytest.mark.usefixtures("served")

@@ -80,9 +80,9 @@ class RankReport:
     """What one rank saw. `layers`: global layers of each model chunk, as Megatron numbers them, from 0; `mtp`: how many
     multi-token prediction layers each chunk has.
 
-    `missing`: keys on disk that no rank asked for. `asked`: what it read of each key on disk. `unexpected`: keys that this rank asked for and the disk lacks.
-    `refused`: names on which `load_state_dict` was not strict. `requested`: how many keys it asked for. `judged`: what
-    Megatron makes of each prompt.
+    `missing`: keys on disk that no rank asked for. `asked`: what it read of each key on disk. `unexpected`: keys that
+    this rank asked for and the disk lacks. `refused`: names on which `load_state_dict` was not strict. `requested`: how
+    many keys it asked for. `judged`: what Megatron makes of each prompt.
     """
 
     rank: int
