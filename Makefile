@@ -27,7 +27,7 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 		exit 1; \
 	fi
 
-.PHONY: help setup demo test test-sglang lint families mutation-report sglang-matrix bench which-python
+.PHONY: help setup demo test test-sglang lint families mutation-report sglang-matrix bench megatron-layouts which-python
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -71,6 +71,9 @@ examples: $(stamp)  ## make the reports of docs/examples again
 
 bench: $(stamp)  ## measure speed and memory
 	@$(python) benchmarks/run.py $(BENCH_ARGS)
+
+megatron-layouts: $(stamp)  ## look at ranks of 256 of a large model with Megatron, on one machine
+	@$(python) benchmarks/run.py layouts
 
 which-python:
 	@$(find_python); echo "$$found"

@@ -14,7 +14,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-SECTIONS = tuple("kernels cuda offline convert scale verifier witness megatron plan launches ray".split())
+SECTIONS = (
+    *("kernels", "cuda", "offline", "convert", "scale", "verifier", "witness", "megatron", "layouts", "plan"),
+    *("launches", "ray"),
+)
 _MODULES = {"ray": "ray_scaling", "megatron": "megatron_load"}  # where the section's name is a package's
 
 

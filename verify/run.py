@@ -19,6 +19,7 @@ from verify.evidence.rounding import rounding_of
 from verify.evidence.subject import Subject
 from verify.report import Finding, Report
 from verify.reports.heat import Heat, heat_map, of_rounding, of_values
+from verify.witnesses.megatron.options import MegatronOptions
 from verify.witnesses.megatron.run import sizes_of
 from verify.witnesses.rollouts.run import recording_of
 
@@ -40,6 +41,13 @@ def verify(
     dp_attention: bool = False,
     rollout_data: str | Path | None = None,
     rollout_temperature: float | None = None,
+    cp: int = 1,
+    pipeline_layout: str | None = None,
+    decoder_first_pipeline_num_layers: int | None = None,
+    decoder_last_pipeline_num_layers: int | None = None,
+    account_for_embedding_in_pipeline_split: bool = False,
+    account_for_loss_in_pipeline_split: bool = False,
+    ranks: Sequence[int] | None = None,
 ) -> Report:
     """Verifies the checkpoint at `path`, HF or Megatron, and returns the report; nothing is written.
 
@@ -51,7 +59,8 @@ def verify(
     an `ignore` list that contradicts the packed weights for one of them is an error, for others a warning. Where none
     is named and the list is a published one, what only trainers read differently is a warning too. `ray` is the address
     of a Ray cluster that reads all the bytes (`ckptkit.transfer.ray.cluster.connected`); the report is the same.
-    `tp` and `ep` are SGLang's sizes too, and `dp_attention` keeps its attention whole on every rank.
+    `tp` and `ep` are SGLang's sizes too, and `dp_attention` keeps its attention whole on every rank. `cp` to `ranks`
+    are fields of `MegatronOptions`; None or empty `ranks` are all.
     `rollout_data` is a file that slime or miles wrote for --save-debug-rollout-data or --save-debug-train-data: its
     log-probabilities and prompts are computed again, at `rollout_temperature` (None: as the file says, or 1).
 
@@ -82,6 +91,15 @@ def verify(
         dp_attention=dp_attention,
         rollout_data=Path(rollout_data) if rollout_data else None,
         rollout_temperature=rollout_temperature,
+        megatron=MegatronOptions(
+            cp,
+            pipeline_layout,
+            decoder_first_pipeline_num_layers,
+            decoder_last_pipeline_num_layers,
+            account_for_embedding_in_pipeline_split,
+            account_for_loss_in_pipeline_split,
+            tuple(sorted(set(ranks or ()))),
+        ),
     )
     subject = replace(subject, against=_implied(subject))
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
@@ -135,6 +153,8 @@ def _refuse_legacy(path: Path) -> None:
 
 def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> None:
     """Raises CkptkitError, before every byte has been read, for what is no matter of the checkpoint."""
+    if "megatron" not in subject.against:
+        subject.megatron.refuse()
     if subject.source_path:
         locate(subject.source_path)
     if hf is not None and "megatron" not in (subject.kind, subject.source_path and subject.source_kind):

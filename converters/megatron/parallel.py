@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 
 from ckptkit.core.errors import CkptkitError
 from converters.config.dims import ModelDims
-from converters.megatron.pipeline import Pipeline
+from converters.megatron.pipeline import Pipeline, count_chunks
 
 
 @dataclass(frozen=True)
 class ParallelSizes:
     """Tensor, pipeline, expert and virtual pipeline parallel sizes; `etp` is the tensor parallel size inside experts.
 
-    `first`, `last`, `embedding`, `loss` and `layout` distribute the layers over the pipeline as in `Pipeline`; without
-    them every stage has the same number.
+    `cp`, the context parallel size, cuts no weights: its ranks hold copies. `first`, `last`, `embedding`, `loss` and
+    `layout` distribute the layers over the pipeline as in `Pipeline`; without them every stage has the same number.
     """
 
     tp: int = 1
@@ -29,21 +29,32 @@ class ParallelSizes:
     embedding: bool = False
     loss: bool = False
     layout: str | None = None
+    cp: int = 1
 
     @property
     def world(self) -> int:
         """The smallest number of ranks that Megatron accepts.
 
-        `initialize_model_parallel` wants a multiple of tp x pp for the dense part and of etp x ep x pp for the experts.
+        `initialize_model_parallel` wants a multiple of tp x cp x pp for the dense part and of etp x ep x pp for the
+        experts.
         """
-        return self.pp * math.lcm(self.tp, self.etp * self.ep)
+        return self.pp * math.lcm(self.tp * self.cp, self.etp * self.ep)
+
+    @property
+    def even(self) -> bool:
+        """Whether nothing says otherwise than that every stage has the same number of layers."""
+        given = (self.first, self.last, self.layout)
+        return all(one is None for one in given) and not (self.embedding or self.loss)
 
     def __str__(self) -> str:
         more = "".join(
-            f" {name}{size}" for name, size in (("EP", self.ep), ("ETP", self.etp), ("VPP", self.vpp)) if size > 1
+            f" {name}{size}"
+            for name, size in (("CP", self.cp), ("EP", self.ep), ("ETP", self.etp), ("VPP", self.vpp))
+            if size > 1
         )
         ends = (("first", self.first), ("last", self.last))
         stages = "".join(f", {name} stage {layers} layers" for name, layers in ends if layers is not None)
+        stages += "".join(f", {what} counts as a layer" for what in ("embedding", "loss") if getattr(self, what))
         return f"TP{self.tp} PP{self.pp}{more}{stages}{f', {self.layout}' if self.layout else ''}"
 
     def pipeline(self, dims: ModelDims) -> Pipeline:
@@ -75,8 +86,20 @@ def with_remainder(sizes: ParallelSizes, layers: int) -> ParallelSizes:
     Source: its `tools/convert_hf_to_torch_dist.py`: every stage but the last has ceil(layers / pp) layers.
     """
     last = layers - math.ceil(layers / sizes.pp) * (sizes.pp - 1)
-    uneven = layers % sizes.pp and sizes.vpp == 1 and last > 0
+    uneven = sizes.even and layers % sizes.pp and sizes.vpp == 1 and last > 0
     return replace(sizes, last=last) if uneven else sizes
+
+
+def with_chunks(sizes: ParallelSizes) -> ParallelSizes:
+    """Sets `vpp` to what a layout implies, as Megatron-LM's `validate_args` does: its stages over `pp`.
+
+    Sizes without a layout, or with one that does not divide, stay as they are. Raises CkptkitError where the layout is
+    none.
+    """
+    if sizes.layout is None or sizes.vpp > 1:
+        return sizes
+    chunks = count_chunks(sizes.layout)
+    return sizes if chunks % sizes.pp else replace(sizes, vpp=chunks // sizes.pp)
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
@@ -144,8 +167,7 @@ def check_sizes(sizes: ParallelSizes, dims: ModelDims) -> None:
     for refusal in refusals(dims, sizes):
         raise CkptkitError(refusal.message, refusal.hint)
     chunks = sizes.pp * sizes.vpp
-    even = sizes.first is None and sizes.last is None and sizes.layout is None and not (sizes.embedding or sizes.loss)
-    if even and dims.layers % chunks:
+    if sizes.even and dims.layers % chunks:
         option = "--pp" if sizes.vpp == 1 else "--pp x --vpp"
         hint = f"choose a {option} that divides {dims.layers}"
         raise CkptkitError(f"{dims.layers} layers do not divide by {option} {chunks}", hint)

@@ -144,6 +144,11 @@ class Pipeline:
         return CkptkitError(f"{what}: {said}", hint)
 
 
+def count_chunks(layout: str) -> int:
+    """How many stages a layout has, the chunks of each counted. Raises CkptkitError for what is no layout."""
+    return len(_written_out(layout))
+
+
 def _written_out(layout: Any) -> list[str]:
     """One string of letters a chunk. Raises CkptkitError for what is no layout."""
     if isinstance(layout, (list, tuple)) and all(isinstance(chunk, (list, tuple)) for chunk in layout):

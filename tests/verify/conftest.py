@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron_server import Start, serving
 
 from verify.check import all_checks, run_checks
 from verify.evidence.subject import Subject
 from verify.report import CheckResult, Finding, Report
 from verify.run import choose
+from verify.witnesses.megatron import run as megatron_run
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +57,18 @@ def alone() -> Callable[..., tuple[CheckResult | None, list[Finding]]]:
         return (results[0] if results else None), findings
 
     return run
+
+
+@pytest.fixture(scope="module")
+def megatron_server() -> Iterator[Start]:
+    """A process that forks Megatron's ranks for all the tests of a module."""
+    if megatron_run.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+    with serving() as start:
+        yield start
+
+
+@pytest.fixture
+def served(megatron_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the Megatron witness take its ranks from the server."""
+    monkeypatch.setattr(megatron_run, "_start", megatron_server)

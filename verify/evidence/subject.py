@@ -18,12 +18,14 @@ from verify.evidence.folding import alike
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.megatron_files import MegatronFiles
 from verify.evidence.plain import plain
+from verify.witnesses.megatron.options import MegatronOptions
 
 if TYPE_CHECKING:
     from verify.launch.arguments import LaunchArguments
     from verify.launch.launch import Launch
 
 T = TypeVar("T")
+_AS_MEGATRON_HAS_IT = MegatronOptions()
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,9 @@ class Subject:
     """A checkpoint and the question asked of it. Opening is lazy, so that file checks can look at broken ones.
 
     `tp`, `pp`, `ep`, `etp` (inside experts; None: as launch scripts choose) and `vpp` are the parallel sizes to load
-    Megatron with; `tp`, `ep` and `dp_attention` (attention whole on every rank) those of SGLang. `against` holds
-    "megatron" and "sglang" as asked for. `manifest` is a file with digests to compare.
+    Megatron with, and `megatron` holds the rest of what it is launched with; `tp`, `ep` and `dp_attention` (attention
+    whole on every rank) are those of SGLang. `against` holds "megatron" and "sglang" as asked for. `manifest` is a file
+    with digests to compare.
     `launch` says how a training job would find this checkpoint, `arguments` what its launch script says of sizes,
     `updated` that it quantizes weights by the `ignore` list of this checkpoint, `loaded` what lies in the directories
     that the job loads; only preflight gives these four.
@@ -62,6 +65,7 @@ class Subject:
     rollout_data: Path | None = None
     rollout_temperature: float | None = None
     loaded: Mapping[Path, Subject] = field(default_factory=dict, repr=False, compare=False)
+    megatron: MegatronOptions = _AS_MEGATRON_HAS_IT
     _results: dict[Callable[[Subject], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -14,6 +14,8 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.url import place
 from quant.selection.readers import ALL_READERS
 
+_MOST_RANKS = 1_000_000
+
 
 class PathOrUrl(click.Path):
     """A Path, or a URL as str: a Path would make one slash of its two."""
@@ -35,6 +37,19 @@ def _size(context: click.Context, parameter: click.Parameter, text: str | None) 
         return parse_size(text)
     except CkptkitError as error:
         raise click.BadParameter(f"{error.message}: {error.hint}") from error
+
+
+def _ranks(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    """Numbers of `0,5,56-63`. Raises click.BadParameter."""
+    if text is None:
+        return None
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal()) or int(last or first) > _MOST_RANKS:
+            raise click.BadParameter(f"{part!r} is no rank and no range of ranks: give numbers such as 0,5,56-63")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
 
 
 def _writable(context: click.Context, parameter: click.Parameter, paths: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -138,6 +153,34 @@ parallel = _together(
         )
         for name, what in (("tp", "Tensor"), ("pp", "Pipeline"), ("ep", "Expert"))
     )
+)
+megatron = _together(
+    click.option("--cp", default=1, show_default=True, type=click.IntRange(1), help="Megatron: context parallel size."),
+    click.option(
+        "--pipeline-layout",
+        "--pipeline-model-parallel-layout",
+        metavar="LAYOUT",
+        help="Megatron: what each pipeline stage holds, such as 'Et*3|(tt|)*29m|L'. It implies --vpp.",
+    ),
+    click.option(
+        "--decoder-first-pipeline-num-layers", type=click.IntRange(1), help="Megatron: layers of the first stage."
+    ),
+    click.option(
+        "--decoder-last-pipeline-num-layers", type=click.IntRange(1), help="Megatron: layers of the last stage."
+    ),
+    click.option(
+        "--account-for-embedding-in-pipeline-split", is_flag=True, help="Megatron: the embedding counts as a layer."
+    ),
+    click.option(
+        "--account-for-loss-in-pipeline-split", is_flag=True, help="Megatron: the output layer counts as a layer."
+    ),
+    click.option(
+        "--ranks",
+        "--rank",
+        callback=_ranks,
+        metavar="N[,N...]",
+        help="Megatron: look at these ranks only, such as 0,5,56-63. The report says what was left out.",
+    ),
 )
 INT4 = (
     "group_size",

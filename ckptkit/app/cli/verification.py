@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 )
 @click.option("--dp-attention", is_flag=True, help="With --tp: SGLang keeps attention whole on every rank.")
 @click.option("--vpp", default=1, show_default=True, type=click.IntRange(1), help="Virtual pipeline stages a rank.")
+@common.megatron
 @click.option(
     "--reader",
     "readers",

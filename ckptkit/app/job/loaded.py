@@ -210,7 +210,7 @@ def _chosen(
 def _compared(
     local: Sequence[str], held: Mapping[str, tuple[str, Tensor]], rules: Mapping[str, Rule], reference: Checkpoint
 ) -> list[TensorSeen]:
-    from verify.witnesses.megatron.slices import compare_all
+    from verify.witnesses.megatron.compare import compare_all
 
     cut_down = any(
         CUT_IN_LOCAL_SPEC.fullmatch(name) and tuple(tensor.shape) != reference.specs[name].shape
@@ -222,8 +222,10 @@ def _compared(
 
 
 def _how(seen: TensorSeen) -> str:
-    if seen.layer is not None:
-        return f": it is that of layer {seen.layer}"
+    if seen.origins:
+        return f": it is {' or '.join(seen.origins)}"
+    if seen.told:
+        return f": {seen.told}"
     return f": {seen.differing} of {seen.elements} elements differ, by up to {seen.largest:.3g}"
 
 

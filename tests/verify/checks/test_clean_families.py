@@ -1,5 +1,7 @@
 """`verify` is silent on sound checkpoints of every family, all bytes compared: releases, Megatron, INT4.
 
+Real Megatron loads each at three layouts.
+
 What comes back from Megatron is the release byte for byte (tests/converters/test_families.py), so it
 stands for it here.
 """
@@ -7,6 +9,7 @@ stands for it here.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +17,17 @@ from pathlib import Path
 import pytest
 import torch
 from families import CASES, case
+from megatron_layouts import EXPERTS, WHOLE, judge, two_of
 
 from ckptkit.app.api import convert, quantize
+from converters.planner import dims_of
 from converters.registry import FAMILIES
 from quant.formats.scheme import QuantScheme
+from verify.check import Unable
+from verify.evidence.subject import Subject
 from verify.report import Report
 from verify.run import verify
+from verify.witnesses.megatron.run import run_megatron
 
 Made = dict[str, Path]
 
@@ -30,7 +38,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
     Read only. One scale a row fits these small sizes, which groups of 32 do not all divide.
     """
-    name, root = request.param, tmp_path_factory.mktemp("clean")
+    name, root = request.param, tmp_path_factory.mktemp("clean") / request.param
     case.save(name, CASES[name], root / "hf", torch.bfloat16)
     convert(root / "hf", root / "megatron")
     config = json.loads((root / "hf" / "config.json").read_text())
@@ -73,3 +81,34 @@ def test_verify_int4_of_release_is_silent(made: Made) -> None:
     report = verify(made["int4"], source=made["hf"])
     silent(report)
     assert codes(report) >= {"CK301", "CK302", "CK303", "CK304", "CK305", *VALUES, *COMPARED}
+
+
+# Models that Megatron cannot have at some layouts, and what is said then.
+REFUSED = {
+    "mimo-tied-two-layers": "tied embeddings with multi-token prediction over several pipeline stages",
+    "moonlight": r"puts a norm before linear_q_proj",
+    "deepseek_v32": "the indexer of megatron-core 0.1[0-8]",
+    "glm_moe_dsa": "the indexer of megatron-core 0.1[0-8]",
+    "glm_moe_dsa-shared": "the indexer of megatron-core 0.1[0-8]",
+}
+
+
+@pytest.mark.usefixtures("served")
+def test_every_rank_of_megatron_holds_its_slice(made: Made) -> None:
+    name, dims = made["hf"].parent.name, dims_of(json.loads((made["hf"] / "config.json").read_text()))
+    layouts = {label: EXPERTS[label] for label in two_of(list(CASES).index(name), dims.experts > 0)}
+    for label, sizes in {"1x1x1": WHOLE, **layouts}.items():
+        subject = Subject(made["megatron"], made["hf"], **sizes)
+        refused = None
+        try:
+            findings, tallies = judge(subject)
+        except Unable as unable:
+            refused = str(unable)
+        if refused is not None:
+            assert re.search(REFUSED[name], refused), label
+            continue
+        assert findings == [], label
+        run = subject.once(run_megatron)
+        stages = run.sizes.pipeline(dims).stages
+        assert [report.layers for report in run.reports] == [stages[report.pp] for report in run.reports], label
+        assert tallies["CK402"].tensors >= len(subject.checkpoint.specs), label

@@ -12,6 +12,7 @@ import torch
 from families import case
 from families.case import MOE, SIZES, Case
 from fixture_types import PathOf
+from megatron_layouts import judge
 from processes import environment
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -21,22 +22,14 @@ from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
 from verify.check import Skip, Tally, Unable
 from verify.checks.config.config import parallel_sizes_divide
-from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from verify.checks.witnesses.megatron import right_slices, strict_load
 from verify.evidence.subject import Subject
-from verify.report import Finding
 from verify.run import verify
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
 
 needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
-
-CHECKS = {"CK401": strict_load, "CK402": right_slices, "CK403": all_layers}
-
-
-def judge(subject: Subject) -> tuple[list[Finding], dict[str, Tally]]:
-    """All findings of the three checks, from one launch, and what each compared."""
-    tallies = {code: Tally() for code in CHECKS}
-    return [finding for code, check in CHECKS.items() for finding in check(subject, tallies[code])], tallies
+in_megatron = pytest.mark.usefixtures("served")
 
 
 def entries(metadata: Metadata, key: str) -> dict[MetadataIndex, object]:
@@ -56,7 +49,7 @@ def remove(metadata: Metadata, key: str) -> None:
         del metadata.storage_data[index]
 
 
-@needs_megatron
+@in_megatron
 def test_tensor_and_pipeline_parallel(releases: PathOf, converted: PathOf) -> None:
     subject = Subject(converted("glm4_moe"), releases("glm4_moe"), tp=2, pp=2)
     findings, tallies = judge(subject)
@@ -75,7 +68,7 @@ def test_tensor_and_pipeline_parallel(releases: PathOf, converted: PathOf) -> No
     assert [elements[rank]["embedding.word_embeddings.weight"] for rank in (0, 1)] == [256 * 128, 96 * 128]
 
 
-@needs_megatron
+@in_megatron
 def test_expert_parallel(releases: PathOf, converted: PathOf) -> None:
     subject = Subject(converted("qwen3_moe"), releases("qwen3_moe"), tp=2, ep=2)
     findings, _ = judge(subject)
@@ -90,7 +83,7 @@ def test_expert_parallel(releases: PathOf, converted: PathOf) -> None:
     ]
 
 
-@needs_megatron
+@in_megatron
 def test_tied_embeddings_and_virtual_pipeline_stages_without_a_source(converted: PathOf) -> None:
     findings, tallies = judge(Subject(converted("qwen2-tied"), pp=2, vpp=3))
     assert findings == []
@@ -111,7 +104,7 @@ def eleven_layers(release: Path, path: Path) -> Path:
     return path
 
 
-@needs_megatron
+@in_megatron
 def test_layers_that_do_not_divide_are_left_over_for_the_last_stage(releases: PathOf, tmp_path: Path) -> None:
     release = eleven_layers(releases("glm4_moe"), tmp_path / "release")
     convert(release, tmp_path / "megatron")
@@ -129,7 +122,7 @@ def test_layers_that_do_not_divide_are_left_over_for_the_last_stage(releases: Pa
     assert tallies["CK402"].tensors == 9 * (24 + 6 + 3 + 2) + 2 * 9 + 3
 
 
-@needs_megatron
+@in_megatron
 def test_what_is_wrong_is_found(releases: PathOf, copy_of: PathOf, tmp_path: Path) -> None:
     """One load of a copy with four faults: a value, two layers exchanged, a key gone, a key too many."""
     edited = copy_of(releases("glm4_moe"))
@@ -179,7 +172,7 @@ def test_what_is_wrong_is_found(releases: PathOf, copy_of: PathOf, tmp_path: Pat
     assert "decoder.layers.{4..5}.mlp.router.weight" in str(tensor)
 
 
-@needs_megatron
+@in_megatron
 def test_second_half_of_the_layers_repeating_the_first(converted: PathOf, releases: PathOf, copy_of: PathOf) -> None:
     """What a conversion that numbers the layers of each pipeline stage from 0 leaves behind."""
     broken = copy_of(converted("qwen2-untied"))
@@ -203,7 +196,7 @@ def test_second_half_of_the_layers_repeating_the_first(converted: PathOf, releas
     assert tallies["CK403"].facts["pipeline stages"] == ["pp rank 0: layers 0..5", "pp rank 1: layers 6..11"]
 
 
-@needs_megatron
+@in_megatron
 def test_a_rank_that_crashes_is_a_finding(converted: PathOf, copy_of: PathOf) -> None:
     broken = copy_of(converted("qwen2-tied"))
 
@@ -269,7 +262,7 @@ def test_a_witness_that_breaks_is_inconclusive(
     report = verify(converted("qwen2-tied"), against=frozenset({"megatron"}))
     assert (report.status, report.findings) == ("inconclusive", [])
     assert len(report.reasons) == 1
-    assert re.fullmatch(f"CK401, CK402, CK403: rank 0 failed {reason}", report.reasons[0], re.DOTALL)
+    assert re.fullmatch(f"CK401, CK402, CK403, CK404: rank 0 failed {reason}", report.reasons[0], re.DOTALL)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +285,7 @@ def test_sizes_that_do_not_divide_start_no_process(
         list(strict_load(Subject(converted(name), **sizes), Tally()))  # type: ignore[arg-type]
 
 
-@needs_megatron
+@in_megatron
 def test_expert_rows_that_etp_divides_and_tp_does_not_megatron_accepts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,36 +1,65 @@
-"""Packages are hidden from imports inside a context, and only there."""
+"""A package that is installed and broken on this machine counts as absent while Megatron is imported, and only then."""
 
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import environment
 
-from verify.witnesses.megatron.imports import hidden
+from verify.witnesses.megatron.imports import importing_megatron
+from verify.witnesses.megatron.run import find_spec
+
+NO_DRIVER = "raise OSError('libcuda.so.1: cannot open shared object file')\n"
+# Packages that megatron-core imports where they are installed, with what each says without a GPU or its libraries.
+BROKEN = {
+    "transformer_engine": "raise OSError('libcublas.so.13: cannot open shared object file')\n",
+    "apex": "raise ImportError('libcudart.so.12: cannot open shared object file: No such file or directory')\n",
+    "flash_attn": NO_DRIVER,
+    "flash_mla": NO_DRIVER,
+    "deep_ep": "raise AssertionError('Torch not compiled with CUDA enabled')\n",
+    "causal_conv1d": "raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEab')\n",
+    "mamba_ssm": "raise RuntimeError('Found no NVIDIA driver on your system')\n",
+    "flashinfer": "raise RuntimeError('No CUDA GPUs are available')\n",
+    "fla": NO_DRIVER,
+    "nvidia_resiliency_ext": NO_DRIVER,
+    "tensorrt_llm": NO_DRIVER,
+}
+
+
+def install(root: Path, name: str, text: str) -> None:
+    (root / name).mkdir(parents=True)
+    (root / name / "__init__.py").write_text(text)
 
 
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of an installed package that fails without a driver, as flash_mla does."""
-    package = tmp_path / "needs_a_driver"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')\n")
+    install(tmp_path, "needs_a_driver", NO_DRIVER)
+    install(tmp_path, "expects_that", "try:\n    import needs_a_driver\nexcept OSError:\n    told = True\n")
+    install(tmp_path, "is_sound", "value = 7\n")
+    (tmp_path / "is_sound" / "kernels.py").write_text(NO_DRIVER)
     monkeypatch.syspath_prepend(tmp_path)
-    return package.name
+    for name in ("needs_a_driver", "expects_that", "is_sound", "is_sound.kernels"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return "needs_a_driver"
 
 
-@pytest.mark.parametrize("module", ["", ".interface"])
-def test_hidden_package_is_not_installed_inside_the_context(broken: str, module: str) -> None:
-    with hidden([broken]), pytest.raises(ModuleNotFoundError, match=broken) as caught:
-        importlib.import_module(broken + module)
-    assert caught.value.name == broken
+@pytest.mark.parametrize("module", ["needs_a_driver", "needs_a_driver.interface", "is_sound.kernels"])
+@pytest.mark.usefixtures("broken")
+def test_broken_package_is_not_installed_inside_the_context(module: str) -> None:
+    with (
+        importing_megatron(),
+        pytest.raises(ModuleNotFoundError, match=r"cannot be imported here: OSError: libcuda\.so\.1"),
+    ):
+        importlib.import_module(module)
 
 
-def test_hidden_package_is_found_again_after_the_context(broken: str) -> None:
+def test_broken_package_says_what_it_says_after_the_context(broken: str) -> None:
     before = list(sys.meta_path)
-    with hidden([broken]), pytest.raises(ModuleNotFoundError):
+    with importing_megatron(), pytest.raises(ImportError):
         importlib.import_module(broken)
     assert sys.meta_path == before
     assert broken not in sys.modules
@@ -38,7 +67,18 @@ def test_hidden_package_is_found_again_after_the_context(broken: str) -> None:
         importlib.import_module(broken)
 
 
-def test_other_packages_are_imported_inside_the_context(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    with hidden([broken]):
-        assert importlib.import_module("colorsys").__name__ == "colorsys"
+@pytest.mark.usefixtures("broken")
+def test_package_that_expects_another_to_be_broken_is_imported() -> None:
+    with importing_megatron():
+        assert importlib.import_module("expects_that").told
+        assert importlib.import_module("is_sound").value == 7
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_megatron_is_imported_although_every_optional_package_is_broken(tmp_path: Path) -> None:
+    for name, text in BROKEN.items():
+        install(tmp_path, name, text)
+    path = f"{tmp_path}:{environment()['PYTHONPATH']}"
+    command = [sys.executable, "-W", "ignore", "-c", "from verify.witnesses.megatron import process"]
+    ran = subprocess.run(command, env=environment(PYTHONPATH=path), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]

@@ -8,15 +8,13 @@ import pytest
 import torch
 from families import CASES
 from families.case import save
+from megatron_layouts import judge
 
 from ckptkit.app.api import convert
-from verify.check import Tally
-from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.evidence.subject import Subject
-from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
 
-pytestmark = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
+pytestmark = pytest.mark.usefixtures("served")
 
 HELD = {
     # [2 x 288, 128] with gate above up in one HF matrix; norms are whole on every rank.
@@ -41,7 +39,7 @@ def test_over_two_ranks(name: str, tmp_path: Path) -> None:
     save(name, CASES[name], tmp_path / "release", torch.bfloat16)
     convert(tmp_path / "release", tmp_path / "megatron")
     subject = Subject(tmp_path / "megatron", tmp_path / "release", tp=2, ep=2 if name == "gpt_oss" else 1)
-    assert [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, Tally())] == []
+    assert judge(subject)[0] == []
     for report in subject.once(run_megatron).reports:
         held = {seen.name: seen.elements for seen in report.tensors}
         assert {rest: held[f"decoder.layers.7.{rest}"] for rest in HELD[name]} == HELD[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 
+from ckptkit.core.specs import ranges
 from ckptkit.formats.torch_dist.names import norm_alias
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS
 from converters.planner import dims_of, rules_of
@@ -15,8 +16,10 @@ from verify.evidence.folding import alike, chunk_ranges
 from verify.evidence.moved.stages import Stages
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.witnesses.megatron.job import RankReport
+from verify.witnesses.megatron.job import RankReport, TensorSeen
 from verify.witnesses.megatron.run import MegatronRun, run_megatron
+
+_ROUTER_BIAS = ".router.expert_bias"
 
 
 def stages_held(subject: Subject) -> Stages:
@@ -51,7 +54,10 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if run.unable:
         raise Unable(run.unable)
     versions = ", ".join(sorted({report.version for report in run.reports})) or "?"
-    tally.facts["megatron"] = [f"megatron-core {versions}, {run.sizes}, {run.sizes.world} rank(s), {run.device}"]
+    ranks = f"{run.sizes.world} rank(s)"
+    if subject.megatron.ranks:
+        ranks = f"ranks {ranges(subject.megatron.ranks).strip('{}')} of {run.sizes.world}"
+    tally.facts["megatron"] = [f"megatron-core {versions}, {run.sizes}, {ranks}, {run.device}"]
     by_error: dict[str, list[int]] = defaultdict(list)
     for rank, error in run.failures.items():
         by_error[error].append(rank)
@@ -65,6 +71,9 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for report in run.reports:
         tally.tensors += report.requested
     yield from _unexpected(run.reports)
+    if subject.megatron.ranks:
+        tally.note(f"--ranks: only {ranks} are looked at; what the others ask for or hold is not")
+        return
     yield from _never_asked_for(run.reports, {rule.megatron for rule in rules_of(config_of(subject))})
 
 
@@ -112,12 +121,27 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for _, tensor in seen:
         tally.compared(tensor.nbytes)
     yield from wrong_slices(run, subject.source_path or subject.path, subject.once(stages_held))
+    yield from _rounded([(rank, tensor) for rank, tensor in seen if tensor.name.endswith(_ROUTER_BIAS)])
+    if subject.megatron.ranks:
+        return
     held = {tensor.name for _, tensor in seen}
     yield Issue(
         "held by some rank",
         "no rank has a parameter for it",
         "please report this",
         names=[rule.megatron for rule in rules_of(config_of(subject)) if rule.megatron not in held],
+    )
+
+
+def _rounded(biases: Sequence[tuple[int, TensorSeen]]) -> Iterator[Issue]:
+    """Biases of routers that Megatron holds in fewer bits than float32, in which it updates them."""
+    narrow = [(rank, tensor) for rank, tensor in biases if tensor.dtype != "float32"]
+    yield Issue(
+        "held in float32",
+        f"Megatron holds it in {', '.join(sorted({tensor.dtype for _, tensor in narrow}))}",
+        "experts would be chosen by rounded biases: use a megatron-core that keeps them in float32",
+        names=sorted({tensor.name for _, tensor in narrow}),
+        rank=ranks_named(rank for rank, _ in narrow) if narrow else None,
     )
 
 
@@ -134,7 +158,7 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     run = finished(subject)
     stages: dict[int, tuple[tuple[int, ...], ...]] = {}
     for report in run.reports:
-        tally.tensors += sum(map(len, report.layers))
+        tally.tensors += sum(map(len, report.layers)) + sum(report.mtp)
         if stages.setdefault(report.pp, report.layers) != report.layers:
             expected, actual = (chunk_ranges(layers) for layers in (stages[report.pp], report.layers))
             yield Issue(
@@ -143,10 +167,19 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 "ranks of one pipeline stage must hold the same layers",
                 rank=ranks_named([report.rank]),
             )
+    predicted = {report.pp: sum(report.mtp) for report in run.reports}
     tally.facts["pipeline stages"] = [
-        f"pp rank {stage}: layers {chunk_ranges(stages[stage])}" for stage in sorted(stages)
+        f"pp rank {stage}: {_held(stages[stage], predicted[stage])}" for stage in sorted(stages)
     ]
+    if subject.megatron.ranks:
+        return
     yield from _coverage(stages, dims_of(config_of(subject)).layers)
+
+
+def _held(chunks: Sequence[Sequence[int]], predicted: int) -> str:
+    """The layers of a stage, and what predicts further tokens."""
+    layers = f"layers {chunk_ranges(chunks)}" if any(chunks) else "no layers"
+    return f"{layers}, {predicted} for multi-token prediction" if predicted else layers
 
 
 def _coverage(stages: Mapping[int, Sequence[Sequence[int]]], count: int) -> Iterator[Issue]:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from converters.megatron.parallel import ParallelSizes
 from verify.witnesses.engine.job import Judged
 
 Verdict = Literal["equal", "differs", "unwritten", "unknown"]
+
+
+class Box(NamedTuple):
+    """A part of a tensor on disk, and whether the rank that reads it is the one that would also save it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    main: bool
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,8 @@ class RankJob:
 
     `hf` gives the config of a checkpoint that carries none. The parameters (of `dtype`) are compared with `source`, or
     without one with the checkpoint's own bytes, read without Megatron. With `prompts` (token ids) one rank holds the
-    whole model and judges them, and nothing is compared.
+    whole model and judges them, and nothing is compared. `at_once` is not 0 where each rank is alone, without a process
+    group: then so many run at a time.
     """
 
     checkpoint: str
@@ -34,6 +43,7 @@ class RankJob:
     transformer_engine: bool = False
     prompts: Sequence[Sequence[int]] = ()
     stream: str | None = None
+    at_once: int = 0
 
     def save(self, path: Path) -> None:
         """Writes the job as JSON."""
@@ -51,8 +61,8 @@ class TensorSeen:
     """One parameter or persistent buffer of a rank, against the slice that it ought to hold.
 
     `unwritten`: every element is still the poison set before loading. `unknown`: no rule, or nothing to compare with.
-    `largest` is the largest absolute difference. `told`: in words, which part of it is wrong and what stands there.
-    `origins`: the other global tensors whose slice it holds, where any were found.
+    `largest` is the largest absolute difference, `dtype` what Megatron holds it in. `told`: in words, which part of it
+    is wrong and what stands there. `origins`: the other global tensors whose slice it holds, where any were found.
     """
 
     local: str
@@ -64,16 +74,18 @@ class TensorSeen:
     largest: float = 0.0
     told: str = ""
     origins: tuple[str, ...] = ()
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank saw. `layers`: global layers of each model chunk, as Megatron numbers them, from 0.
+    """What one rank saw. `layers`: global layers of each model chunk, as Megatron numbers them, from 0; `mtp`: how many
+    multi-token prediction layers each chunk has.
 
-    `missing`: keys on disk that no rank asked for. `unexpected`: keys that this rank asked for and the disk lacks.
-    `refused`: names on which `load_state_dict` was not strict. `requested`: how many keys it asked for. `judged`: what
-    Megatron makes of each prompt, on ranks of the last pipeline stage. `stream`: the file with what this rank computed
-    at its stages, if it is the first of the ranks that compute the same.
+    `missing`: keys on disk that no rank asked for. `asked`: what it read of each key on disk. `unexpected`: keys that
+    this rank asked for and the disk lacks. `refused`: names on which `load_state_dict` was not strict. `requested`: how
+    many keys it asked for. `judged`: what Megatron makes of each prompt, on ranks of the last pipeline stage. `stream`:
+    the file with what this rank computed at its stages, if it is the first of the ranks that compute the same.
     """
 
     rank: int
@@ -89,6 +101,8 @@ class RankReport:
     tensors: tuple[TensorSeen, ...]
     judged: tuple[Judged, ...] = ()
     stream: str | None = None
+    mtp: tuple[int, ...] = ()
+    asked: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Writes the report as JSON."""
@@ -98,8 +112,13 @@ class RankReport:
     def load(path: Path) -> RankReport:
         """The report written by `save`."""
         values: Mapping[str, Any] = json.loads(path.read_text())
-        tuples = {key: tuple(values[key]) for key in ("missing", "unexpected", "refused")}
+        tuples = {key: tuple(values[key]) for key in ("missing", "unexpected", "refused", "mtp")}
         layers = tuple(tuple(chunk) for chunk in values["layers"])
         seen = tuple(TensorSeen(**{**one, "origins": tuple(one["origins"])}) for one in values["tensors"])
         judged = tuple(Judged(**one) for one in values["judged"])
-        return RankReport(**{**values, **tuples, "layers": layers, "tensors": seen, "judged": judged})
+        asked = {
+            key: tuple(Box(tuple(offsets), tuple(sizes), main) for offsets, sizes, main in boxes)
+            for key, boxes in values["asked"].items()
+        }
+        more = {"layers": layers, "tensors": seen, "judged": judged, "asked": asked}
+        return RankReport(**{**values, **tuples, **more})

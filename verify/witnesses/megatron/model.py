@@ -25,8 +25,9 @@ from verify.witnesses.megatron.imports import importing_megatron
 with importing_megatron():
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.fusions import fused_softmax
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -98,15 +99,16 @@ def connect(sizes: ParallelSizes, rank: int, store: str) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 
-def lay_out(sizes: ParallelSizes) -> None:
-    """Divides the ranks that there are into parallel groups of these sizes."""
+def lay_out(sizes: ParallelSizes, *, gloo: bool = True) -> None:
+    """Divides the ranks that there are into parallel groups of these sizes; with `gloo` Megatron adds gloo groups."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
         virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
         expert_model_parallel_size=sizes.ep,
+        context_parallel_size=sizes.cp,
         expert_tensor_parallel_size=sizes.etp,
-        create_gloo_process_groups=True,
+        create_gloo_process_groups=gloo,
     )
 
 
@@ -129,6 +131,8 @@ def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Build) -
         "account_for_embedding_in_pipeline_split": build.sizes.embedding,
         "account_for_loss_in_pipeline_split": build.sizes.loss,
         "pipeline_model_parallel_layout": build.sizes.layout,
+        # Megatron's own attention, which the local spec has, refuses to compute with context parallelism.
+        "context_parallel_size": build.sizes.cp if build.transformer_engine else 1,
         "expert_model_parallel_size": build.sizes.ep,
         "expert_tensor_parallel_size": build.sizes.etp,
         "use_cpu_initialization": not torch.cuda.is_available(),
@@ -152,7 +156,8 @@ def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Build) -
 def build_chunks(dims: ModelDims, build: Build) -> list[GPTModel]:
     """This rank's model, one GPTModel a virtual pipeline stage, with arbitrary parameters of `build.dtype`.
 
-    Router biases stay fp32, as Megatron keeps them in training.
+    In 16 bits it is cast as in training, by Megatron's Float16Module. What then stays float32 (router biases), Megatron
+    keeps by itself.
     """
     args = megatron_args(dims) | {"moe_grouped_gemm": build.transformer_engine and bool(dims.experts)}
     config = transformer_config(dims, args, build)
@@ -160,8 +165,10 @@ def build_chunks(dims: ModelDims, build: Build) -> list[GPTModel]:
     chunks = [_build(dims, args, config, build, stage if vpp > 1 else None) for stage in range(vpp)]
     for chunk in chunks:
         _refuse_two_output_layers(chunk)
-        for parameter in chunk.parameters():
-            parameter.data = parameter.data.to(build.dtype)
+        if build.dtype in (torch.bfloat16, torch.float16):
+            Float16Module(config, chunk)
+        else:
+            chunk.to(build.dtype)
         for variant in VARIANTS:
             variant.finish(dims, chunk)
         chunk.eval()
@@ -190,11 +197,22 @@ def block_spec(
 
     Each layer's spec has the layer's number, from 0, in `metainfo["layer"]`.
     """
-    # From 0.19 on the standard spec refuses a config with another attention, which a variant puts in below.
-    standard = copy.copy(config)
-    standard.experimental_attention_variant = None
+    standard = _standard(config)
     spec = get_gpt_decoder_block_spec(standard, build.transformer_engine, normalization="RMSNorm", vp_stage=stage)
     first = get_transformer_layer_offset(config, vp_stage=stage)
+    return _adapted(dims, config, build, spec, first)
+
+
+def _standard(config: TransformerConfig) -> TransformerConfig:
+    # From 0.19 on the standard spec refuses a config with another attention, which a variant puts in.
+    standard = copy.copy(config)
+    standard.experimental_attention_variant = None
+    return standard
+
+
+def _adapted(
+    dims: ModelDims, config: TransformerConfig, build: Build, spec: TransformerBlockSubmodules, first: int
+) -> TransformerBlockSubmodules:
     spec.layer_specs = [
         replace(layer, metainfo={**layer.metainfo, "layer": first + place})
         for place, layer in enumerate(spec.layer_specs)
@@ -204,11 +222,27 @@ def block_spec(
     return spec
 
 
+def _mtp_spec(
+    dims: ModelDims, config: TransformerConfig, build: Build, spec: TransformerBlockSubmodules, stage: int | None
+) -> Any:
+    """The spec of multi-token prediction layers, which have the model's last layer inside; None where there are none.
+
+    On a stage without decoder layers Megatron-LM takes that layer from the whole model too (its `gpt_builders.py`).
+    """
+    if not dims.mtp_layers:
+        return None
+    if not spec.layer_specs:
+        layers = gpt_layer_specs.get_gpt_decoder_layer_specs(  # since 0.16
+            _standard(config), build.transformer_engine, normalization="RMSNorm"
+        )
+        spec = _adapted(dims, config, build, replace(spec, layer_specs=layers[-1:]), dims.layers - 1)
+    return get_gpt_mtp_block_spec(config, spec, build.transformer_engine, vp_stage=stage)
+
+
 def _build(
     dims: ModelDims, args: Mapping[str, Any], config: TransformerConfig, build: Build, stage: int | None
 ) -> GPTModel:
     spec = block_spec(dims, config, build, stage)
-    mtp = get_gpt_mtp_block_spec(config, spec, build.transformer_engine, vp_stage=stage) if dims.mtp_layers else None
     with _default_device():
         return GPTModel(
             config=config,
@@ -225,7 +259,7 @@ def _build(
             rope_scaling=args.get("use_rope_scaling", False),
             rope_scaling_factor=args.get("rope_scaling_factor", 8.0),
             seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
-            mtp_block_spec=mtp,
+            mtp_block_spec=_mtp_spec(dims, config, build, spec, stage),
             vp_stage=stage,
         )
 

@@ -47,8 +47,10 @@ with importing_megatron():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.package_info import __version__
 
+    from verify.witnesses.megatron.alone import connect_alone
     from verify.witnesses.megatron.forward import forward, recorded
     from verify.witnesses.megatron.model import Build, build_chunks, connect
+    from verify.witnesses.megatron.watched import WatchedLoad
 
 
 def reference_of(source: str, hf: str | None) -> Checkpoint:
@@ -86,15 +88,20 @@ def _ignore(phase: Phase) -> None:
 
 
 def load(
-    chunks: list[GPTModel], checkpoint: str, enter: Callable[[Phase], None] = _ignore
+    chunks: list[GPTModel],
+    checkpoint: str,
+    enter: Callable[[Phase], None] = _ignore,
+    reader: WatchedLoad | None = None,
 ) -> tuple[int, set[str], set[str], list[str]]:
     """Loads with Megatron.
 
     Returns how many keys were requested, the keys on disk that no rank requested, the keys requested that the disk
     lacks, and the names that `load_state_dict` refused.
 
-    `return_all` finds what `raise_all` finds, on all ranks, but goes on, so that values can be compared too.
+    `return_all` finds what `raise_all` finds, on all ranks, but goes on, so that values can be compared too. A rank
+    that is alone cannot tell what others request: there the keys that none did are empty.
     """
+    reader = reader or WatchedLoad()
     enter(LOAD)
     common = dist_checkpointing.load_common_state_dict(checkpoint)
     metadata: dict[str, Any] = dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {})
@@ -103,7 +110,13 @@ def load(
     wanted = {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
     requested = sum(1 for _ in nested_values(wanted))
     enter(LOAD)
-    loaded, missing, unexpected = dist_checkpointing.load(wanted, checkpoint, strict="return_all")
+    loaded, missing, unexpected = dist_checkpointing.load(
+        wanted,
+        checkpoint,
+        reader,
+        validate_access_integrity=not reader.alone,
+        strict="return_unexpected" if reader.alone else "return_all",
+    )
     refused: list[str] = []
     for index, chunk in enumerate(chunks):
         outcome = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
@@ -140,12 +153,16 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     dims = dims_of(config)
     reference: Checkpoint = reference_of(job.source, job.hf) if job.source else checkpoint
     enter(CONNECT)
-    connect(job.sizes, job.rank, job.store)
+    if job.at_once:
+        connect_alone(job.sizes, job.rank)
+    else:
+        connect(job.sizes, job.rank, job.store)
     enter(BUILD)
     chunks = build_chunks(dims, Build(job.sizes, getattr(torch, job.dtype), job.transformer_engine))
     for chunk in chunks:
         poison(held_by(chunk).values())
-    requested, missing, unexpected, refused = load(chunks, job.checkpoint, enter)
+    reader = WatchedLoad(alone=bool(job.at_once))
+    requested, missing, unexpected, refused = load(chunks, job.checkpoint, enter, reader)
     at = position(dims.experts, job.sizes.ep, not job.transformer_engine)
     enter(COMPUTE)
     stream = job.stream if at.tp_rank == 0 and (not dims.experts or at.experts.start == 0) else None
@@ -153,7 +170,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     enter(COMPARE)
     return RankReport(
         rank=job.rank,
-        version=__version__,
+        version=__version__.partition("+")[0],  # a source tree adds the commit of the directory that it runs in
         tp=at.tp_rank,
         pp=parallel_state.get_pipeline_model_parallel_rank(),
         ep=parallel_state.get_expert_model_parallel_rank(),
@@ -165,6 +182,8 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
         tensors=() if job.prompts else tuple(_seen(chunks, config, reference, at)),
         judged=answers,
         stream=stream,
+        mtp=tuple(len(chunk.mtp.layers) if chunk.mtp_process else 0 for chunk in chunks),
+        asked={key: tuple(boxes) for key, boxes in reader.asked.items()},
     )
 
 
@@ -203,18 +222,25 @@ def _end_with_parent() -> None:
 
 
 def _fork(folder: Path, ranks: Sequence[int]) -> None:
-    """Runs several ranks to their ends; the exit code of each stands in FOLDER/exit-RANK as soon as it is known."""
+    """Runs several ranks to their ends; the exit code of each stands in FOLDER/exit-RANK as soon as it is known.
+
+    Ranks that are alone run a few at once, and no more are started after one that failed.
+    """
     context = multiprocessing.get_context("fork")
     processes = {rank: context.Process(target=_forked, args=(folder, rank), daemon=True) for rank in ranks}
-    for process in processes.values():
-        process.start()
-    running = {process.sentinel: rank for rank, process in processes.items()}
-    while running:
+    at_once = RankJob.load(folder / f"job-{ranks[0]}.json").at_once or len(ranks)
+    waiting, running = list(ranks), dict[int, int]()
+    while running or waiting:
+        for rank in waiting[: at_once - len(running)]:
+            waiting.remove(rank)
+            processes[rank].start()
+            running[processes[rank].sentinel] = rank
         ended = multiprocessing.connection.wait(list(running))
         for rank in [running.pop(sentinel) for sentinel in list(running) if sentinel in ended]:
             processes[rank].join()
             (folder / f"partial-{rank}").write_text(str(processes[rank].exitcode))
             (folder / f"partial-{rank}").rename(folder / f"exit-{rank}")
+            waiting = [] if processes[rank].exitcode else waiting
 
 
 def main() -> None:

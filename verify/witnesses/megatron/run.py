@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -14,8 +15,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import ranges
 from ckptkit.formats.hf.side_files import main_dtype
-from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, with_remainder
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, with_chunks, with_remainder
 from converters.planner import MCORE, dialect_of, dims_of, to_megatron
 from verify.evidence.expected import config_of
 from verify.skip import Unable
@@ -23,6 +27,7 @@ from verify.witnesses.ending import Ending, ending_path, how_it_ended
 from verify.witnesses.engine.job import Ids, Judged, Reference
 from verify.witnesses.engine.run import check_reference, judged_by_transformers
 from verify.witnesses.megatron.job import RankJob, RankReport
+from verify.witnesses.megatron.waves import bytes_a_rank, fits_together, ranks_at_once
 from verify.witnesses.ranks import causes, end, wait
 
 if TYPE_CHECKING:
@@ -76,33 +81,75 @@ def sizes_of(subject: Subject) -> ParallelSizes:
             f"no norm over all heads of more ranks than query groups is built here: give at most --tp {dims.groups}"
         )
     etp = default_etp(subject.tp, subject.ep) if subject.etp is None else subject.etp
-    sizes = with_remainder(
-        ParallelSizes(subject.tp, subject.pp, subject.ep, etp if dims.experts else 1, subject.vpp), dims.layers
+    given = subject.megatron
+    sizes = ParallelSizes(
+        subject.tp,
+        subject.pp,
+        subject.ep,
+        etp if dims.experts else 1,
+        subject.vpp,
+        given.decoder_first_pipeline_num_layers,
+        given.decoder_last_pipeline_num_layers,
+        given.account_for_embedding_in_pipeline_split,
+        given.account_for_loss_in_pipeline_split,
+        given.pipeline_layout,
+        given.cp,
     )
+    sizes = with_remainder(with_chunks(sizes), dims.layers)
     check_sizes(sizes, dims)
+    _check_ranks(given.ranks, sizes)
     return sizes
 
 
-def run_megatron(subject: Subject) -> MegatronRun:
-    """Loads the checkpoint of `subject` into real Megatron, in as many processes as its parallel sizes need.
+def _check_ranks(ranks: Sequence[int], sizes: ParallelSizes) -> None:
+    if beyond := [rank for rank in ranks if not 0 <= rank < sizes.world]:
+        raise CkptkitError(
+            f"--ranks {ranges(beyond).strip('{}')}, but {sizes} has {sizes.world} rank(s)",
+            f"they are numbered 0..{sizes.world - 1}",
+        )
 
-    On GPUs (NCCL) where there are enough of them, else on the CPU (gloo). Raises as `sizes_of`, and CkptkitError where
+
+def run_megatron(subject: Subject) -> MegatronRun:
+    """Loads the checkpoint of `subject` into real Megatron, a process for each rank of its parallel sizes.
+
+    On GPUs (NCCL) where there are enough of them, else on the CPU: in one process group (gloo) where the ranks are few
+    and fit, else each by itself, a few at once. Raises as `sizes_of`, and CkptkitError where
     the source does not fit its own config.
     """
     sizes = sizes_of(subject)
     _check_release(subject)
     if subject.source is not None and subject.source_kind == "hf":
         to_megatron(subject.source, str(subject.source_path))
-    gpu = _on_gpus(sizes)
+    ranks = subject.megatron.ranks or range(sizes.world)
+    gpu = not subject.megatron.ranks and _on_gpus(sizes)
+    at_once = 0 if gpu else _at_once(subject, sizes)
     with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
-        jobs = [_job(subject, sizes, rank, Path(scratch), gpu) for rank in range(sizes.world)]
+        jobs = [replace(_job(subject, sizes, rank, Path(scratch), gpu), at_once=at_once) for rank in ranks]
         nbytes = sum(spec.nbytes for spec in subject.checkpoint.specs.values())
-        failures = run_ranks(jobs, Path(scratch), gpu, _START_SECONDS + nbytes / _BYTES_A_SECOND)
+        waves = math.ceil(len(jobs) / at_once) if at_once else 1
+        failures = run_ranks(jobs, Path(scratch), gpu, waves * (_START_SECONDS + nbytes / _BYTES_A_SECOND))
         reports = [] if failures else [RankReport.load(Path(job.report)) for job in jobs]
+    if at_once and len(jobs) == sizes.world:
+        reports = _with_missing(reports, subject)
     verdicts = {rank: failure.said for rank, failure in failures.items() if failure.ending.verdict}
     return MegatronRun(
         sizes, _device(gpu, jobs[0]), reports, verdicts, _unable(failures) if failures and not verdicts else None
     )
+
+
+def _at_once(subject: Subject, sizes: ParallelSizes) -> int:
+    """How many ranks run at a time, each by itself; 0 for all of them in one process group."""
+    each = bytes_a_rank(subject.checkpoint, dims_of(config_of(subject)), sizes)
+    together = not subject.megatron.ranks and fits_together(sizes.world, each)
+    return 0 if together else ranks_at_once(each)
+
+
+def _with_missing(reports: Sequence[RankReport], subject: Subject) -> list[RankReport]:
+    """Adds the keys on disk that none of these ranks asked for, which Megatron tells ranks in a process group."""
+    stored = TorchDistCheckpoint(subject.location.path, hf=subject.hf_path).metadata
+    disk = {*stored.tensors, *(key.partition("/shard_")[0] for key in stored.objects)} - {"common_state"}
+    missing = disk.difference(*(report.asked for report in reports))
+    return [replace(report, missing=tuple(sorted(missing))) for report in reports]
 
 
 def _check_release(subject: Subject) -> None:
@@ -194,7 +241,8 @@ def _on_gpus(sizes: ParallelSizes) -> bool:
 
 def _device(gpu: bool, job: RankJob) -> str:
     spec = "Transformer Engine spec" if job.transformer_engine else "local spec"
-    return f"{'NCCL on GPUs' if gpu else 'gloo on the CPU'}, {spec}"
+    alone = f"the CPU, each rank by itself and {job.at_once} at once"
+    return f"{'NCCL on GPUs' if gpu else alone if job.at_once else 'gloo on the CPU'}, {spec}"
 
 
 def _unable(failures: Mapping[int, Failure]) -> str:

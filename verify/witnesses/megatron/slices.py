@@ -58,7 +58,8 @@ def expected_slice(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> tu
 def compare(local_name: str, rule: Rule, whole: Tensor, local: Tensor, at: Position) -> TensorSeen:
     """Holds one parameter (on the CPU) against its prediction, bit for bit."""
     expected, held = expected_slice(rule, whole, local, at)
-    seen = TensorSeen(local_name, rule.megatron, "equal", held.nbytes, held.numel())
+    dtype = str(local.dtype).removeprefix("torch.")
+    seen = TensorSeen(local_name, rule.megatron, "equal", held.nbytes, held.numel(), dtype=dtype)
     if expected.shape != held.shape:
         return replace(seen, verdict="differs", differing=held.numel())
     if expected.is_contiguous() and held.is_contiguous() and same_bytes(expected, held):

@@ -1,0 +1,38 @@
+"""Parallel layouts to load test models at, as keywords of Subject."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verify.check import Tally
+from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from verify.checks.witnesses.megatron_regions import all_regions
+from verify.evidence.subject import Subject
+from verify.report import Finding
+from verify.witnesses.megatron.options import MegatronOptions
+
+CHECKS = {"CK401": strict_load, "CK402": right_slices, "CK403": all_layers, "CK404": all_regions}
+
+WHOLE: dict[str, Any] = {}
+DENSE: dict[str, dict[str, Any]] = {
+    "TP2": {"tp": 2},
+    "PP2 uneven": {"pp": 2, "megatron": MegatronOptions(decoder_last_pipeline_num_layers=3)},
+    "VPP2": {"pp": 2, "vpp": 2},
+    "TP2 PP2": {"tp": 2, "pp": 2},
+    "PP2": {"pp": 2},
+}
+EXPERTS = {"EP2": {"ep": 2}, "TP2 EP2": {"tp": 2, "ep": 2}, **DENSE}
+
+
+def two_of(number: int, experts: bool) -> Sequence[str]:
+    """Two different layouts for the test model of this number; all models together have all of them."""
+    names = list(EXPERTS if experts else DENSE)
+    first, apart = number % len(names), 1 + number // len(names) % (len(names) - 1)
+    return names[first], names[(first + apart) % len(names)]
+
+
+def judge(subject: Subject) -> tuple[list[Finding], dict[str, Tally]]:
+    """All findings of the checks of Megatron, from one launch, and what each compared."""
+    tallies = {code: Tally() for code in CHECKS}
+    return [finding for code, check in CHECKS.items() for finding in check(subject, tallies[code])], tallies

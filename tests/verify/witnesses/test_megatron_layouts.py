@@ -1,0 +1,351 @@
+"""Layouts of a training job: pipelines of every kind, context parallelism, more ranks than fit, some ranks only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from families import CASES
+from families.case import Case, save
+from fixture_types import PathOf
+from megatron_layouts import CHECKS, judge
+from transformers import PretrainedConfig
+
+from ckptkit.app.api import convert
+from ckptkit.core.errors import CkptkitError
+from converters.planner import dims_of
+from verify.check import Tally
+from verify.evidence.subject import Subject
+from verify.run import verify
+from verify.witnesses.megatron import run as megatron_run
+from verify.witnesses.megatron import waves
+from verify.witnesses.megatron.job import Box, RankReport, TensorSeen
+from verify.witnesses.megatron.options import MegatronOptions
+from verify.witnesses.megatron.run import run_megatron, sizes_of
+
+in_megatron = pytest.mark.usefixtures("served")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Megatron checkpoint and release of 12 layers, the first 2 dense, the others of 12 experts, and one for MTP."""
+    root = tmp_path_factory.mktemp("layouts")
+    save("glm4_moe-mtp", CASES["glm4_moe-mtp"], root / "hf", torch.bfloat16)
+    convert(root / "hf", root / "megatron")
+    return root / "megatron", root / "hf"
+
+
+def subject_of(model: tuple[Path, Path], sizes: dict[str, Any], **options: Any) -> Subject:
+    return Subject(*model, **sizes, megatron=MegatronOptions(**options))
+
+
+# Of each layout: sizes, options, how many ranks, and the layers of each stage.
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, list[str]]] = {
+    "MTP alone on the last stage": (
+        {"pp": 4},
+        {"pipeline_layout": "Et*3|t*4|t*5|mL"},
+        4,
+        ["layers 0..2", "layers 3..6", "layers 7..11", "no layers, 1 for multi-token prediction"],
+    ),
+    "layout of two chunks a stage, embedding and output alone": (
+        {"pp": 2, "ep": 2},
+        {"pipeline_layout": "E|t*6|t*6|mL"},
+        4,
+        ["layers none and 6..11", "layers 0..5 and none, 1 for multi-token prediction"],
+    ),
+    "first and last stage shorter": (
+        {"pp": 3},
+        {"decoder_first_pipeline_num_layers": 2, "decoder_last_pipeline_num_layers": 3},
+        3,
+        ["layers 0..1", "layers 2..8", "layers 9..11, 1 for multi-token prediction"],
+    ),
+    "embedding and loss count, context parallel": (
+        {"tp": 2, "pp": 2},
+        {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True, "cp": 2},
+        8,
+        ["layers 0..5", "layers 6..11, 1 for multi-token prediction"],
+    ),
+}
+
+
+@in_megatron
+@pytest.mark.parametrize("label", list(LAYOUTS))
+def test_every_rank_of_a_layout_holds_its_slice(model: tuple[Path, Path], label: str) -> None:
+    sizes, options, world, stages = LAYOUTS[label]
+    subject = subject_of(model, sizes, **options)
+    findings, tallies = judge(subject)
+    assert findings == []
+    assert tallies["CK403"].facts["pipeline stages"] == [f"pp rank {at}: {held}" for at, held in enumerate(stages)]
+    assert len(subject.once(run_megatron).reports) == world
+    assert f"{world} rank(s)" in tallies["CK401"].facts["megatron"][0]
+    # 10 layers of 12 experts in two parts each, with 8 tensors of attention and norms, router, bias and shared experts;
+    # 2 dense ones; 4 norms and a projection of multi-token prediction around one more layer.
+    assert tallies["CK404"].tensors > 150
+
+
+@in_megatron
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [({"tp": 2, "ep": 2}, {}), ({"pp": 2, "vpp": 2}, {}), ({"pp": 2}, {"pipeline_layout": "Et*9|t*3mL"})],
+)
+def test_ranks_alone_report_what_they_report_in_a_process_group(
+    model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    together = run_megatron(subject_of(model, sizes, **options))
+    monkeypatch.setattr(megatron_run, "fits_together", lambda world, each: False)
+    alone = run_megatron(subject_of(model, sizes, **options))
+    assert (together.device, alone.device) == (
+        "gloo on the CPU, local spec",
+        f"the CPU, each rank by itself and {megatron_run.ranks_at_once(1 << 30)} at once, local spec",
+    )
+    assert alone.reports == together.reports
+    assert all(report.missing and report.asked and report.tensors for report in alone.reports)
+
+
+def with_heads(case: Case, heads: int) -> Case:
+    """The same model with another number of attention heads."""
+
+    def config() -> PretrainedConfig:
+        found = case.config()
+        found.num_attention_heads = heads
+        if found.num_key_value_heads > 2:  # latent attention has as many
+            found.num_key_value_heads = heads
+        return found
+
+    return replace(case, config=config)
+
+
+@in_megatron
+@pytest.mark.parametrize("name", ["glm4_moe-mtp", "kimi_k2"])
+def test_four_dimensional_layout_in_waves(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TP4 PP2 EP4 VPP2: two stages of lcm(4, 4) ranks, each alone."""
+    save(name, with_heads(CASES[name], 8), tmp_path / "hf", torch.bfloat16)
+    convert(tmp_path / "hf", tmp_path / "megatron")
+    monkeypatch.setattr(megatron_run, "fits_together", lambda world, each: False)
+    subject = Subject(tmp_path / "megatron", tmp_path / "hf", tp=4, pp=2, ep=4, vpp=2)
+    findings, tallies = judge(subject)
+    assert findings == []
+    assert tallies["CK403"].facts["pipeline stages"][0] == "pp rank 0: layers 0..2 and 6..8"
+    assert "8 rank(s), the CPU, each rank by itself" in tallies["CK401"].facts["megatron"][0]
+    experts = {
+        report.rank: {
+            tensor.name.split(".")[6]
+            for tensor in report.tensors
+            if ".experts.experts." in tensor.name[len("decoder") :]
+        }
+        for report in subject.once(run_megatron).reports
+    }
+    quarters = [{"0", "1", "2"}, {"3", "4", "5"}, {"6", "7", "8"}, {"9", "10", "11"}]
+    assert [experts[rank] for rank in range(4)] == quarters
+
+
+@pytest.mark.parametrize(
+    ("world", "each", "free", "together", "at_once"),
+    [
+        (1, 100, 10, True, 1),
+        (4, 10, 100, True, 3),
+        (4, 30, 100, False, 3),
+        (8, 10, 1000, True, 3),
+        (16, 10, 1000, False, 3),
+        (16, 60, 100, False, 1),
+    ],
+)
+def test_ranks_that_run_at_once_fit_cores_and_memory(
+    monkeypatch: pytest.MonkeyPatch, world: int, each: int, free: int, together: bool, at_once: int
+) -> None:
+    monkeypatch.setattr(waves, "cores", lambda: 3)
+    monkeypatch.setattr(waves, "free_memory", lambda: free)
+    assert (waves.fits_together(world, each), waves.ranks_at_once(each)) == (together, at_once)
+
+
+def test_memory_of_a_rank_is_that_of_its_share(model: tuple[Path, Path]) -> None:
+    """Half the layers, whose experts are cut in four; 2 x what it holds, 2 x the largest tensor, and the process."""
+    subject = subject_of(model, {"pp": 2, "ep": 4})
+    specs = subject.checkpoint.specs
+    layers = {name: spec.nbytes for name, spec in specs.items() if name.startswith("decoder.layers.")}
+    experts = sum(nbytes for name, nbytes in layers.items() if ".experts.experts." in name)
+    predicting = sum(
+        spec.nbytes for name, spec in specs.items() if name.startswith("mtp.") and ".experts.experts." in name
+    )
+    others = sum(spec.nbytes for spec in specs.values()) - sum(layers.values()) - predicting
+    held = experts / 8 + (sum(layers.values()) - experts) / 2 + predicting / 4 + others
+    assert waves.bytes_a_rank(subject.checkpoint, dims_of(subject.checkpoint.config), sizes_of(subject)) == (
+        int(2 * held) + 2 * max(spec.nbytes for spec in specs.values()) + (700 << 20)
+    )
+
+
+@in_megatron
+def test_chosen_ranks_alone_are_looked_at_and_the_report_says_so(model: tuple[Path, Path]) -> None:
+    report = verify(*model, against=frozenset({"megatron"}), tp=2, pp=2, ranks=[3, 1, 3])
+    assert (report.status, report.findings) == ("passed", [])
+    assert "--ranks: only ranks 1,3 of 4 are looked at; what the others ask for or hold is not" in report.facts["notes"]
+    assert "CK404: --ranks leaves ranks out" in report.facts["not applicable"]
+    assert ", ranks 1,3 of 4, " in report.facts["megatron"][0]
+    assert {check.code: check.status for check in report.checks if check.code.startswith("CK4")} == dict.fromkeys(
+        ("CK401", "CK402", "CK403"), "passed"
+    )
+
+
+@in_megatron
+def test_value_wrong_in_one_slice_fails_at_the_ranks_that_hold_it(
+    model: tuple[Path, Path], tmp_path: Path, edited_release: Callable[[Path, str], Path]
+) -> None:
+    """The last row of down_proj's expert 11 is held by the last expert parallel rank, at each stage's last layer."""
+    release = edited_release(model[1], "model.layers.9.mlp.experts.11.down_proj.weight")
+    wrong = verify(model[0], release, against=frozenset({"megatron"}), pp=2, ep=2, ranks=[3])
+    assert {(one.code, one.rank) for one in wrong.findings if one.code == "CK402"} == {("CK402", "rank 3")}
+    right = verify(model[0], release, against=frozenset({"megatron"}), pp=2, ep=2, ranks=[0])
+    assert [one for one in right.findings if one.code == "CK402"] == []
+
+
+@pytest.fixture
+def edited_release(copy_of: PathOf) -> Callable[[Path, str], Path]:
+    """A copy of a release in which one value of a tensor differs."""
+
+    def edited(release: Path, name: str) -> Path:
+        path = copy_of(release)
+        tensor = models.tensors(path)[name]
+        tensor[-1, -1] += 1
+        models.edit(path, name, tensor)
+        return path
+
+    return edited
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        ({"pp": 2}, {"pipeline_layout": "Et*12L"}, "the layout has 1 stages"),
+        (
+            {"pp": 2},
+            {"pipeline_layout": "Et*6|t*5mL"},
+            "11 layers and 1 for multi-token prediction, the model 12 and 1",
+        ),
+        ({"pp": 2}, {"pipeline_layout": "Et*6|x*6mL"}, "is no layout"),
+        ({"pp": 2, "vpp": 2}, {"pipeline_layout": "Et*6|t*6mL"}, "the layout has 2 stages"),
+        ({"pp": 2}, {"pipeline_layout": "Et*6|t*6mL", "decoder_first_pipeline_num_layers": 6}, "together with other"),
+        ({"pp": 2}, {"decoder_first_pipeline_num_layers": 13}, "-1 layers do not divide"),
+        ({"pp": 2}, {"account_for_loss_in_pipeline_split": True}, "do not divide over the stages"),
+        ({"pp": 2}, {"ranks": (0, 2)}, r"--ranks 2, but TP1 PP2 has 2 rank\(s\)"),
+    ],
+)
+def test_layouts_that_megatron_refuses_start_no_process(
+    model: tuple[Path, Path], sizes: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CkptkitError, match=message):
+        sizes_of(subject_of(model, sizes, **options))
+
+
+def test_layout_implies_the_number_of_chunks(model: tuple[Path, Path]) -> None:
+    assert sizes_of(subject_of(model, {"pp": 2}, pipeline_layout="E|t*6|t*6|mL")).vpp == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cp": 2}, "--cp"),
+        ({"pipeline_layout": "EtL", "ranks": [0]}, "--pipeline-layout, --ranks"),
+        ({"account_for_loss_in_pipeline_split": True}, "--account-for-loss-in-pipeline-split"),
+        ({"decoder_first_pipeline_num_layers": 1}, "--decoder-first-pipeline-num-layers"),
+    ],
+)
+def test_options_of_megatron_without_megatron_are_refused(
+    model: tuple[Path, Path], options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(CkptkitError, match=f"^{said} says how Megatron is launched, and has no effect without"):
+        verify(model[0], **options)
+
+
+# What follows needs no Megatron: reports of a load, changed by hand.
+
+
+def seen(model: tuple[Path, Path]) -> tuple[Subject, RankReport]:
+    """The report of one rank that asks for all of the checkpoint."""
+    subject = subject_of(model, {})
+    stored = subject.megatron_files.opened.metadata.tensors
+    asked = {key: (Box((0,) * len(one.shape), one.shape, True),) for key, one in stored.items()}
+    return subject, RankReport(0, "0", 0, 0, 0, (tuple(range(12)),), len(asked), (), (), (), (), (), (1,), asked)
+
+
+def judged(subject: Subject, *reports: RankReport) -> dict[str | None, str]:
+    subject._results[run_megatron] = megatron_run.MegatronRun(sizes_of(subject), "no device", reports, {})
+    return {one.tensor: one.actual for one in CHECKS["CK404"](subject, Tally())}
+
+
+KEY = "decoder.layers.5.mlp.experts.experts.linear_fc2.weight"  # [12, 128, 96]
+EMBEDDING = "embedding.word_embeddings.weight"  # [352, 128]
+
+
+@pytest.mark.parametrize(
+    ("key", "boxes", "said"),
+    [
+        (KEY, [((0, 0, 0), (12, 128, 96))], None),
+        (KEY, [((0, 0, 0), (5, 128, 96)), ((5, 0, 0), (7, 128, 96))], None),
+        (
+            KEY,
+            [((0, 0, 0), (5, 128, 96)), ((6, 0, 0), (6, 128, 96))],
+            "no rank reads [5:6, 0:128, 0:96] of [12, 128, 96], 8.3% of it",
+        ),
+        (
+            KEY,
+            [((0, 0, 0), (12, 128, 32)), ((0, 0, 64), (11, 128, 32)), ((11, 64, 64), (1, 64, 32))],
+            "no rank reads 51200 elements of [0:12, 0:128, 32:96] of [12, 128, 96], 34.7% of it",
+        ),
+        (EMBEDDING, [((0, 0), (256, 128)), ((256, 0), (256, 128))], None),
+        (EMBEDDING, [((0, 0), (256, 128))], "no rank reads [256:352, 0:128] of [352, 128], 27.3% of it"),
+        (
+            KEY,
+            [((0, 0, 0), (7, 128, 96)), ((5, 0, 0), (7, 128, 96))],
+            "two ranks would save [5:7, 0:128, 0:96] of [12, 128, 96], 16.7% of it",
+        ),
+    ],
+)
+def test_what_no_rank_reads_is_named_with_its_region(
+    model: tuple[Path, Path], key: str, boxes: list[Any], said: str | None
+) -> None:
+    subject, report = seen(model)
+    parts = tuple(Box(offsets, sizes, True) for offsets, sizes in boxes)
+    # Each rank reads one of the parts, and everything else of the checkpoint.
+    reports = [replace(report, rank=rank, asked={**report.asked, key: (part,)}) for rank, part in enumerate(parts)]
+    assert judged(subject, *reports) == ({} if said is None else {key: said})
+
+
+def test_replicas_do_not_own_what_they_read(model: tuple[Path, Path]) -> None:
+    subject, report = seen(model)
+    half = (Box((0, 0, 0), (6, 128, 96), False),)
+    assert judged(subject, report, replace(report, rank=1, asked={**report.asked, KEY: half})) == {}
+
+
+def test_router_bias_that_megatron_rounds_is_a_finding(model: tuple[Path, Path]) -> None:
+    subject, report = seen(model)
+    name = "decoder.layers.5.mlp.router.expert_bias"
+    tensors = tuple(
+        TensorSeen(name, name, "equal", 48, 12, dtype=dtype) for name, dtype in ((name, "bfloat16"), ("x", "bfloat16"))
+    )
+    reports = [replace(report, rank=2, tensors=tensors)]
+    subject._results[run_megatron] = megatron_run.MegatronRun(sizes_of(subject), "no device", reports, {})
+    found = [one for one in judge(subject)[0] if one.expected == "held in float32"]
+    assert [(one.code, one.tensor, one.actual, one.rank) for one in found] == [
+        ("CK402", name, "Megatron holds it in bfloat16", "rank 2")
+    ]
+
+
+@in_megatron
+def test_router_bias_stays_float32_through_the_cast_of_training(model: tuple[Path, Path]) -> None:
+    (report,) = run_megatron(subject_of(model, {})).reports
+    biases = {tensor.dtype for tensor in report.tensors if tensor.name.endswith("expert_bias")}
+    others = {tensor.dtype for tensor in report.tensors if not tensor.name.endswith("expert_bias")}
+    assert (biases, others) == ({"float32"}, {"bfloat16"})
+
+
+def test_report_of_a_rank_survives_its_file(model: tuple[Path, Path], tmp_path: Path) -> None:
+    _, report = seen(model)
+    report.save(tmp_path / "report.json")
+    assert RankReport.load(tmp_path / "report.json") == report
+    assert json.loads((tmp_path / "report.json").read_text())["asked"][EMBEDDING] == [[[0, 0], [352, 128], True]]

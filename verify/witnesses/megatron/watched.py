@@ -1,0 +1,38 @@
+"""Megatron's own reader of torch_dist, which also notes what it was told to read."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from verify.witnesses.megatron.alone import without_collectives
+from verify.witnesses.megatron.imports import importing_megatron
+from verify.witnesses.megatron.job import Box
+
+with importing_megatron():
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+
+class WatchedLoad(TorchDistLoadShardedStrategy):  # type: ignore[misc]
+    """A load strategy for `dist_checkpointing.load`.
+
+    After it, `asked` has every key on disk that this rank read: the boxes of tensors, none for objects. `alone`: there
+    are no other ranks to plan the reading with.
+    """
+
+    def __init__(self, alone: bool = False) -> None:
+        super().__init__()
+        self.asked: dict[str, list[Box]] = {}
+        self.alone = alone
+
+    def load(self, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's."""
+        for wanted in nested_values(sharded_state_dict):
+            boxes = self.asked.setdefault(wanted.key, [])
+            if isinstance(wanted, ShardedTensor):
+                sizes = (*[1] * wanted.prepend_axis_num, *wanted.local_shape)
+                boxes.append(Box(tuple(wanted.global_offset), sizes, is_main_replica(wanted.replica_id)))
+        with without_collectives() if self.alone else nullcontext():
+            return super().load(sharded_state_dict, *args, **kwargs)
