@@ -6,7 +6,8 @@ DEMO_OUT ?= demo-out
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 CELLS ?=
-INSTALL ?= -c constraints.txt
+REQUIREMENTS ?=
+INSTALL ?= $(if $(REQUIREMENTS),-r $(REQUIREMENTS),-c constraints.txt)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -27,7 +28,7 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 		exit 1; \
 	fi
 
-.PHONY: help setup demo test test-sglang lint families mutation-report sglang-matrix bench which-python
+.PHONY: help setup demo test test-sglang test-interop lint families mutation-report sglang-matrix bench which-python
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +51,14 @@ test: $(stamp)  ## run the tests
 test-sglang:  ## run the tests that run SGLang against another release: make test-sglang VERSION=0.5.23
 	@if [ -z "$(VERSION)" ]; then echo 'Which release? make test-sglang VERSION=0.5.23' >&2; exit 1; fi
 	@$(MAKE) test VENV='$(VENV)-sglang-$(VERSION)' INSTALL='sglang==$(VERSION)' PYTEST_ARGS='-m sglang $(PYTEST_ARGS)'
+
+# Tools want different versions of the same packages, so each has an environment of its own. Those that are on no package
+# index are read from a checkout, which an environment variable names: SLIME, MILES, MEGATRON_LM.
+tools := $(sort $(patsubst tests/interop/requirements/%.txt,%,$(wildcard tests/interop/requirements/*.txt)))
+test-interop:  ## run the tests against another tool: make test-interop TOOL=slime SLIME=/path/to/its/checkout
+	@if [ -z "$(filter $(TOOL),$(tools))" ]; then echo 'Which tool? make test-interop TOOL=X, one of: $(tools)' >&2; exit 1; fi
+	@$(MAKE) test VENV='$(VENV)-interop-$(TOOL)' REQUIREMENTS='tests/interop/requirements/$(TOOL).txt' \
+		PYTEST_ARGS='-m interop tests/interop/test_$(TOOL).py $(PYTEST_ARGS)'
 
 lint: $(stamp)  ## ruff, its formatter, and mypy in strict mode
 	@$(python) -m ruff check
@@ -76,7 +85,7 @@ which-python:
 	@$(find_python); echo "$$found"
 
 # A Python that comes without ensurepip (Debian splits it off) still makes an environment, and its own pip fills it.
-$(stamp): pyproject.toml constraints.txt
+$(stamp): pyproject.toml constraints.txt $(REQUIREMENTS)
 	@rm -f $@
 	@if ! $(python) -c 'import pip; $(probe)' >/dev/null 2>&1; then \
 		$(find_python); \

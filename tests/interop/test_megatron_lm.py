@@ -1,0 +1,1 @@
+"""Megatron-LM's own `load_checkpoint` and `save_checkpoint`, on several ranks."""
