@@ -55,10 +55,27 @@ test-sglang:  ## run the tests that run SGLang against another release: make tes
 # Tools want different versions of the same packages, so each has an environment of its own. Those that are on no package
 # index are read from a checkout, which an environment variable names: SLIME, MILES, MEGATRON_LM.
 tools := $(sort $(patsubst tests/interop/requirements/%.txt,%,$(wildcard tests/interop/requirements/*.txt)))
+# Those that want other versions than ckptkit does run in an environment beside VENV, started by tests that run in VENV.
+beside := $(sort $(patsubst tests/interop/beside/%.txt,%,$(wildcard tests/interop/beside/*.txt)))
 test-interop:  ## run the tests against another tool: make test-interop TOOL=slime SLIME=/path/to/its/checkout
-	@if [ -z "$(filter $(TOOL),$(tools))" ]; then echo 'Which tool? make test-interop TOOL=X, one of: $(tools)' >&2; exit 1; fi
+	@if [ -z "$(filter $(TOOL),$(tools) $(beside))" ]; then \
+		echo 'Which tool? make test-interop TOOL=X, one of: $(sort $(tools) $(beside))' >&2; exit 1; fi
+ifneq ($(filter $(TOOL),$(beside)),)
+	@$(MAKE) '$(VENV)-interop-$(TOOL)/.packages'
+	@INTEROP_PYTHON='$(abspath $(VENV)-interop-$(TOOL))/bin/python' $(MAKE) test \
+		PYTEST_ARGS='-m interop tests/interop/test_$(TOOL).py $(PYTEST_ARGS)'
+else
 	@$(MAKE) test VENV='$(VENV)-interop-$(TOOL)' REQUIREMENTS='tests/interop/requirements/$(TOOL).txt' \
 		PYTEST_ARGS='-m interop tests/interop/test_$(TOOL).py $(PYTEST_ARGS)'
+endif
+
+# Its packages lie over those of VENV, which it also sees (torch is large), so each file lists all that differs.
+site := import sysconfig; print(sysconfig.get_path("purelib"))
+$(VENV)-interop-%/.packages: tests/interop/beside/%.txt $(stamp)
+	@$(python) -m venv --clear --without-pip "$(@D)"
+	@$(python) -c '$(site)' > "$$("$(@D)/bin/python" -c '$(site)')/shared.pth"
+	@$(python) -m pip --python "$(@D)/bin/python" install $(pip_flags) --no-deps -r $<
+	@touch $@
 
 lint: $(stamp)  ## ruff, its formatter, and mypy in strict mode
 	@$(python) -m ruff check
