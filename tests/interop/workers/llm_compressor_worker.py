@@ -6,6 +6,7 @@ The job file is a list of {"how": ..., "hf": DIR, "out": DIR to make, "unpacked"
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -44,6 +45,7 @@ def from_model(hf: str, out: str, recipe: Any) -> None:
     data = Dataset.from_dict({"input_ids": tokens.tolist(), "attention_mask": torch.ones_like(tokens).tolist()})
     oneshot(model=model, recipe=recipe, dataset=data, num_calibration_samples=8, max_seq_length=32)
     model.save_pretrained(out, save_compressed=True)
+    shutil.copy(Path(hf) / "tokenizer_config.json", out)
 
 
 def quantize(how: str, hf: str, out: str) -> None:

@@ -17,10 +17,10 @@ from megatron_on_cpu import load_torch_dist, one_rank, save_torch_dist
 
 
 def convert(job: dict[str, str]) -> dict[str, Any]:
-    """Both directions: the seconds that each took, or what mbridge asserts and the model does not fulfil."""
+    """Both directions: the seconds that each took, or how mbridge refuses the model."""
     try:
         return both_ways(job)
-    except AssertionError as error:
+    except (AssertionError, TypeError) as error:
         return {"refused": str(error)}
 
 

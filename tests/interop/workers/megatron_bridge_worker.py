@@ -16,9 +16,11 @@ from megatron_on_cpu import pretend_cuda
 def convert(job: dict[str, str]) -> dict[str, float]:
     """Both directions; the seconds that each took."""
     from megatron.bridge import AutoBridge
+    from megatron.bridge.training.model_load_save import temporary_distributed_context
 
     start = time.monotonic()
-    AutoBridge.import_ckpt(job["hf"], job["imported"])
+    with temporary_distributed_context("gloo"):  # which import_ckpt would start with NCCL
+        AutoBridge.import_ckpt(job["hf"], job["imported"])
     middle = time.monotonic()
     AutoBridge.from_hf_pretrained(job["hf"]).export_ckpt(job["megatron"], job["exported"], show_progress=False)
     return {"import": middle - start, "export": time.monotonic() - middle}

@@ -25,8 +25,9 @@ def pretend_cuda() -> None:
     torch.cuda.set_device = lambda device: None
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.Stream = _Stream
-    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    for module in (torch.cuda, torch.cuda.random):
+        module.get_rng_state = lambda device=None: torch.get_rng_state()
+        module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     torch.cuda.manual_seed = lambda seed: None
     torch.cuda.empty_cache = lambda: None
     torch.Tensor.cuda = lambda self, *arguments, **keywords: self

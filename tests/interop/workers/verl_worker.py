@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 
-import torch
 from megatron_on_cpu import pretend_cuda
 
 
@@ -14,6 +13,8 @@ def main() -> None:
     import verl.utils.device
 
     verl.utils.device.get_nccl_backend = lambda: "gloo"
+    verl.utils.device.get_device_name = lambda: "cpu"
+    verl.utils.device.get_device_id = lambda: 0
     runpy.run_module("verl.model_merger", run_name="__main__", alter_sys=True)
 
 
