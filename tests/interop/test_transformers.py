@@ -1,4 +1,4 @@
-"""transformers loads what `convert` and `quantize` write: every key is known, none is missing, none is initialized anew.
+"""transformers loads what `convert` and `quantize` write: it knows every key and initializes nothing itself.
 
 transformers only logs what it initializes, and so a wrong name ends in a model that answers garbage.
 """
@@ -26,7 +26,7 @@ MTP = ("model.layers.12.", "mtp.", "model.layers.20.")
 
 
 def load(path: Path, caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
-    """Loads the model by the class that config.json names; returns transformers' loading report, with what it logged."""
+    """Loads the model by the class that config.json names; returns the loading report, and under `logged` the log."""
     config = json.loads((path / "config.json").read_text())
     kind = getattr(transformers, config["architectures"][0])
     with caplog.at_level(logging.WARNING, "transformers"):

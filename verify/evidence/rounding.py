@@ -231,9 +231,7 @@ def worst_row(parts: Mapping[str, Tensor], module: str, form: Format, original: 
     return float(distances.max()) if distances.numel() else 0.0
 
 
-def _errors(
-    parts: Mapping[str, Tensor], module: str, form: Format, original: Tensor
-) -> tuple[Tensor, Tensor]:
+def _errors(parts: Mapping[str, Tensor], module: str, form: Format, original: Tensor) -> tuple[Tensor, Tensor]:
     """How far each weight is off, [rows, groups, group], 0 where a short group is filled up; scales [rows, groups]."""
     weights, scale = dequantized(parts, module, form, tuple(original.shape))
     short = weights.shape[1] * weights.shape[2] - original.shape[1]

@@ -72,7 +72,9 @@ def unpack(out: Path, file: str) -> None:
     """Writes what compressed-tensors makes of every packed weight, and all other tensors as they are."""
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     (group,) = config["config_groups"].values()
-    scheme = QuantizationScheme(**{key: value for key, value in group.items() if key in QuantizationScheme.model_fields})
+    scheme = QuantizationScheme(
+        **{key: value for key, value in group.items() if key in QuantizationScheme.model_fields}
+    )
     tensors = {name: tensor for path in sorted(out.glob("*.safetensors")) for name, tensor in load_file(path).items()}
     compressor = BaseCompressor.get_value_from_registry("pack-quantized")
     plain = {}

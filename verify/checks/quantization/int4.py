@@ -260,7 +260,9 @@ def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Skip("the source is quantized itself; CK202 compares the two bit for bit")
     rounding, grid = subject.once(rounding_of), grid_of(config)
     if is_gptq(config):
-        tally.note("CK305: GPTQ rounded these weights, so a row may be off by half its norm; smaller faults do not show")
+        tally.note(
+            "CK305: GPTQ rounded these weights, so a row may be off by half its norm; smaller faults do not show"
+        )
     for one in rounding.values():
         tally.compared(one.nbytes)
     wrong = {name: one for name, one in rounding.items() if one.failed}

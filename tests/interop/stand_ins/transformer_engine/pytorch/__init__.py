@@ -10,7 +10,17 @@ from torch import Tensor, nn
 
 from transformer_engine.pytorch import distributed, fp8, ops
 
-__all__ = ["DotProductAttention", "GroupedLinear", "LayerNorm", "LayerNormLinear", "Linear", "RMSNorm", "distributed", "fp8", "ops"]
+__all__ = [
+    "DotProductAttention",
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "Linear",
+    "RMSNorm",
+    "distributed",
+    "fp8",
+    "ops",
+]
 
 
 def _parameter(*shape: int | None, params_dtype: torch.dtype, device: Any) -> nn.Parameter:
@@ -83,7 +93,9 @@ class LayerNormLinear(Linear):
 class GroupedLinear(Linear):
     """`num_gemms` weights, one an expert."""
 
-    def __init__(self, num_gemms: int, in_features: int, out_features: int, *, bias: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, num_gemms: int, in_features: int, out_features: int, *, bias: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(in_features, out_features, bias=False, **kwargs)
         self.num_gemms = num_gemms
         self.use_bias = bias
