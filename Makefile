@@ -6,7 +6,8 @@ DEMO_OUT ?= demo-out
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 CELLS ?=
-INSTALL ?= -c constraints.txt
+REQUIREMENTS ?=
+INSTALL ?= $(if $(REQUIREMENTS),-r $(REQUIREMENTS),-c constraints.txt)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -27,7 +28,8 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 		exit 1; \
 	fi
 
-.PHONY: help setup demo test test-sglang lint families mutation-report sglang-matrix bench megatron-layouts which-python
+.PHONY: help setup demo test test-sglang test-interop lint families mutation-report sglang-matrix bench \
+	megatron-layouts which-python
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +52,31 @@ test: $(stamp)  ## run the tests
 test-sglang:  ## run the tests that run SGLang against another release: make test-sglang VERSION=0.5.23
 	@if [ -z "$(VERSION)" ]; then echo 'Which release? make test-sglang VERSION=0.5.23' >&2; exit 1; fi
 	@$(MAKE) test VENV='$(VENV)-sglang-$(VERSION)' INSTALL='sglang==$(VERSION)' PYTEST_ARGS='-m sglang $(PYTEST_ARGS)'
+
+# Tools want different versions of the same packages, so each has an environment of its own. Those that are on no package
+# index are read from a checkout, which an environment variable names: SLIME, MILES, MEGATRON_LM.
+tools := $(sort $(patsubst tests/interop/requirements/%.txt,%,$(wildcard tests/interop/requirements/*.txt)))
+# Those that want other versions than ckptkit does run in an environment beside VENV, started by tests that run in VENV.
+beside := $(sort $(patsubst tests/interop/beside/%.txt,%,$(wildcard tests/interop/beside/*.txt)))
+test-interop:  ## run the tests against another tool: make test-interop TOOL=slime SLIME=/path/to/its/checkout
+	@if [ -z "$(filter $(TOOL),$(tools) $(beside))" ]; then \
+		echo 'Which tool? make test-interop TOOL=X, one of: $(sort $(tools) $(beside))' >&2; exit 1; fi
+ifneq ($(filter $(TOOL),$(beside)),)
+	@$(MAKE) '$(VENV)-interop-$(TOOL)/.packages'
+	@INTEROP_PYTHON='$(abspath $(VENV)-interop-$(TOOL))/bin/python' $(MAKE) test \
+		PYTEST_ARGS='-m interop tests/interop/test_$(TOOL).py $(PYTEST_ARGS)'
+else
+	@$(MAKE) test VENV='$(VENV)-interop-$(TOOL)' REQUIREMENTS='tests/interop/requirements/$(TOOL).txt' \
+		PYTEST_ARGS='-m interop tests/interop/test_$(TOOL).py $(PYTEST_ARGS)'
+endif
+
+# Its packages lie over those of VENV, which it also sees (torch is large), so each file lists all that differs.
+site := import sysconfig; print(sysconfig.get_path("purelib"))
+$(VENV)-interop-%/.packages: tests/interop/beside/%.txt $(stamp)
+	@$(python) -m venv --clear --without-pip "$(@D)"
+	@$(python) -c '$(site)' > "$$("$(@D)/bin/python" -c '$(site)')/shared.pth"
+	@$(python) -m pip --python "$(@D)/bin/python" install $(pip_flags) --no-deps -r $<
+	@touch $@
 
 lint: $(stamp)  ## ruff, its formatter, and mypy in strict mode
 	@$(python) -m ruff check
@@ -79,7 +106,7 @@ which-python:
 	@$(find_python); echo "$$found"
 
 # A Python that comes without ensurepip (Debian splits it off) still makes an environment, and its own pip fills it.
-$(stamp): pyproject.toml constraints.txt
+$(stamp): pyproject.toml constraints.txt $(REQUIREMENTS)
 	@rm -f $@
 	@if ! $(python) -c 'import pip; $(probe)' >/dev/null 2>&1; then \
 		$(find_python); \

@@ -17,6 +17,13 @@ from ckptkit.app.api import convert
 from ckptkit.formats.hf.reader import HfCheckpoint
 
 
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Says that the tests against other tools do not run: with several processes pytest counts no deselected tests."""
+    if config.option.markexpr == "not interop":
+        return "tests/interop: deselected, `make test-interop` runs them"
+    return None
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips what is marked as running SGLang where it is not installed."""
     if item.get_closest_marker("sglang") and find_spec("sglang") is None:

@@ -15,6 +15,7 @@ from quant.formats.scheme import (
     EXPERTS_ZERO_POINTS,
     FORMAT,
     GROUP_SIZES,
+    IN_ORDER,
     SCALE_DTYPES,
     QuantScheme,
     parse,
@@ -25,11 +26,10 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
 _FP8 = "float-quantized"
-_IN_ORDER = (None, False, "weight", "static")  # of actorder: stored columns are not reordered
 _HINT = "ckptkit reads INT4 pack-quantized and FP8 float-quantized releases: start from the unquantized release"
 # Values of QuantizationArgs that do not change how weights are stored.
 _SAYS_NOTHING: Mapping[str, tuple[Any, ...]] = {
-    "actorder": _IN_ORDER,
+    "actorder": IN_ORDER,
     "block_structure": (None,),
     "dynamic": (False,),
     "group_size": (None,),
@@ -123,7 +123,7 @@ def _refuse_reordered(content: Mapping[str, Any]) -> None:
     groups = content.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping) and weights.get("actorder") not in _IN_ORDER:
+        if isinstance(weights, Mapping) and weights.get("actorder") not in IN_ORDER:
             raise _unsupported(f"actorder {weights['actorder']!r}")
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Grid = Literal["qmax7", "minmax"]
 Search = Literal["none", "mse"]
 
+# Values of actorder with which GPTQ stores columns in their own order: only the codes differ from rounding to nearest.
+IN_ORDER = (None, False, "weight", "static")
 GROUP_SIZES = (32, 64, 128)
 GRIDS: tuple[Grid, ...] = ("qmax7", "minmax")
 SEARCHES: tuple[Search, ...] = ("none", "mse")
@@ -167,8 +169,10 @@ def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
 
 def _scheme_of(weights: Any, ignore: tuple[str, ...]) -> QuantScheme:
     """Returns the scheme that compressed-tensors' QuantizationArgs describe."""
-    for key, expected in {"num_bits": BITS, "type": "int", "dynamic": False, "actorder": None}.items():
+    for key, expected in {"num_bits": BITS, "type": "int", "dynamic": False}.items():
         _require(key, getattr(weights, key), expected)
+    if weights.actorder not in IN_ORDER:
+        _require("actorder", weights.actorder, None)
     if weights.strategy != "channel":
         _require("strategy", weights.strategy, "group")
     size = weights.group_size if weights.strategy == "group" else None

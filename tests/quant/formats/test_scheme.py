@@ -179,7 +179,6 @@ def _changed(**weights: Any) -> dict[str, Any]:
         ({"quantization_config": _changed(num_bits=8)}, "num_bits is 8"),
         ({"quantization_config": _changed(strategy="tensor", group_size=None)}, "strategy is 'tensor'"),
         ({"quantization_config": _changed(scale_dtype="torch.float64")}, r"unknown scale dtype torch\.float64"),
-        ({"quantization_config": _changed(actorder="weight")}, "actorder is 'weight'"),
         # compressed-tensors refuses it for Kimi's other arguments from 0.20 on; before, it is left to us.
         ({"quantization_config": _changed(actorder="group")}, "refuses this quantization_config|actorder is 'group'"),
         ({"quantization_config": _changed(unknown=1)}, "refuses this quantization_config"),
@@ -189,3 +188,9 @@ def _changed(**weights: Any) -> dict[str, Any]:
 def test_refuses_what_it_does_not_support(config: dict[str, Any], message: str) -> None:
     with pytest.raises(CkptkitError, match=message):
         read_scheme(config)
+
+
+@pytest.mark.parametrize("actorder", ["weight", "static"])
+def test_gptq_with_columns_in_their_own_order_is_the_same_scheme(actorder: str) -> None:
+    changed = {"quantization_config": _changed(actorder=actorder)}
+    assert read_scheme(changed) == read_scheme({"quantization_config": _changed(actorder=None)})

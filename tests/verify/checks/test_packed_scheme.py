@@ -221,6 +221,46 @@ def test_quantization_steps_too_large_for_the_named_grid_are_found(
     assert found[0].actual == "up to 101% off"
 
 
+def moved(codes: torch.Tensor) -> torch.Tensor:
+    """Every 32nd code three steps nearer to zero, as GPTQ may move it to make up for others."""
+    changed = codes.clone()
+    changed[:, ::32] -= 3 * changed[:, ::32].sign()
+    return changed
+
+
+def in_awq_order(codes: torch.Tensor) -> torch.Tensor:
+    """The codes of each word in the order of AWQ."""
+    return codes.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)
+
+
+@pytest.mark.parametrize("actorder", ["static", "weight", None])
+@pytest.mark.parametrize("change", [moved, in_awq_order])
+def test_weights_of_gptq_are_judged_by_the_distance_of_their_rows(
+    actorder: str | None,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    int4: Path,
+    copy_of: CopyOf,
+    releases: PathOf,
+    alone: RunAlone,
+) -> None:
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+
+    path, name = copy_of(int4), f"{EXPERT}.up_proj.weight_packed"
+    codes = unpack_from_int32(models.tensors(path)[name], 4, torch.Size((96, 128)))
+    models.edit(path, name, pack_to_int32(change(codes).contiguous(), 4))
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = actorder
+    (path / "config.json").write_text(json.dumps(config))
+    result, found = alone("CK305", path, source_path=releases("glm4_moe"))
+    packed, wrongly = alone("CK302", path)
+    assert (wrongly, packed.status) == ([], "passed")  # type: ignore[union-attr]
+    if actorder and change is moved:
+        assert (found, result.status) == ([], "passed")  # type: ignore[union-attr]
+        return
+    assert [finding.tensor for finding in found] == [f"{EXPERT}.up_proj.weight"]
+    assert found[0].expected == ("rows within 50% of their norm" if actorder else "at most 0.547 steps")
+
+
 @pytest.fixture(scope="module")
 def asymmetric(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """glm4_moe with zero points, those of routed experts as SGLang reads them, shared ones in BF16. Read only."""

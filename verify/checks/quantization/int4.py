@@ -18,7 +18,7 @@ from verify.checks.quantization.quantization_config import config_issue
 from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config
 from verify.evidence.folding import alike
 from verify.evidence.packed import Format, format_of, part_shapes, read_scales
-from verify.evidence.rounding import grid_of, rounding_of
+from verify.evidence.rounding import grid_of, is_gptq, rounding_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 
@@ -240,13 +240,14 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 @check(
     "CK305",
-    "dequantized weights are within half a step of the source",
+    "dequantized weights are within half a step of the source, those of GPTQ near it",
     stage="quantization",
     needs=("source",),
     rationale="Nibbles in another order, scales of another tensor or a wrong zero point give weights that look like "
     "weights and are not.",
     fix=(
-        "Quantize again from the source. GPTQ and AWQ round by other criteria, so their outputs do not pass this check."
+        "Quantize again from the source. GPTQ is known by `actorder` in config.json, and its rows are only compared by "
+        "their norm. AWQ changes weights before it rounds them, so its output does not pass this check."
     ),
     unless=not_quantized,
 )
@@ -258,15 +259,19 @@ def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if is_quantized(subject.source.config):
         raise Skip("the source is quantized itself; CK202 compares the two bit for bit")
     rounding, grid = subject.once(rounding_of), grid_of(config)
+    if is_gptq(config):
+        tally.note(
+            "CK305: GPTQ rounded these weights, so a row may be off by half its norm; smaller faults do not show"
+        )
     for one in rounding.values():
         tally.compared(one.nbytes)
     wrong = {name: one for name, one in rounding.items() if one.failed}
     coarse = {name: one.scale_off for name, one in rounding.items() if one.scale_off and not one.failed}
     for found in alike(wrong):
-        worst = max(found, key=lambda name: wrong[name].steps)
-        steps, limit = wrong[worst].steps, wrong[worst].limit
+        worst = max(found, key=lambda name: (wrong[name].distance or 0.0, wrong[name].steps))
+        expected, actual = wrong[worst].words
         hint = "quantize again from this source"
-        yield Issue(f"at most {limit:.3f} steps", f"{steps:.3g} steps in {worst}", hint, names=found, file=subject.path)
+        yield Issue(expected, f"{actual} in {worst}", hint, names=found, file=subject.path)
     for found in alike(coarse):
         expected, actual = (
             f"scales of the {grid} grid, as config.json says",

@@ -138,7 +138,7 @@ def position(experts: int, ep: int, local_spec: bool) -> Position:
     )
 
 
-def _seen(chunks: list[GPTModel], config: Any, reference: Checkpoint, at: Position) -> Iterator[TensorSeen]:
+def seen(chunks: list[GPTModel], config: Any, reference: Checkpoint, at: Position) -> Iterator[TensorSeen]:
     rules = {rule.megatron: rule for rule in rules_of(config)}
     for chunk in chunks:
         name_of = partial(global_name, layers=layers_of(chunk), experts=at.experts, rules=rules)
@@ -179,7 +179,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
         missing=tuple(sorted(missing)),
         unexpected=tuple(sorted(unexpected)),
         refused=tuple(refused),
-        tensors=() if job.prompts else tuple(_seen(chunks, config, reference, at)),
+        tensors=() if job.prompts else tuple(seen(chunks, config, reference, at)),
         judged=answers,
         stream=stream,
         mtp=tuple(len(chunk.mtp.layers) if chunk.mtp_process else 0 for chunk in chunks),

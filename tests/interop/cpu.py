@@ -1,0 +1,45 @@
+"""What Megatron-LM's training package and the tools around it ask of a GPU, answered by the CPU.
+
+It patches torch for the whole process, so only processes of their own call it. Nothing that converts, saves or loads a
+weight is replaced.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+HOPPER = (9, 0)
+
+
+class _OnCpu(TorchFunctionMode):
+    """Puts on the CPU what is made on, or moved to, a CUDA device."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wanted = dict(kwargs or {})
+        if "cuda" in str(wanted.get("device")):
+            wanted["device"] = torch.device("cpu")
+        if function is torch.Tensor.to:
+            args = tuple(torch.device("cpu") if _is_cuda(value) else value for value in args)
+        return function(*args, **wanted)
+
+
+def _is_cuda(value: Any) -> bool:
+    return isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+
+
+def pretend_gpu() -> None:
+    """Lets Megatron-LM parse its arguments, build, load and save where there is no GPU."""
+    from verify.witnesses.megatron.model import pretend_cuda
+
+    pretend_cuda()
+    properties = SimpleNamespace(major=HOPPER[0], minor=HOPPER[1], name="cpu", total_memory=0, multi_processor_count=1)
+    torch.cuda.get_device_properties = lambda device=None: properties  # type: ignore[assignment,return-value]
+    torch.cuda.get_device_capability = lambda device=None: HOPPER  # type: ignore[assignment]
+    torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    torch.cuda.empty_cache = lambda: None
+    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign,assignment]
+    _OnCpu().__enter__()

@@ -1,0 +1,100 @@
+"""llm-compressor: its INT4 checkpoints through `lint`, `verify` and `convert`.
+
+Its own compressed-tensors unpacks the weights to compare with.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptkit
+from interop.beside import start_jobs
+from interop.releases import release
+
+MODEL_FREE, EXPOSED = "model_free_ptq", "model_free_ptq, nothing ignored but lm_head"
+RTN, ASYMMETRIC, GPTQ, ORDERED = "RTN", "RTN, asymmetric", "GPTQ", "GPTQ, by importance of columns"
+# The model that is quantized in each way.
+RUNS = {
+    MODEL_FREE: "qwen3_moe",
+    EXPOSED: "qwen3_moe",
+    RTN: "qwen2-untied",
+    ASYMMETRIC: "qwen2-untied",
+    ORDERED: "qwen2-untied",
+    GPTQ: "qwen3_moe",
+}
+# Without slime, which reads `ignore` in its own way; what it would pack is then a warning.
+READERS = ("sglang", "vllm", "transformers")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The releases by name, and by the number of the run `out`, `unpacked` and what ckptkit makes of it."""
+    root = tmp_path_factory.mktemp("llm_compressor")
+    for name in set(RUNS.values()):
+        release(name, root / name)
+    jobs = [
+        {"how": how, "hf": str(root / name), "out": str(of(root, how, "out")), "unpacked": str(of(root, how, "plain"))}
+        for how, name in RUNS.items()
+    ]
+    start_jobs("llm_compressor_worker", root, jobs)
+    return root
+
+
+def of(root: Path, how: str, part: str) -> Path:
+    """A directory or file of one run."""
+    return root / f"{list(RUNS).index(how)}-{part}"
+
+
+@pytest.mark.parametrize("how", RUNS)
+def test_ckptkit_unpacks_what_compressed_tensors_does_bit_for_bit(root: Path, how: str) -> None:
+    ckptkit.convert(of(root, how, "out"), of(root, how, "megatron"))
+    ckptkit.convert(of(root, how, "megatron"), of(root, how, "back"))
+    ours, theirs = models.tensors(of(root, how, "back")), load_file(of(root, how, "plain"))
+    assert ours.keys() == theirs.keys() == models.tensors(root / RUNS[how]).keys()
+    assert [name for name in ours if ours[name].dtype != theirs[name].dtype] == []
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("how", [how for how in RUNS if how != EXPOSED])
+def test_verify_passes_for_the_readers_of_the_format(root: Path, how: str) -> None:
+    report = ckptkit.verify(of(root, how, "out"), root / RUNS[how], readers=READERS)
+    assert errors(report.findings) == []
+    assert report.status == "passed"
+    compared = next(check.tensors_compared for check in report.checks if check.code == "CK305")
+    # Attention has four matrices, an MLP or an expert three, in 12 layers.
+    assert compared == 12 * (4 + 3 * 12 if RUNS[how] == "qwen3_moe" else 4 + 3)
+
+
+@pytest.mark.parametrize("how", RUNS)
+def test_lint_names_the_tensors_that_must_not_be_packed(root: Path, how: str) -> None:
+    report = ckptkit.lint(of(root, how, "out"), readers=READERS)
+    packed = {tensor for finding in report.findings if finding.kind == "packed" for tensor in finding.tensors}
+    assert packed == (
+        {"model.embed_tokens.weight_packed", "model.layers.{0..11}.mlp.gate.weight_packed"} if how == EXPOSED else set()
+    )
+
+
+def test_without_a_model_the_router_and_embeddings_are_packed_unless_ignored(root: Path) -> None:
+    found = ckptkit.verify(of(root, EXPOSED, "out"), root / RUNS[EXPOSED], readers=READERS).findings
+    assert [(finding.code, finding.tensor, finding.count) for finding in errors(found)] == [
+        ("CK301", "model.embed_tokens.weight_packed", 1),
+        ("CK301", "model.layers.{0..11}.mlp.gate.weight_packed", 12),
+    ]
+
+
+def test_slime_would_pack_the_router_that_the_documented_pattern_spares(root: Path) -> None:
+    # `re:.*mlp.gate$` is matched with module names by the format's readers, with names of tensors by slime.
+    found = ckptkit.verify(of(root, MODEL_FREE, "out"), root / RUNS[MODEL_FREE], readers=("slime",)).findings
+    assert [finding.code for finding in errors(found)] == ["CK302"]
+    assert "model.layers.{0..11}.mlp.gate.weight" in errors(found)[0].actual
+
+
+def errors(found: Any) -> list[Any]:
+    """Those that fail the report."""
+    return [finding for finding in found if finding.severity == "error"]

@@ -1,0 +1,142 @@
+"""Megatron-LM's own `load_checkpoint` and `save_checkpoint`, on several ranks.
+
+Its training package comes with megatron-core since 0.19; `MEGATRON_LM` names a checkout to use instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from families import CASES
+from families.case import save
+from fixture_types import PathOf
+
+from ckptkit.app.api import convert
+from converters.megatron.arguments import megatron_args
+from converters.megatron.flags import launch_flags
+from converters.megatron.parallel import ParallelSizes
+from converters.planner import dims_of
+from interop.megatron_training import Loaded, Training, run_training
+
+
+@pytest.fixture(scope="module")
+def megatron_lm(checkout: Callable[[str], Path]) -> Path | None:
+    """The checkout of Megatron-LM; None for the training package that is installed."""
+    if os.environ.get("MEGATRON_LM") or find_spec("megatron") is None or find_spec("megatron.training") is None:
+        return checkout("MEGATRON_LM")
+    return None
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory, megatron_lm: Path | None) -> Callable[..., list[Loaded]]:
+    """`train(source, load, save, sizes)`: Megatron-LM loads one checkpoint and saves the other."""
+
+    def run(source: Path, load: Path, save: Path, sizes: ParallelSizes) -> list[Loaded]:
+        config = json.loads((source / "config.json").read_text())
+        flags = launch_flags(megatron_args(dims_of(config)))
+        training = Training(config, flags, str(source), str(load), str(save), sizes)
+        return run_training(training, tmp_path_factory.mktemp("run") / "job", megatron_lm)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
+    """`release(name)`: the HF directory of a test model of any family."""
+    root = tmp_path_factory.mktemp("hf")
+
+    def make(name: str) -> Path:
+        if not (root / name).exists():
+            save(name, CASES[name], root / name, torch.bfloat16)
+        return root / name
+
+    return make
+
+
+def assert_all_equal(ranks: list[Loaded], world: int, iteration: int) -> None:
+    """Every rank holds exactly its slice of every tensor: nothing unwritten, unknown or different; strict at once."""
+    assert [rank.wrong for rank in ranks] == [[]] * world
+    assert [set(rank.verdicts) for rank in ranks] == [{"equal"}] * world
+    assert {rank.iteration for rank in ranks} == {iteration}
+    assert all(rank.strict and all(rank.strict) for rank in ranks)
+
+
+def assert_same_tensors(back: Path, source: Path) -> None:
+    """Both HF directories hold the same names, dtypes and bits."""
+    found, wanted = models.tensors(back), models.tensors(source)
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if found[name].dtype != wanted[name].dtype] == []
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("qwen2-tied", ParallelSizes(tp=2, pp=2)),
+        ("qwen3_moe", ParallelSizes(tp=2, pp=2)),
+        ("glm4_moe-mtp", ParallelSizes(pp=2, ep=2)),
+        ("llama", ParallelSizes()),
+        ("deepseek_v3", ParallelSizes()),
+        ("kimi_k2", ParallelSizes()),
+        ("qwen3_next", ParallelSizes()),
+        ("gpt_oss", ParallelSizes()),
+        ("minimax_m2", ParallelSizes()),
+    ],
+    ids=str,
+)
+def test_release_loads_strictly_and_what_megatron_saves_of_it_converts_back(
+    name: str, sizes: ParallelSizes, release: PathOf, train: Callable[..., list[Loaded]], tmp_path: Path
+) -> None:
+    source = release(name)
+    convert(source, tmp_path / "ckptkit")
+    assert_all_equal(train(source, tmp_path / "ckptkit", tmp_path / "saved", sizes), sizes.world, 0)
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "10"
+    convert(tmp_path / "saved", tmp_path / "back", hf=source)
+    assert_same_tensors(tmp_path / "back", source)
+
+
+def test_iteration_loads_strictly(release: PathOf, train: Callable[..., list[Loaded]], tmp_path: Path) -> None:
+    source, root = release("qwen2-tied"), tmp_path / "ckptkit"
+    convert(source, root)
+    (root / "release").rename(root / "iter_0000005")
+    (root / "latest_checkpointed_iteration.txt").write_text("5")
+    sizes = ParallelSizes(pp=2)
+    assert_all_equal(train(source, root, tmp_path / "saved", sizes), 2, 0)
+
+
+def test_what_megatron_saved_loads_at_other_sizes(
+    release: PathOf, train: Callable[..., list[Loaded]], tmp_path: Path
+) -> None:
+    source = release("qwen3_moe")
+    convert(source, tmp_path / "ckptkit")
+    train(source, tmp_path / "ckptkit", tmp_path / "first", ParallelSizes(pp=2))
+    assert_all_equal(train(source, tmp_path / "first", tmp_path / "second", ParallelSizes(tp=2, ep=2)), 2, 10)
+
+
+def test_other_weights_are_not_equal(release: PathOf, train: Callable[..., list[Loaded]], tmp_path: Path) -> None:
+    source = release("qwen2-tied")
+    convert(source, tmp_path / "ckptkit")
+    shutil.copytree(source, tmp_path / "other")
+    name = "model.layers.7.mlp.down_proj.weight"
+    models.edit(tmp_path / "other", name, models.tensors(source)[name] * 2)
+    ranks = train(tmp_path / "other", tmp_path / "ckptkit", tmp_path / "saved", ParallelSizes())
+    assert [rank.wrong for rank in ranks] == [["decoder.layers.7.mlp.linear_fc2.weight: differs"]]
+
+
+def test_missing_key_is_refused(release: PathOf, train: Callable[..., list[Loaded]], tmp_path: Path) -> None:
+    source = release("qwen2-tied")
+    convert(source, tmp_path / "ckptkit")
+    models.edit_metadata(
+        tmp_path / "ckptkit" / "release",
+        lambda metadata: metadata.state_dict_metadata.pop("decoder.layers.3.mlp.linear_fc2.weight"),
+    )
+    with pytest.raises(RuntimeError, match=r"decoder\.layers\.3\.mlp\.linear_fc2\.weight"):
+        train(source, tmp_path / "ckptkit", tmp_path / "saved", ParallelSizes())

@@ -1,0 +1,84 @@
+"""transformers loads what `convert` and `quantize` write: it knows every key and initializes nothing itself.
+
+transformers only logs what it initializes, and so a wrong name ends in a model that answers garbage.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import CASES
+from families.case import save
+
+import ckptkit
+
+# Their releases bring their own code, and transformers has no class for them.
+REMOTE = {"kimi_k2", "kimi_k25", "mimo", "mimo-tied-two-layers", "moonlight"}
+LOCAL = [name for name in CASES if name not in REMOTE]
+# Keys of the multi-token prediction layers, for which transformers has no modules, begin so.
+MTP = ("model.layers.12.", "mtp.", "model.layers.20.")
+
+
+def load(path: Path, caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
+    """Loads the model by the class that config.json names; returns the loading report, and under `logged` the log."""
+    config = json.loads((path / "config.json").read_text())
+    kind = getattr(transformers, config["architectures"][0])
+    with caplog.at_level(logging.WARNING, "transformers"):
+        transformers.utils.logging.enable_propagation()
+        model, info = kind.from_pretrained(path, output_loading_info=True, dtype=torch.bfloat16)
+        transformers.utils.logging.disable_propagation()
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    return dict(info) | {"logged": [record.getMessage() for record in caplog.records if record.levelno >= 30]}
+
+
+def judge(info: dict[str, Any]) -> list[str]:
+    """Everything that transformers reports, but for the keys of multi-token prediction layers."""
+    unexpected = [name for name in info["unexpected_keys"] if not name.startswith(MTP)]
+    return sorted([*info["missing_keys"], *map(str, info["mismatched_keys"]), *unexpected])
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_transformers_loads_the_export_with_every_key(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(name, CASES[name], tmp_path / "release", torch.bfloat16)
+    ckptkit.convert(tmp_path / "release", tmp_path / "megatron")
+    ckptkit.convert(tmp_path / "megatron", tmp_path / "back")
+    info = load(tmp_path / "back", caplog)
+    assert judge(info) == []
+    assert [line for line in info["logged"] if "newly initialized" in line or "MISSING" in line] == []
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
+def test_transformers_loads_the_int4_weights_with_every_key(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(name, CASES[name], tmp_path / "release", torch.bfloat16)
+    ckptkit.quantize(tmp_path / "release", tmp_path / "int4", ckptkit_scheme())
+    info = load(tmp_path / "int4", caplog)
+    assert judge(info) == []
+    assert [line for line in info["logged"] if "newly initialized" in line or "MISSING" in line] == []
+
+
+def test_transformers_initializes_int4_experts_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # It looks for fused experts, and takes a group of targets `["Linear"]`, as llm-compressor writes it, for none of
+    # theirs.
+    save("qwen3_moe", CASES["qwen3_moe"], tmp_path / "release", torch.bfloat16)
+    ckptkit.quantize(tmp_path / "release", tmp_path / "int4", ckptkit_scheme())
+    missing = {
+        f"model.layers.{layer}.mlp.experts.{part}" for layer in range(12) for part in ("down_proj", "gate_up_proj")
+    }
+    assert set(load(tmp_path / "int4", caplog)["missing_keys"]) == missing
+
+
+def ckptkit_scheme() -> Any:
+    """INT4 in groups of 32."""
+    from ckptkit.app.api import int4_scheme
+
+    return int4_scheme(group_size=32)

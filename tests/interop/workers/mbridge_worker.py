@@ -1,0 +1,61 @@
+"""Runs mbridge in its environment: HF to Megatron, and Megatron to HF.
+
+The job file is a list of {"hf": DIR, "imported": DIR to make, "megatron": DIR, "exported": DIR to make}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron_on_cpu import load_torch_dist, one_rank, save_torch_dist
+
+
+def convert(job: dict[str, str]) -> dict[str, Any]:
+    """Both directions: the seconds that each took, or how mbridge refuses the model."""
+    try:
+        return both_ways(job)
+    except (AssertionError, TypeError) as error:
+        return {"refused": str(error)}
+
+
+def both_ways(job: dict[str, str]) -> dict[str, float]:
+    """HF to Megatron, then a Megatron checkpoint into the same model and to HF."""
+    from mbridge import AutoBridge
+
+    start = time.monotonic()
+    bridge = AutoBridge.from_pretrained(job["hf"])
+    bridge.set_extra_args(
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+    )
+    (model,) = bridge.get_model(weight_path=job["hf"])
+    save_torch_dist(unwrapped(model), Path(job["imported"]))
+    middle = time.monotonic()
+    load_torch_dist(unwrapped(model), Path(job["megatron"]))
+    bridge.save_weights([model], job["exported"])
+    return {"import": middle - start, "export": time.monotonic() - middle}
+
+
+def unwrapped(model: Any) -> Any:
+    """The GPTModel inside Megatron's Float16Module."""
+    return model.module
+
+
+def main() -> None:
+    """Reads the job file and writes the result of each job beside it."""
+    jobs = Path(sys.argv[1])
+    with tempfile.TemporaryDirectory() as folder, one_rank(Path(folder) / "store"), torch.no_grad():
+        results = [convert(job) for job in json.loads(jobs.read_text())]
+    jobs.with_suffix(".results").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
