@@ -13,7 +13,6 @@ import os
 import re
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -100,8 +99,8 @@ def _stand_in(project: str) -> None:
     import numpy
     import safetensors
 
-    # slime refuses NumPy 2, which megatron-core 0.19 takes.
-    numpy.__version__ = "1.26.4"
+    if project == "slime":  # it refuses NumPy 2, which megatron-core 0.19 takes
+        numpy.__version__ = "1.26.4"
     torch.cuda.memory_allocated = lambda device=None: 0
     torch.cuda.set_device = lambda device: None
     torch.cuda.mem_get_info = lambda device=None: (0, 0)
@@ -155,7 +154,7 @@ def _latent_attention_in_the_local_spec() -> None:
 
 
 def _engine_names_for_slime() -> None:
-    """Gives slime the names that parameters have with Transformer Engine, which it alone knows, for the local spec's."""
+    """Gives slime Transformer Engine's names of parameters, the only ones that it knows, for the local spec's."""
     from slime.backends.megatron_utils.update_weight import common
 
     listed = common.named_params_and_buffers
@@ -208,16 +207,10 @@ def _run(checkout: Path, script: Script, log: Path, index: int) -> None:
         os.dup2(output.fileno(), 2)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(23455 + index)}
     sys.argv = [script.path, *script.arguments]
-    try:
-        path = checkout / script.path
-        # Not by `runpy`: Megatron starts a process to save in, which would import the script again as its main module.
-        sys.modules["__main__"] = ModuleType("__main__")
-        exec(compile(path.read_text(), path, "exec"), {"__name__": "__main__", "__file__": str(path)})  # noqa: S102
-    except BaseException:
-        traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(1)
-    sys.stdout.flush()
+    path = checkout / script.path
+    # Not by `runpy`: Megatron starts a process to save in, which would import the script again as its main module.
+    sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(path.read_text(), path, "exec"), {"__name__": "__main__", "__file__": str(path)})  # noqa: S102
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from families import CASES
 from families.case import save
 
 from ckptkit.app.api import convert
+from ckptkit.formats.torch_dist.names import engine_name
 from converters.megatron.arguments import megatron_args
 from converters.megatron.flags import launch_flags
 from converters.planner import dims_of
@@ -45,7 +46,8 @@ def megatron(root: Path, name: str) -> Path:
 def drop_second_names(root: Path, path: Path) -> Path:
     """A copy of a Megatron checkpoint without the norms' names that only Megatron's local spec has."""
     content = pickle.loads((path / "release" / ".metadata").read_bytes())
-    second = {key for key in content.state_dict_metadata if ".q_layernorm." in key or ".kv_layernorm." in key}
+    names = content.state_dict_metadata.keys()
+    second = {key for key in names if engine_name(key, names) != key}
     copy = root / f"{path.name}-engine"
     (copy / "release").mkdir(parents=True)
     for file in (path / "release").iterdir():

@@ -12,15 +12,16 @@ import models
 import pytest
 import torch
 
-from ckptkit.app.api import convert, lint, verify
-from ckptkit.app.api import quantize as quantize_with_ckptkit
+import ckptkit
+from ckptkit.app.api import convert, int4_scheme
 from interop.scripts import Outcome, run_scripts
 from interop.slime_runs import changed, drop_second_names, export, load, megatron, quantize, release
 
-WHOLE = ("qwen2-tied", "llama", "qwen3_moe", "qwen2_moe", "glm4_moe", "minimax_m2")
-EXPORTED = (*WHOLE, "glm4_moe-mtp", "qwen3_next", "deepseek_v3")
+WHOLE = ("qwen2-tied", "llama", "qwen3_moe", "qwen2_moe", "glm4_moe")
+EXPORTED = (*WHOLE, "glm4_moe-mtp", "qwen3_next", "deepseek_v3", "minimax_m2")
 EXACT = ("qwen2-tied", "llama", "qwen3_moe", "qwen2_moe")
 LOADED = (*EXACT, "glm4_moe-mtp", "deepseek_v3")
+LOST = ["model.layers.12.embed_tokens.weight", "model.layers.12.shared_head.head.weight"]
 BIAS = "mlp.gate.e_score_correction_bias"
 
 
@@ -38,8 +39,9 @@ def runs(root: Path, checkout: Callable[[str], Path]) -> dict[str, Outcome]:
         export(f"{name}/export", release(root, name), megatron(root, name), root / f"{name}-export")
         for name in EXPORTED
     ]
-    engine = drop_second_names(root, megatron(root, "deepseek_v3"))
-    scripts.append(export("engine/export", release(root, "deepseek_v3"), engine, root / "engine-export"))
+    for name in ("deepseek_v3", "minimax_m2"):
+        engine = drop_second_names(root, megatron(root, name))
+        scripts.append(export(f"{name}/engine", release(root, name), engine, root / f"{name}-engine"))
     source = release(root, "qwen3_moe")
     scripts.append(quantize("int4", "convert_hf_to_int4_direct.py", source, root / "int4", "--is-symmetric"))
     scripts.append(quantize("zero points", "convert_hf_to_int4_direct.py", source, root / "zero-points"))
@@ -62,7 +64,7 @@ def loads(root: Path, checkout: Callable[[str], Path]) -> dict[str, Outcome]:
 
 def codes(path: Path, source: Path) -> set[str]:
     """The checks that find something."""
-    return {finding.code for finding in verify(path, source=source).findings}
+    return {finding.code for finding in ckptkit.verify(path, source=source).findings}
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -72,10 +74,9 @@ def test_export_gives_the_source_bit_for_bit(name: str, runs: dict[str, Outcome]
 
 
 def test_export_leaves_out_the_copies_in_the_mtp_layer(runs: dict[str, Outcome], root: Path) -> None:
-    lost = ["model.layers.12.embed_tokens.weight", "model.layers.12.shared_head.head.weight"]
     assert runs["glm4_moe-mtp/export"].code == 0
-    assert changed(root / "glm4_moe-mtp-export", root / "glm4_moe-mtp") == lost
-    assert "CK201" in codes(root / "glm4_moe-mtp-export", root / "glm4_moe-mtp")
+    assert changed(root / "glm4_moe-mtp-export", root / "glm4_moe-mtp") == LOST
+    assert "CK202" in codes(root / "glm4_moe-mtp-export", root / "glm4_moe-mtp")
 
 
 def test_export_swaps_the_halves_of_qwen3_nexts_mtp_projection(runs: dict[str, Outcome], root: Path) -> None:
@@ -85,16 +86,20 @@ def test_export_swaps_the_halves_of_qwen3_nexts_mtp_projection(runs: dict[str, O
     assert "CK202" in codes(root / "qwen3_next-export", root / "qwen3_next")
 
 
-def test_export_refuses_the_local_specs_names_of_latent_attention(runs: dict[str, Outcome]) -> None:
-    assert runs["deepseek_v3/export"].code == 1
-    assert "Unknown parameter name: module.module.decoder.layers.0.self_attention.kv_layernorm.weight" in (
-        runs["deepseek_v3/export"].log
-    )
-
-
-def test_export_of_latent_attention_without_those_names_is_bit_for_bit(runs: dict[str, Outcome], root: Path) -> None:
-    assert runs["engine/export"].code == 0, runs["engine/export"].log[-3000:]
-    assert changed(root / "engine-export", root / "deepseek_v3") == []
+@pytest.mark.parametrize(
+    ("name", "refused", "lost"),
+    [
+        ("deepseek_v3", "self_attention.kv_layernorm.weight", LOST),
+        ("minimax_m2", "mlp.linear_fc1.layer_norm_weight", []),
+    ],
+)
+def test_export_refuses_names_of_the_local_spec_and_works_without_them(
+    name: str, refused: str, lost: list[str], runs: dict[str, Outcome], root: Path
+) -> None:
+    assert runs[f"{name}/export"].code == 1
+    assert f"Unknown parameter name: module.module.decoder.layers.0.{refused}" in runs[f"{name}/export"].log
+    assert runs[f"{name}/engine"].code == 0, runs[f"{name}/engine"].log[-3000:]
+    assert changed(root / f"{name}-engine", root / name) == lost
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -116,16 +121,18 @@ def test_slime_rounds_the_bias_of_routers_to_bfloat16(name: str, loads: dict[str
 
 def test_int4_is_what_ckptkit_quantizes(runs: dict[str, Outcome], root: Path) -> None:
     assert runs["int4"].code == 0, runs["int4"].log[-3000:]
-    quantize_with_ckptkit(root / "qwen3_moe", root / "int4-ckptkit", like=root / "int4")
+    ckptkit.quantize(
+        root / "qwen3_moe", root / "int4-ckptkit", int4_scheme(reference=root / "int4"), like=root / "int4"
+    )
     shapes = [name for name in models.tensors(root / "int4") if name.endswith("weight_shape")]
     assert len(shapes) == 12 * 12 * 3
     assert changed(root / "int4-ckptkit", root / "int4", shapes) == []
 
 
 def test_int4_passes_but_for_the_total_size(runs: dict[str, Outcome], root: Path) -> None:
-    report = verify(root / "int4", source=root / "qwen3_moe")
+    report = ckptkit.verify(root / "int4", source=root / "qwen3_moe")
     assert [(finding.code, finding.severity) for finding in report.findings] == [("CK106", "warning")]
-    assert [issue for issue in lint(root / "int4").findings if issue.severity == "error"] == []
+    assert [issue for issue in ckptkit.lint(root / "int4").findings if issue.severity == "error"] == []
 
 
 def test_int4_converts_to_megatron_and_back(runs: dict[str, Outcome], root: Path) -> None:
