@@ -40,8 +40,10 @@ def runs(root: Path, checkout: Callable[[str], Path]) -> dict[str, Outcome]:
     ]
     engine = drop_second_names(root, megatron(root, "deepseek_v3"))
     scripts.append(export("engine/export", release(root, "deepseek_v3"), engine, root / "engine-export"))
-    for name in ("qwen2-tied", "qwen3_moe"):
-        scripts.append(ray_export(f"{name}/ray", root / name, megatron(root, name), root / f"{name}-ray"))
+    scripts += [
+        ray_export(f"{name}/ray", root / name, megatron(root, name), root / f"{name}-ray")
+        for name in ("qwen2-tied", "qwen3_moe")
+    ]
     engine = drop_second_names(root, megatron(root, "qwen3_moe"))
     scripts.append(ray_export("engine/ray", root / "qwen3_moe", engine, root / "engine-ray"))
     source = release(root, "qwen3_moe")
