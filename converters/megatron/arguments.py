@@ -57,6 +57,7 @@ def megatron_args(dims: ModelDims, dialect: str = "mcore") -> dict[str, Any]:
         "tokenizer_type": "HuggingFaceTokenizer",
         "num_experts": dims.experts or None,
         "mtp_num_layers": dims.mtp_layers or None,
+        "q_lora_rank": None,  # slime's exporter reads it for every model
     }
     args |= mla_args(dims) if dims.mla else _rope_args(dims)
     args |= _window_args(dims)

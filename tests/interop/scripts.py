@@ -1,0 +1,217 @@
+"""Runs scripts of a checkout of slime or miles without a GPU, each in a process forked from one that has the imports.
+
+What stands in for a GPU is in `interop.cpu` and here: a CPU accelerator for slime, `safe_open` on the CPU, and the one
+CUDA kernel of the INT4 tool, whose formula `_int4_kernel` follows. The scripts themselves run unchanged.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from processes import TESTS, run_module
+from torch import Tensor
+
+IMPORTS = {
+    "slime": ("slime.backends.megatron_utils.hf_to_megatron", "slime.backends.megatron_utils.megatron_to_hf"),
+    "miles": ("miles.backends.megatron_utils.megatron_to_hf", "miles.utils.hf_config"),
+}
+
+
+@dataclass(frozen=True)
+class Script:
+    """One run: a name, the script's path within the checkout, and its command line."""
+
+    label: str
+    path: str
+    arguments: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its exit code, what it printed, and seconds without imports."""
+
+    code: int
+    log: str
+    seconds: float
+
+
+def run_scripts(
+    project: str, checkout: Path, scripts: Sequence[Script], scratch: Path, megatron: Path | None = None
+) -> dict[str, Outcome]:
+    """Runs all of them; `megatron` is the Megatron-LM that they import, the installed one without."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    job = {"project": project, "checkout": str(checkout), "scripts": [asdict(script) for script in scripts]}
+    (scratch / "job.json").write_text(json.dumps(job))
+    path = os.pathsep.join(map(str, filter(None, [TESTS.parent, TESTS, checkout, megatron])))
+    run_module(
+        "interop.scripts",
+        scratch,
+        PYTHONPATH=path,
+        OMP_NUM_THREADS="1",
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+        HF_HUB_OFFLINE="1",
+    )
+    return {
+        script.label: Outcome(
+            **json.loads((scratch / f"{index}.json").read_text()), log=(scratch / f"{index}.log").read_text()
+        )
+        for index, script in enumerate(scripts)
+    }
+
+
+# What follows runs in the process that is forked, and in its forks.
+
+
+def main() -> None:
+    """The folder with job.json."""
+    folder = Path(sys.argv[1])
+    job = json.loads((folder / "job.json").read_text())
+    from interop.cpu import pretend_gpu
+
+    sys.modules.setdefault("wandb", ModuleType("wandb"))  # slime's logging imports it, and these scripts log nothing
+    pretend_gpu()
+    _stand_in(job["project"])
+    for name in IMPORTS[job["project"]]:
+        importlib.import_module(name)
+    context = multiprocessing.get_context("fork")
+    for index, values in enumerate(job["scripts"]):
+        script, start = Script(**values), time.monotonic()
+        process = context.Process(target=_run, args=(Path(job["checkout"]), script, folder / f"{index}.log", index))
+        process.start()
+        process.join()
+        end = {"code": process.exitcode, "seconds": time.monotonic() - start}
+        (folder / f"{index}.json").write_text(json.dumps(end))
+
+
+def _stand_in(project: str) -> None:
+    import numpy
+    import safetensors
+
+    if project == "slime":  # it refuses NumPy 2, which megatron-core 0.19 takes
+        numpy.__version__ = "1.26.4"
+    torch.cuda.memory_allocated = lambda device=None: 0
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.mem_get_info = lambda device=None: (0, 0)
+    made = torch.tensor  # the tools work in threads, and torch keeps a function mode to one thread
+    torch.tensor = lambda *values, **more: made(*values, **more | ({"device": "cpu"} if "device" in more else {}))
+    opened = safetensors.safe_open
+    safetensors.safe_open = lambda file, framework, device="cpu": opened(file, framework, "cpu")
+    kernel: Any = ModuleType("fake_int4_quant_cuda")
+    kernel.fake_int4_quant_cuda = _int4_kernel
+    sys.modules["fake_int4_quant_cuda"] = kernel
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.model_parallel_cuda_manual_seed = lambda *args, **more: None
+    _latent_attention_in_the_local_spec()
+    if project == "slime":
+        _slime_on_the_cpu()
+        _engine_names_for_slime()
+
+
+def _slime_on_the_cpu() -> None:
+    from slime.utils import accelerator
+    from slime.utils.accelerator.cuda import CUDAAccelerator
+
+    class Cpu(CUDAAccelerator):
+        communication_backend_name = "gloo"
+
+        def is_available(self) -> bool:
+            return True
+
+        def device_name(self, index: Any = None) -> str:
+            return "cpu"
+
+        def current_device(self) -> int:
+            return 0
+
+        def distributed_device_id(self, index: Any = None) -> None:
+            return None
+
+    accelerator.set_accelerator(Cpu())
+
+
+def _latent_attention_in_the_local_spec() -> None:
+    from megatron.core.models import backends
+    from megatron.core.transformer import multi_latent_attention
+
+    from verify.witnesses.megatron.variants.mla import LatentDotProductAttention
+
+    backends.DotProductAttention = LatentDotProductAttention
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
+
+
+def _engine_names_for_slime() -> None:
+    """Gives slime Transformer Engine's names of parameters, the only ones that it knows, for the local spec's."""
+    from slime.backends.megatron_utils.update_weight import common
+
+    listed = common.named_params_and_buffers
+
+    def renamed(args: Any, model: Any) -> Any:
+        for name, parameter in listed(args, model):
+            yield _engine_name(name, bool(args.multi_latent_attention), _moe_layers(args)), parameter
+
+    common.named_params_and_buffers = renamed
+
+
+def _moe_layers(args: Any) -> frozenset[int]:
+    return frozenset(layer for layer, moe in enumerate(args.moe_layer_freq) if moe) if args.num_experts else frozenset()
+
+
+def _engine_name(name: str, latent: bool, moe: frozenset[int]) -> str:
+    name = re.sub(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"experts.\2.weight\1", name)
+    layer = re.search(r"decoder\.layers\.(\d+)\.", name)
+    norms = {"q_layernorm.": "linear_q_up_proj.layer_norm_", "kv_layernorm.": "linear_kv_up_proj.layer_norm_"}
+    norms = norms if latent else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if layer and int(layer[1]) not in moe:
+        norms["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    for local, engine in norms.items():
+        if f".{local}" in name:
+            return name.replace(local, engine)
+    return name
+
+
+def _int4_kernel(weight: Tensor, block: tuple[int, int], symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and zero points in the weight's dtype, as slime's `fake_int4_quant_cuda.cu` computes them.
+
+    weight: [rows, columns], block: (1, group size).
+    """
+    groups = weight.float().unflatten(-1, (-1, block[1]))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    floor = torch.tensor(1e-5)
+    if symmetric:
+        scale = torch.maximum(groups.abs().amax(-1, keepdim=True) * torch.tensor(1.0 / 7.0), floor)
+        zero = torch.zeros_like(scale)
+    else:
+        scale = torch.maximum((high - low) * torch.tensor(1.0 / 15.0), floor)
+        zero = (-(low / scale).round()).clamp(0, 15)
+    codes = (groups / scale).round() + zero
+    return tuple(part.flatten(-2).to(weight.dtype) for part in (codes, scale, zero))  # type: ignore[return-value]
+
+
+def _run(checkout: Path, script: Script, log: Path, index: int) -> None:
+    with log.open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(23455 + index)}
+    sys.argv = [script.path, *script.arguments]
+    path = checkout / script.path
+    # Not by `runpy`: Megatron starts a process to save in, which would import the script again as its main module.
+    sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(path.read_text(), path, "exec"), {"__name__": "__main__", "__file__": str(path)})  # noqa: S102
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""miles' own exporters and quantizers, where they differ from slime's, on ckptkit's checkpoints; `MILES` a checkout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import pytest
+
+import ckptkit
+from ckptkit.app.api import convert, int4_scheme
+from interop.scripts import Outcome, Script, run_scripts
+from interop.slime_runs import changed, drop_second_names, export, megatron, quantize, release
+
+WHOLE = ("qwen2-tied", "llama", "qwen3_moe", "glm4_moe", "qwen3_next")
+LOST = ["model.layers.12.embed_tokens.weight", "model.layers.12.shared_head.head.weight"]
+
+
+def ray_export(label: str, source: Path, checkpoint: Path, output: Path) -> Script:
+    """torch_dist to HF by the tool that works on Ray."""
+    words = ["--input-dir", checkpoint / "release", "--output-dir", output, "--origin-hf-dir", source]
+    words += ["--model-name", source.name.partition("-")[0].replace("_", "")]
+    return Script(label, "tools/convert_torch_dist_to_hf_ray.py", [*map(str, words), "--concurrency", "1"])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where everything is: `NAME`, `NAME-megatron`, and what miles made of them."""
+    return tmp_path_factory.mktemp("miles")
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path, checkout: Callable[[str], Path]) -> dict[str, Outcome]:
+    """Every script, by label."""
+    miles = checkout("MILES")
+    names = (*WHOLE, "glm4_moe-mtp", "deepseek_v3")
+    scripts = [
+        export(f"{name}/export", release(root, name), megatron(root, name), root / f"{name}-export") for name in names
+    ]
+    engine = drop_second_names(root, megatron(root, "deepseek_v3"))
+    scripts.append(export("engine/export", release(root, "deepseek_v3"), engine, root / "engine-export"))
+    scripts += [
+        ray_export(f"{name}/ray", root / name, megatron(root, name), root / f"{name}-ray")
+        for name in ("qwen2-tied", "qwen3_moe")
+    ]
+    engine = drop_second_names(root, megatron(root, "qwen3_moe"))
+    scripts.append(ray_export("engine/ray", root / "qwen3_moe", engine, root / "engine-ray"))
+    source = release(root, "qwen3_moe")
+    scripts.append(quantize("int4", "convert_hf_to_int4_direct.py", source, root / "int4"))
+    scripts.append(
+        quantize(
+            "not symmetric", "convert_hf_to_int4_direct.py", source, root / "not-symmetric", "--is-symmetric", "False"
+        )
+    )
+    block = ("--strategy", "block", "--block-size", "128", "128")
+    scripts.append(quantize("fp8", "convert_hf_to_fp8.py", source, root / "fp8", *block))
+    return run_scripts("miles", miles, scripts, root / "runs")
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_export_gives_the_source_bit_for_bit(name: str, runs: dict[str, Outcome], root: Path) -> None:
+    assert runs[f"{name}/export"].code == 0, runs[f"{name}/export"].log[-3000:]
+    assert changed(root / f"{name}-export", root / name) == []
+
+
+def test_export_on_ray_gives_the_source_bit_for_bit(runs: dict[str, Outcome], root: Path) -> None:
+    assert runs["qwen2-tied/ray"].code == 0, runs["qwen2-tied/ray"].log[-3000:]
+    assert changed(root / "qwen2-tied-ray", root / "qwen2-tied") == []
+
+
+def test_export_on_ray_refuses_two_names_of_one_norm_and_works_with_one(runs: dict[str, Outcome], root: Path) -> None:
+    assert runs["qwen3_moe/ray"].code == 1
+    assert "Duplicate HF tensor emitted" in runs["qwen3_moe/ray"].log
+    assert runs["engine/ray"].code == 0, runs["engine/ray"].log[-3000:]
+    assert changed(root / "engine-ray", root / "qwen3_moe") == []
+
+
+def test_export_leaves_out_the_copies_in_the_mtp_layer(runs: dict[str, Outcome], root: Path) -> None:
+    assert changed(root / "glm4_moe-mtp-export", root / "glm4_moe-mtp") == LOST
+    report = ckptkit.verify(root / "glm4_moe-mtp-export", source=root / "glm4_moe-mtp")
+    assert "CK202" in {finding.code for finding in report.findings}
+
+
+def test_export_refuses_the_local_specs_names_of_latent_attention(runs: dict[str, Outcome], root: Path) -> None:
+    assert runs["deepseek_v3/export"].code == 1
+    assert "Unknown parameter name: module.module.decoder.layers.0.self_attention.kv_layernorm.weight" in (
+        runs["deepseek_v3/export"].log
+    )
+    assert runs["engine/export"].code == 0, runs["engine/export"].log[-3000:]
+    assert changed(root / "engine-export", root / "deepseek_v3") == LOST
+
+
+def test_int4_is_what_ckptkit_quantizes(runs: dict[str, Outcome], root: Path) -> None:
+    assert runs["int4"].code == 0, runs["int4"].log[-3000:]
+    scheme = int4_scheme(reference=root / "int4")
+    ckptkit.quantize(root / "qwen3_moe", root / "int4-ckptkit", scheme, like=root / "int4")
+    shapes = [name for name in models.tensors(root / "int4") if name.endswith("weight_shape")]
+    assert len(shapes) == 12 * 12 * 3
+    assert changed(root / "int4-ckptkit", root / "int4", shapes) == []
+
+
+def test_asking_for_zero_points_gives_none(runs: dict[str, Outcome], root: Path) -> None:
+    assert runs["not symmetric"].code == 0, runs["not symmetric"].log[-3000:]
+    assert changed(root / "not-symmetric", root / "int4") == []
+
+
+def test_fp8_converts_to_megatron_and_back(runs: dict[str, Outcome], root: Path) -> None:
+    assert runs["fp8"].code == 0, runs["fp8"].log[-3000:]
+    convert(root / "fp8", root / "fp8-megatron")
+    convert(root / "fp8-megatron", root / "fp8-back", hf=root / "qwen3_moe")
+    assert models.tensors(root / "fp8-back").keys() == models.tensors(root / "qwen3_moe").keys()
