@@ -22,6 +22,7 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.buffers import bytes_of, elements
 from ckptkit.storage.directory import RemoteFile
 from ckptkit.storage.read import read_new
+from ckptkit.storage.regular import open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,7 +107,7 @@ def read_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
 def scan_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
     """Does what `read_shard` does, but keeps what is wrong as `faults`. Raises OSError where it cannot be read."""
     size = remote.size if remote else path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
             return unreadable(path, f"{size} bytes, too few for a header of {length}", remote)

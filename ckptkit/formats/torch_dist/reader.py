@@ -28,12 +28,15 @@ from ckptkit.formats.megatron_config import config_in, hf_home
 from ckptkit.formats.torch_dist.names import engine_name, whole_of
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob
+from ckptkit.formats.torch_save.records import Dtype
 from ckptkit.storage.directory import Directory
+from ckptkit.storage.regular import read_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
+MOST_METADATA = 1 << 30  # bytes: a save of 10^12 parameters with its optimizer by 2048 ranks has about 10^8
 _FIRST = attrgetter("offsets")
 
 # What a trainer saves beside the weights. megatron-core numbers the state of chained optimizers (MoE) with a prefix.
@@ -75,8 +78,7 @@ def read_metadata(path: Path) -> StoredMetadata:
     """`.metadata` of a torch_dist directory. Raises CkptkitError when it is missing, damaged or incomplete."""
     file = path / ".metadata"
     try:
-        with file.open("rb") as stream:
-            content = unpickle.load(stream)
+        content = unpickle.loads(read_regular(file, MOST_METADATA))
         places = {
             (index.fqn, _shape(getattr(index, "offset", None))): info for index, info in content.storage_data.items()
         }
@@ -141,7 +143,7 @@ def _stored(storage: _Storage, key: str, entry: Any) -> StoredTensor:
 def _dtype(properties: Any) -> str:
     # TensorProperties pickles itself as the tuple (dtype, layout, requires_grad, memory format, pin_memory).
     dtype = properties.state[0]
-    if not isinstance(dtype, unpickle.Dtype):
+    if not isinstance(dtype, Dtype):
         raise TypeError(f"{dtype} is no dtype")
     return dtype.name
 

@@ -22,6 +22,7 @@ from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS, torch_dtype
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.formats.torch_save import unpickle
+from ckptkit.formats.torch_save.records import NotAllowed
 from ckptkit.storage.buffers import bytes_of, elements, tensor_of
 from ckptkit.storage.read import ARENA, BLOCK, FileExtent, read_into, read_new
 
@@ -189,7 +190,7 @@ class Blob:
             raise CkptkitError(f"{self}: is big-endian", "save it on a little-endian machine")
         try:
             return unpickle.loads(self._bytes(entries, "data.pkl"), allowed)
-        except unpickle.NotAllowed as error:
+        except NotAllowed as error:
             raise CkptkitError(
                 f"{self.path} holds {error.kind}, which is no plain data",
                 "nothing in it was run; where you trust the file, load it, leave that out and save it again",
