@@ -22,16 +22,26 @@ def parse(text: bytes) -> Any:
     """
     if len(text) > MOST_BYTES:
         raise ValueError(f"{len(text)} bytes, and at most {MOST_BYTES} are read")
-    if (values := text.count(b",") + text.count(b":")) > MOST_VALUES:
+    if (values := count_values(text)) > MOST_VALUES:
         raise ValueError(f"about {values} values, and at most {MOST_VALUES} are read")
     try:
         value = json.loads(text.decode(), object_pairs_hook=_once, parse_int=_integer)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     _check_depth(value)
+    require_characters(text, value)
+    return value
+
+
+def count_values(text: bytes) -> int:
+    """About how many values JSON has, before it is parsed: no fewer but for one in each list or object."""
+    return text.count(b",") + text.count(b":")
+
+
+def require_characters(text: bytes, value: Any) -> None:
+    """Raises ValueError where a string of `value`, which `text` says, has half of a surrogate pair."""
     if _SURROGATE.search(text):
         json.dumps(value, ensure_ascii=False).encode()
-    return value
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

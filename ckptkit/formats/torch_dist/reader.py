@@ -28,7 +28,7 @@ from ckptkit.formats.megatron_config import config_in, hf_home
 from ckptkit.formats.torch_dist.names import engine_name, whole_of
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob
-from ckptkit.formats.torch_save.records import Dtype
+from ckptkit.formats.torch_save.records import Dtype, is_bounded
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.regular import read_regular
 
@@ -338,7 +338,10 @@ class TorchDistCheckpoint:
                 f"{self.path}: the stored training arguments are {type(stored).__name__}, no namespace",
                 "the checkpoint is damaged",
             )
-        return dict(vars(stored)) if stored is not None else {}
+        found = dict(vars(stored)) if stored is not None else {}
+        if not is_bounded(found):
+            raise CkptkitError(f"{self.path}: the stored training arguments have no end", "the checkpoint is damaged")
+        return found
 
     def byte_ranges(self, names: Iterable[str]) -> Iterator[ByteRange]:
         """Where the chunks of these tensors stand."""

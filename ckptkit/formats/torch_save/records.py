@@ -6,6 +6,8 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
+_MOST_DEPTH, _MOST_PARTS = 32, 1_000_000  # of a value; a launch has some hundred arguments
+
 
 class Record:
     """Stands for an instance of any class: `args` are what it was built with, `state` what `__setstate__` got.
@@ -43,6 +45,21 @@ class Dtype:
 
 class Items(dict[Any, Any]):
     """An OrderedDict as a plain dict, on which pickles may still set attributes, as a module's state dict has some."""
+
+
+def is_bounded(value: Any) -> bool:
+    """Whether a value has few enough parts to be printed and compared; one that holds itself has not."""
+    level, left = [value], _MOST_PARTS
+    for _ in range(_MOST_DEPTH):
+        level = [part for one in level if isinstance(one, (dict, list, tuple)) for part in _parts(one)]
+        left -= len(level)
+        if not level or left < 0:
+            return left >= 0
+    return False
+
+
+def _parts(value: Any) -> Any:
+    return [*value, *value.values()] if isinstance(value, dict) else value
 
 
 class NotAllowed(pickle.UnpicklingError):

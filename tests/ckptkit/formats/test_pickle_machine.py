@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.machine import MOST_INTEGER, MOST_NAMES
-from ckptkit.formats.torch_save.records import Record
+from ckptkit.formats.torch_save.records import Record, is_bounded
 
 _KEYS = st.one_of(st.text(), st.integers(-(2**59), 2**59), st.booleans(), st.none(), st.binary(), st.tuples(st.text()))
 _PLAIN = st.recursive(
@@ -128,3 +128,24 @@ def test_one_name_is_one_class() -> None:
 def test_numbers_of_all_widths() -> None:
     values = [0, 255, 256, 65535, 65536, -1, -(2**31), 2**31, 2**63, -(2**100), math.inf, -0.0, 5e-324]
     assert unpickle.loads(pickle.dumps(values, 2)) == values
+
+
+def _doubled(levels: int) -> Any:
+    value: Any = [0, 0]
+    for _ in range(levels):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "bounded"),
+    [
+        pytest.param({"a": [1, (2, {"b": [3]})]}, True, id="arguments"),
+        pytest.param([[0] * 100] * 1000, True, id="many parts"),
+        pytest.param(_doubled(25), False, id="2^25 parts"),
+        pytest.param(_doubled(100), False, id="2^100 parts"),
+        pytest.param(unpickle.loads(b"\x80\x02]q\x00h\x00a."), False, id="holds itself"),
+    ],
+)
+def test_values_without_an_end_are_told(value: Any, bounded: bool) -> None:
+    assert is_bounded(value) is bounded
