@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import unicodedata
 from typing import Any
 
@@ -20,6 +21,18 @@ def printable(text: str) -> str:
 def _escape(char: str) -> str:
     code = ord(char)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 4
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = 12
+_SHORT.maxstring = _SHORT.maxother = 120
+_SHORT.maxlong = 60
+
+
+def shortened(value: Any) -> str:
+    """A value of a file as Python writes it, without what is deep or long in it."""
+    return _SHORT.repr(value)
 
 
 def json_text(content: Any) -> str:

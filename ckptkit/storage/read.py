@@ -20,6 +20,7 @@ import numpy as np
 
 from ckptkit.core.extents import ByteRange, Reader
 from ckptkit.storage.buffers import BUFFER, bytes_of, cuts, new_buffer, tensor_of
+from ckptkit.storage.regular import open_descriptor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +36,7 @@ class InputFile:
     """A file that is open for reading: large pieces that are not in the page cache are read past it."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY)
+        self._descriptor = open_descriptor(path)
 
     def __enter__(self) -> InputFile:
         return self

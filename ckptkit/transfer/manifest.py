@@ -22,7 +22,9 @@ from ckptkit.formats.detect import LOADED, Location
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.shard import MAX_HEADER
 from ckptkit.formats.hf.side_files import MANIFEST, side_files
+from ckptkit.formats.torch_dist.reader import MOST_METADATA
 from ckptkit.storage.digest import TensorDigest, is_blake3
+from ckptkit.storage.regular import open_regular, read_regular
 from ckptkit.storage.whole import write_whole
 from ckptkit.transfer.copy import copy
 
@@ -88,7 +90,7 @@ def file_digest(path: Path) -> str:
     """BLAKE3 of a file in hexadecimal. Raises CkptkitError when it cannot be read."""
     digest = blake3()
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while piece := file.read(1 << 20):
                 digest.update(piece)
     except OSError as error:
@@ -115,8 +117,8 @@ def lineage_of(location: Location) -> dict[str, str]:
 
 def _header(path: Path) -> bytes:
     if path.suffix != ".safetensors":
-        return path.read_bytes() if path.name == ".metadata" else b""
-    with path.open("rb") as file:
+        return read_regular(path, MOST_METADATA) if path.name == ".metadata" else b""
+    with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         return file.read(min(length, MAX_HEADER))
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.json_text import MOST_BYTES
 from ckptkit.formats.hf.reader import read_json
+from ckptkit.storage.regular import read_regular
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 _TIKTOKEN, _SENTENCEPIECE = "tiktoken.model", "tokenizer.model"
@@ -56,14 +58,14 @@ class SideFiles:
         if isinstance(stated, list):
             return [" ".join(map(str, one)) if isinstance(one, list) else str(one) for one in stated]
         path = self.root / "merges.txt"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        lines = _text(path).splitlines() if path.exists() else []
         return [line for line in lines if line and not line.startswith("#version")]
 
     @cached_property
     def sentencepiece(self) -> str | None:
         """The SHA-256 of tokenizer.model, which only its own library can read; None where there is none."""
         path = self.root / _SENTENCEPIECE
-        return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+        return hashlib.sha256(_content(path)).hexdigest() if path.exists() else None
 
     @cached_property
     def special_flags(self) -> Mapping[str, bool]:
@@ -130,7 +132,7 @@ class SideFiles:
         path = self.root / _TIKTOKEN
         if not path.exists():
             return {}
-        parts = [line.split() for line in path.read_text(errors="replace").splitlines() if line]
+        parts = [line.split() for line in _text(path).splitlines() if line]
         if any(len(part) != 2 or not part[1].isdecimal() for part in parts):
             raise CkptkitError(f"{path} is no tiktoken file", "copy the tokenizer from the release")
         return {f"{_TIKTOKEN}:{token}": int(rank) for token, rank in parts}
@@ -152,9 +154,9 @@ class SideFiles:
     def _templates(self) -> Mapping[str, tuple[str, str]]:
         """File and text of each template."""
         files = sorted((self.root / _MORE_TEMPLATES).glob("*.jinja"))
-        named = {path.stem: (f"{_MORE_TEMPLATES}/{path.name}", path.read_text(errors="replace")) for path in files}
+        named = {path.stem: (f"{_MORE_TEMPLATES}/{path.name}", _text(path)) for path in files}
         if (self.root / _TEMPLATE).exists():
-            return {"default": (_TEMPLATE, (self.root / _TEMPLATE).read_text(errors="replace")), **named}
+            return {"default": (_TEMPLATE, _text(self.root / _TEMPLATE)), **named}
         own = self._json(_TEMPLATE_JSON).get("chat_template")
         file, content = (_TEMPLATE_JSON, own) if own else (TOKENIZER_CONFIG, self.tokenizer_config.get("chat_template"))
         if isinstance(content, list):
@@ -172,6 +174,17 @@ class SideFiles:
 
     def _json(self, file: str) -> Mapping[str, Any]:
         return read_json(self.root / file) if (self.root / file).exists() else {}
+
+
+def _text(path: Path) -> str:
+    return _content(path).decode(errors="replace")
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_regular(path, MOST_BYTES)
+    except OSError as error:
+        raise CkptkitError(f"{path}: {error.strerror}", "it belongs to the tokenizer; make it readable") from error
 
 
 def _objects(content: Any) -> list[Mapping[str, Any]]:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.detect import ITERATION, TRACKER, is_legacy, tracked
+from ckptkit.formats.detect import ITERATION, TRACKER, is_legacy, tracked, tracker_text
 from verify.launch.sides import PathIssue, Side, is_supported_hf, path_issue
 
 ROLLOUT = "rollout engine"
@@ -78,7 +78,7 @@ def trainer(role: str, option: str, root: Path, step: int | None, mode: str | No
             return Side(role, None, None, why, (issue,))
         return _untracked(role, option, root, step)
     # Megatron loads release/ whatever the step is.
-    if step and (root / TRACKER).read_text(errors="replace").strip() != "release":
+    if step and tracker_text(root) != "release":
         return _step(role, root, step, option)
     try:
         path = tracked(root)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import ByteRange, Extent, Reader
+from ckptkit.core.json_text import MOST_BYTES, parse
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import other_weights
 from ckptkit.formats.hf.shard import Shard, read_shard
 from ckptkit.storage.directory import Directory, directory
 from ckptkit.storage.read import FileExtent
+from ckptkit.storage.regular import read_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +27,7 @@ SINGLE = "model.safetensors"
 def read_json(path: Path, shown: str | None = None) -> dict[str, Any]:
     """A JSON object. Raises CkptkitError, with `shown` for its path, when the file is missing or is not one."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path, MOST_BYTES)
     except OSError as error:
         raise CkptkitError(f"{shown or path}: {error.strerror}", "an HF checkpoint directory needs it") from error
     return parse_json(content, shown or str(path))
@@ -35,8 +36,8 @@ def read_json(path: Path, shown: str | None = None) -> dict[str, Any]:
 def parse_json(text: bytes, shown: str) -> dict[str, Any]:
     """A JSON object. Raises CkptkitError when it is none."""
     try:
-        content = json.loads(text.decode())
-    except (ValueError, RecursionError) as error:
+        content = parse(text)
+    except ValueError as error:
         raise CkptkitError(f"{shown} is not valid JSON: {error}", "restore it from the release") from error
     if not isinstance(content, dict):
         raise CkptkitError(f"{shown} does not hold a JSON object", "restore it from the release")

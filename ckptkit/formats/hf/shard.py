@@ -18,14 +18,18 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.dtypes import DTYPE_OF_CODE, ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import ByteRange, Reader
+from ckptkit.core.json_text import MOST_VALUES, count_values, require_characters
+from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.buffers import bytes_of, elements
 from ckptkit.storage.directory import RemoteFile
 from ckptkit.storage.read import FileExtent, read_new
+from ckptkit.storage.regular import open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_MOST_BYTES = 1 << 60  # of a tensor; what is larger is a mistake
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
 
 
@@ -111,13 +115,16 @@ def read_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
 def scan_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
     """Does what `read_shard` does, but keeps what is wrong as `faults`. Raises OSError where it cannot be read."""
     size = remote.size if remote else path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
             return unreadable(path, f"{size} bytes, too few for a header of {length}", remote)
         text = file.read(length)
     try:
-        header = json.loads(text)
+        if (values := count_values(text)) > MOST_VALUES:
+            return unreadable(path, f"a header of about {values} values, and at most {MOST_VALUES} are read", remote)
+        header = json.loads(text.decode())
+        require_characters(text, header)
     except (ValueError, RecursionError) as error:
         return unreadable(path, f"a header that is not JSON ({error})", remote)
     if not isinstance(header, dict):
@@ -125,7 +132,7 @@ def scan_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
     faults = list(_repetitions(text)) if _may_repeat(text, header) else []
     metadata = {} if (said := header.pop("__metadata__", None)) is None else said
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        faults.append(Fault("a __metadata__ of strings", f"{metadata!r:.80}"))
+        faults.append(Fault("a __metadata__ of strings", shortened(metadata)))
         metadata = {}
     spans = _sound_spans(header)
     if spans is None:
@@ -199,23 +206,25 @@ def _sound_spans(header: Mapping[str, Any]) -> list[_Span] | None:
     except (TypeError, ValueError, LookupError):
         return None
     shapes_are_lists = {list}.issuperset({type(entry[2]) for entry in entries})
-    return spans if shapes_are_lists and {int}.issuperset(map(type, numbers)) and min(numbers, default=0) >= 0 else None
+    sound = shapes_are_lists and {int}.issuperset(map(type, numbers)) and min(numbers, default=0) >= 0
+    return spans if sound and max([*numbers, *(span[2] for span in spans)], default=0) < _MOST_BYTES else None
 
 
 def _entry(name: str, entry: Any) -> _Span | Fault:
     """One header entry, or what is wrong with it."""
     expected = "a header entry with a known dtype, whole numbers as shape and two data_offsets"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        return Fault(expected, f"its header entry for {name} is not valid: {entry}", name)
+        return Fault(expected, f"its header entry for {name} is not valid: {shortened(entry)}", name)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_OF_CODE:
-        return Fault(expected, f"{name} has dtype {dtype}, which ckptkit does not know", name)
+        return Fault(expected, f"{name} has dtype {shortened(dtype)}, which ckptkit does not know", name)
     for values in (shape, offsets):
         if not isinstance(values, list) or not {int}.issuperset(map(type, values)):
-            actual = f"its header entry for {name} has {values} where whole numbers must be"
+            actual = f"its header entry for {name} has {shortened(values)} where whole numbers must be"
             return Fault(expected, actual, name)
-    if len(offsets) != 2 or min(*shape, *offsets) < 0:
-        return Fault(expected, f"its header entry for {name} is not valid: {entry}", name)
+    small = len(offsets) == 2 and all(0 <= number < _MOST_BYTES for number in (*shape, *offsets))
+    if not small or math.prod(shape) >= _MOST_BYTES:
+        return Fault(expected, f"its header entry for {name} is not valid: {shortened(entry)}", name)
     spec = TensorSpec(name, tuple(shape), DTYPE_OF_CODE[dtype])
     return offsets[0], offsets[1], spec.nbytes, spec
 

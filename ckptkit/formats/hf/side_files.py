@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,20 +16,24 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import MANIFEST as MANIFEST
 from ckptkit.formats.hf.reader import read_json
+from ckptkit.storage.regular import open_regular
 
+_MOST_BYTES = 16 << 30
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp")
 
 
 def side_files(root: Path) -> Iterator[Path]:
     """Every file of an HF directory that is no weight, relative to it; hidden files and folders are left out.
 
-    Raises CkptkitError for a link to nothing: a tokenizer that was not downloaded would be lost without a word.
+    Raises CkptkitError for a link to nothing, a pipe or a device: a tokenizer would be lost without a word.
     """
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root)
         hidden = is_hidden(str(relative))
         if not hidden and path.is_symlink() and not path.exists():
             raise CkptkitError(f"{path} is a link to nothing", "download or copy it again, or remove the link")
+        if not hidden and not path.is_file() and not path.is_dir():
+            raise CkptkitError(f"{path} is no regular file", "remove it, or put the file of the release in its place")
         if path.is_file() and not hidden and not is_weight(path.name) and relative != Path(MANIFEST):
             yield relative
 
@@ -46,13 +52,22 @@ def copy_side_files(root: Path, target: Path) -> None:
     """Copies them byte for byte. Raises CkptkitError when one cannot be read."""
     for relative in side_files(root):
         (target / relative).parent.mkdir(parents=True, exist_ok=True)
-        try:
-            content = (root / relative).read_bytes()
-        except OSError as error:
-            raise CkptkitError(
-                f"{root / relative}: {error.strerror}", "it belongs to the checkpoint; make it readable"
-            ) from error
-        (target / relative).write_bytes(content)
+        with (target / relative).open("wb") as copied:
+            for piece in _pieces(root / relative):
+                copied.write(piece)
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    try:
+        with open_regular(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) > _MOST_BYTES:
+                raise OSError(
+                    errno.EFBIG, f"{size} bytes, and at most {_MOST_BYTES} are copied of a file beside weights"
+                )
+            while piece := file.read(1 << 20):
+                yield piece
+    except OSError as error:
+        raise CkptkitError(f"{path}: {error.strerror}", "it belongs to the checkpoint; make it readable") from error
 
 
 _QUANTIZATION = ("quantization_config", "compression_config")

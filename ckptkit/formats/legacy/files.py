@@ -15,6 +15,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import LEGACY_FILE, LEGACY_RANK
+from ckptkit.formats.torch_save.records import is_bounded
 from ckptkit.formats.torch_save.saved_file import SavedFile, SavedTensor
 
 _EXTRA = "_extra_state"
@@ -127,7 +128,9 @@ def _args_of(file: SavedFile) -> Mapping[str, Any]:
         raise CkptkitError(
             f"{file.path} holds no training arguments", "they say which layers a rank has; was it saved by Megatron-LM?"
         )
-    return dict(vars(stored))
+    if not is_bounded(found := dict(vars(stored))):
+        raise CkptkitError(f"{file.path}: its training arguments have no end", "the file is damaged; copy it again")
+    return found
 
 
 def _whole(file: SavedFile, args: Mapping[str, Any], name: str, default: int | None) -> int:

@@ -28,14 +28,21 @@ from ckptkit.formats.megatron_config import config_in, hf_home
 from ckptkit.formats.torch_dist.names import engine_name, whole_of
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob, dense_stride
+from ckptkit.formats.torch_save.records import Dtype, is_bounded
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.read import FileExtent
+from ckptkit.storage.regular import read_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
+_MOST_BYTES = 1 << 60  # of a file or an axis: what is larger is a mistake, and no offset that the kernel takes
+_MOST_NAMES = 500_000  # global tensors of one key or in all: a model of 10^12 parameters has 10^5
+_MOST_COMPARED = 20_000_000  # pairs of chunks that could overlap, or chunks of one key by layer and expert
+MOST_METADATA = 1 << 30  # bytes: a save of 10^12 parameters with its optimizer by 2048 ranks has about 10^8
 _FIRST = attrgetter("offsets")
+_DAMAGED = "no model has so many: the file is damaged; copy it again"
 
 # What a trainer saves beside the weights. megatron-core numbers the state of chained optimizers (MoE) with a prefix.
 NOT_WEIGHTS = re.compile(
@@ -76,8 +83,7 @@ def read_metadata(path: Path) -> StoredMetadata:
     """`.metadata` of a torch_dist directory. Raises CkptkitError when it is missing, damaged or incomplete."""
     file = path / ".metadata"
     try:
-        with file.open("rb") as stream:
-            content = unpickle.load(stream)
+        content = unpickle.loads(read_regular(file, MOST_METADATA))
         places = {
             (index.fqn, _shape(getattr(index, "offset", None))): info for index, info in content.storage_data.items()
         }
@@ -99,7 +105,12 @@ def read_metadata(path: Path) -> StoredMetadata:
 
 
 def _shape(size: Any) -> Shape | None:
-    return None if size is None else tuple(map(int, size))
+    if size is None:
+        return None
+    shape = tuple(size)
+    if not all(type(number) is int and 0 <= number <= _MOST_BYTES for number in shape):
+        raise TypeError(f"{shape!r:.80} is no shape and no place in a tensor")
+    return shape
 
 
 @dataclass(frozen=True)
@@ -125,12 +136,13 @@ class _Storage:
             )
         name = info.relative_path
         if name not in self.files:
-            if Path(name).name != name:
+            if Path(name).name != name or "\0" in name:
                 raise CkptkitError(
                     f"{self.path / '.metadata'} puts {key} into {name!r}, which is not a file of this directory"
                 )
             self.files[name] = self.path / name
-        return Blob(self.files[name], int(info.offset), int(info.length))
+        offset, length = _shape((info.offset, info.length)) or (0, 0)
+        return Blob(self.files[name], offset, length)
 
 
 def _stored(storage: _Storage, key: str, entry: Any) -> StoredTensor:
@@ -142,7 +154,7 @@ def _stored(storage: _Storage, key: str, entry: Any) -> StoredTensor:
 def _dtype(properties: Any) -> str:
     # TensorProperties pickles itself as the tuple (dtype, layout, requires_grad, memory format, pin_memory).
     dtype = properties.state[0]
-    if not isinstance(dtype, unpickle.Dtype):
+    if not isinstance(dtype, Dtype):
         raise TypeError(f"{dtype} is no dtype")
     return dtype.name
 
@@ -158,7 +170,10 @@ def tiling_problem(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> str | 
         return "a chunk lies outside the tensor"
     # A box can overlap only boxes that begin before it ends on the first axis. With a thousand experts, these are few.
     ends = np.searchsorted(low[:, 0], high[:, 0]) if shape else np.full(len(boxes), len(boxes))
-    for index in np.flatnonzero(ends > np.arange(1, len(boxes) + 1)):
+    begins = np.arange(1, len(boxes) + 1)
+    if (ends - begins).clip(0).sum() > _MOST_COMPARED:
+        return f"{len(boxes)} chunks of which too many share rows to be compared"
+    for index in np.flatnonzero(ends > begins):
         others = slice(index + 1, ends[index])
         overlap = np.minimum(high[index], high[others]) > np.maximum(low[index], low[others])
         if overlap.all(axis=1).any():
@@ -254,6 +269,8 @@ class TorchDistCheckpoint:
         """Every global tensor by name. Raises CkptkitError when two keys hold the same one, e.g. stacked and not."""
         named: dict[str, tuple[_Part, ...]] = {}
         for name, parts in self._name_all():
+            if len(named) >= _MOST_NAMES:
+                raise CkptkitError(f"{self.path} claims to hold more than {_MOST_NAMES} tensors", _DAMAGED)
             if name in named:
                 keys = f"{named[name][0].stored.key} and {parts[0].stored.key}"
                 raise CkptkitError(
@@ -345,7 +362,10 @@ class TorchDistCheckpoint:
                 f"{self.path}: the stored training arguments are {type(stored).__name__}, no namespace",
                 "the checkpoint is damaged",
             )
-        return dict(vars(stored)) if stored is not None else {}
+        found = dict(vars(stored)) if stored is not None else {}
+        if not is_bounded(found):
+            raise CkptkitError(f"{self.path}: the stored training arguments have no end", "the checkpoint is damaged")
+        return found
 
     def byte_ranges(self, names: Iterable[str]) -> Iterator[ByteRange]:
         """Where the chunks of these tensors stand."""
@@ -403,11 +423,18 @@ def _unstack(key: str, stored: StoredTensor) -> Iterator[tuple[str, _Part]]:
     """Every global tensor that a key holds: one a layer where layers are stacked, one an expert where experts are."""
     stacked, routed = _STACKED.fullmatch(key) is not None, _EXPERTS.fullmatch(key) is not None
     depth = stacked + routed
+    if math.prod(stored.shape[:depth]) > _MOST_NAMES:
+        raise CkptkitError(f"{key} claims to hold {math.prod(stored.shape[:depth])} tensors", _DAMAGED)
+    left = _MOST_COMPARED
     chunks: dict[Shape, list[Chunk]] = {index: [] for index in itertools.product(*map(range, stored.shape[:depth]))}
     for chunk in stored.chunks:
         box = [
-            range(start, start + size) for start, size in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True)
+            range(start, min(start + size, whole))
+            for start, size, whole in zip(chunk.offsets[:depth], chunk.sizes[:depth], stored.shape[:depth], strict=True)
         ]
+        left -= math.prod(map(len, box))
+        if left < 0:
+            raise CkptkitError(f"{key} has {len(stored.chunks)} chunks, which hold it many times over", _DAMAGED)
         for index in itertools.product(*box):
             if index in chunks:
                 chunks[index].append(chunk)

@@ -13,6 +13,7 @@ import pickle
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,16 @@ from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS, torch_dtype
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.formats.torch_save import unpickle
+from ckptkit.formats.torch_save.records import NotAllowed
 from ckptkit.storage.buffers import bytes_of, elements, tensor_of
 from ckptkit.storage.read import ARENA, BLOCK, FileExtent, read_into, read_new
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_LOCAL_HEADER = 30  # bytes at the least
+_MOST_READ = 1 << 28  # bytes of an entry that is read as a whole: a pickle of a trainer's state
+_MOST_DIRECTORY = 1 << 24  # bytes of a zip's directory: 10^5 storages
 AT_ONCE = ARENA - 2 * BLOCK  # bytes up to which a chunk is read as a whole
 
 
@@ -141,13 +146,20 @@ class Blob:
         return info, _Strided(tuple(stride), offset)
 
     def entries(self) -> dict[str, zipfile.ZipInfo]:
-        """The zip's uncompressed entries by name without the leading folder. Raises CkptkitError when it is no zip."""
+        """The zip's entries by name without the leading folder.
+
+        Raises CkptkitError when it is no zip, or one that torch.save does not write: entries that are compressed,
+        overlap, reach past its end, or have one name.
+        """
         try:
             with zipfile.ZipFile(_Stream(self)) as archive:
-                found = [info for info in archive.infolist() if info.compress_type == zipfile.ZIP_STORED]
-        except (OSError, zipfile.BadZipFile) as error:
+                found = archive.infolist()
+        except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
             raise self.unreadable(error) from error
-        return {info.filename.partition("/")[2]: info for info in found}
+        entries = {info.filename.partition("/")[2]: info for info in found}
+        if problem := _zip_problem(found, len(entries), self.length):
+            raise CkptkitError(f"{self}: {problem}", "this file was not written by torch.save, or is damaged")
+        return entries
 
     def entry(self, entries: Mapping[str, zipfile.ZipInfo], name: str) -> zipfile.ZipInfo:
         """One of `entries`. Raises CkptkitError when there is none of this name."""
@@ -165,8 +177,8 @@ class Blob:
     def _begin(self, info: zipfile.ZipInfo) -> int:
         """Where in the blob the content of an entry begins."""
         lengths, header = bytearray(4), info.header_offset
-        self.read(memoryview(lengths), header + 26)  # of name and extra field, in a zip local header of 30 bytes
-        return header + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+        self.read(memoryview(lengths), header + 26)  # of name and extra field, in a local header of the zip
+        return header + _LOCAL_HEADER + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
 
     def _too_short(self) -> CkptkitError:
         return CkptkitError(f"{self}: ends too early", "the file is truncated; copy it again")
@@ -191,7 +203,7 @@ class Blob:
             raise CkptkitError(f"{self}: is big-endian", "save it on a little-endian machine")
         try:
             return unpickle.loads(self._bytes(entries, "data.pkl"), allowed)
-        except unpickle.NotAllowed as error:
+        except NotAllowed as error:
             raise CkptkitError(
                 f"{self.path} holds {error.kind}, which is no plain data",
                 "nothing in it was run; where you trust the file, load it, leave that out and save it again",
@@ -201,9 +213,25 @@ class Blob:
 
     def _bytes(self, entries: Mapping[str, zipfile.ZipInfo], name: str) -> bytes:
         info = self.entry(entries, name)
+        if info.file_size > _MOST_READ:
+            raise CkptkitError(f"{self}: {name} has {info.file_size} bytes", f"at most {_MOST_READ} of it are read")
         content = bytearray(info.file_size)
         self.read_into(info, memoryview(content))
         return bytes(content)
+
+
+def _zip_problem(found: Sequence[zipfile.ZipInfo], names: int, length: int) -> str | None:
+    """What keeps these entries of a zip of `length` bytes, with that many names, from being read one by one."""
+    if any(info.compress_type != zipfile.ZIP_STORED for info in found):
+        return "an entry is compressed"
+    if names != len(found):
+        return "two entries have one name"
+    end = 0
+    for info in sorted(found, key=attrgetter("header_offset")):
+        if info.header_offset < end:
+            return f"entry {info.filename!r:.80} overlaps another"
+        end = info.header_offset + _LOCAL_HEADER + info.file_size
+    return "an entry is longer than the file" if end > length else None
 
 
 def dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -253,6 +281,12 @@ class _Stream(io.RawIOBase):
 
     def tell(self) -> int:
         return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        """As that of any file. Raises OSError for more than a zip's directory may have."""
+        if size > _MOST_DIRECTORY:
+            raise OSError(errno.EFBIG, f"a zip with a directory of {size} bytes")
+        return super().read(size) or b""
 
     def readinto(self, buffer: Any) -> int:
         count = self._blob.read(memoryview(buffer)[: max(0, self._blob.length - self._at)], self._at)

@@ -17,7 +17,8 @@ from zlib_ng import zlib_ng
 from ckptkit.core.dtypes import DTYPE_OF_STORAGE, ITEMSIZE, torch_dtype
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.torch_save.blob import Blob
-from ckptkit.formats.torch_save.unpickle import Record
+from ckptkit.formats.torch_save.records import Record
+from ckptkit.storage.regular import open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,7 @@ class SavedFile:
 
     def __init__(self, path: Path, allowed: Callable[[str], bool] | None = None) -> None:
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 old = file.read(len(_OLD_FORMAT)) == _OLD_FORMAT
             self._blob = Blob(path, 0, path.stat().st_size)
         except OSError as error:

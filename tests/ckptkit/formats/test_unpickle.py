@@ -14,6 +14,7 @@ from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob
+from ckptkit.formats.torch_save.records import NotAllowed, Record
 
 
 class Evil:
@@ -30,7 +31,7 @@ def test_code_in_a_pickle_is_inert(tmp_path: Path) -> None:
     content = pickle.dumps({"x": Evil(tmp_path / "ran"), "kept": [1, 2.5, "text"]})
     found = unpickle.loads(content)
     assert found["kept"] == [1, 2.5, "text"]
-    assert isinstance(found["x"], unpickle.Record)
+    assert isinstance(found["x"], Record)
     assert not (tmp_path / "ran").exists()
     pickle.loads(content)
     assert (tmp_path / "ran").exists(), "the pickle is harmless: this test proves nothing"
@@ -38,10 +39,10 @@ def test_code_in_a_pickle_is_inert(tmp_path: Path) -> None:
 
 def test_names_that_are_not_allowed_end_the_reading(tmp_path: Path) -> None:
     content = pickle.dumps({"x": Evil(tmp_path / "ran")})
-    with pytest.raises(unpickle.NotAllowed) as error:
+    with pytest.raises(NotAllowed) as error:
         unpickle.loads(content, {"posix.other"}.__contains__)
     assert error.value.kind == "posix.system"
-    assert isinstance(unpickle.loads(content, {"posix.system"}.__contains__)["x"], unpickle.Record)
+    assert isinstance(unpickle.loads(content, {"posix.system"}.__contains__)["x"], Record)
     assert not (tmp_path / "ran").exists()
 
 

@@ -10,7 +10,7 @@ from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import main_dtype
-from ckptkit.formats.torch_save.unpickle import Dtype
+from ckptkit.formats.torch_save.records import Dtype
 from converters.foreign import refuse_foreign
 from quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
 from verify.check import Tally, check

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.formats.detect import TRACKER
+from ckptkit.formats.detect import TRACKER, tracker_text
 from verify.launch.arguments import LaunchArguments
 from verify.launch.sides import PathIssue, Side, path_issue
 from verify.launch.stacks.launched import ENGINE, LOAD, STEP, Stacked, hf_side, iterations_in
@@ -117,7 +117,7 @@ def _iteration(path: Path, mark: str) -> tuple[Path | None, str]:
     if (path / mark).exists():
         return path, "the directory"
     if (path / TRACKER).is_file():
-        said = (path / TRACKER).read_text(errors="replace").strip()
+        said = tracker_text(path)
         name = said if said == "release" else f"iter_{int(said):07d}" if said.isdecimal() else said
         return path / name, f"the tracker says {name}:"
     names = [name for name in iterations_in(path) if name != "release"]

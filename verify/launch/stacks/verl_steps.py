@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.formats.detect import TRACKER
+from ckptkit.formats.detect import TRACKER, tracker_text
 from verify.launch.sides import PathIssue, path_issue
 from verify.launch.stacks.launched import LOAD, STEP
 from verify.launch.stacks.settings import Settings
@@ -45,7 +45,7 @@ def resumed_step(settings: Settings) -> Resumed:
         hint = f"write the number into {root / TRACKER}, or set trainer.resume_mode=resume_path"
         issue = path_issue(place, root, f"{TRACKER} beside its steps", actual, hint, about=LOAD)
         return Resumed(None, f"resume_mode auto finds no tracker in {root}", (issue,))
-    said = (root / TRACKER).read_text(errors="replace").strip()
+    said = tracker_text(root)
     if not said.isdecimal():
         hint = "write the number of a step that is there"
         issue = path_issue(place, root / TRACKER, "the number of a step", f"{said!r}", hint, about=LOAD)

@@ -18,8 +18,8 @@ from typing import Any
 
 from ckptkit.core.dtypes import DTYPE_OF_STORAGE, ITEMSIZE
 from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.torch_save.records import Record
 from ckptkit.formats.torch_save.saved_file import SavedFile
-from ckptkit.formats.torch_save.unpickle import Record
 
 SIDES = {"rollout_log_probs": "the engine", "log_probs": "the trainer"}  # the field, and who computed what is in it
 _STORAGES = frozenset({f"torch.{name}" for name in (*DTYPE_OF_STORAGE, *ITEMSIZE)})

@@ -1,0 +1,73 @@
+"""Reads JSON that others wrote, within bounds that no real file of a checkpoint comes near."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+MOST_BYTES = 1 << 26  # of a file: the index of a model of 10^12 parameters has about 2 x 10^7
+MOST_VALUES = 4_000_000
+MOST_DEPTH = 64
+MOST_DIGITS = 100  # of an integer: tokenizers have a `model_max_length` of 31
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def parse(text: bytes) -> Any:
+    """The value that `text` says. Raises ValueError for text that is no JSON, or past a bound of this module.
+
+    So does a key that an object has twice, of which readers take one or the other, and half of a surrogate pair, which
+    no encoding can write again.
+    """
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"{len(text)} bytes, and at most {MOST_BYTES} are read")
+    if (values := count_values(text)) > MOST_VALUES:
+        raise ValueError(f"about {values} values, and at most {MOST_VALUES} are read")
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=_once, parse_int=_integer)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    _check_depth(value)
+    require_characters(text, value)
+    return value
+
+
+def count_values(text: bytes) -> int:
+    """About how many values JSON has, before it is parsed: no fewer but for one in each list or object."""
+    return text.count(b",") + text.count(b":")
+
+
+def require_characters(text: bytes, value: Any) -> None:
+    """Raises ValueError where a string of `value`, which `text` says, has half of a surrogate pair."""
+    if _SURROGATE.search(text):
+        json.dumps(value, ensure_ascii=False).encode()
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{json.dumps(twice[:80])} stands twice in one object")
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [
+            part
+            for one in level
+            if isinstance(one, (dict, list))
+            for part in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return
+    raise ValueError(f"nested more than {MOST_DEPTH} deep")

@@ -1,0 +1,411 @@
+"""Runs the instructions of a pickle (protocols 2 to 5) that build data, within bounds, and refuses all others.
+
+Python's own unpickler runs whatever a pickle names, and even without names a small file can make it use any amount of
+memory (an index of the memo of 10^8) or time (a key whose hash takes 2^40 steps). Here a name becomes what `named`
+makes of it, the only calls are those of `Record` and of torch.Size, and keys, integers and names are bounded.
+
+Source: Python's `pickletools.py`, which describes each instruction.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from ckptkit.formats.torch_save.records import Dtype, Items, Record
+
+MOST_INTEGER = 32  # bytes of an integer: states of random generators have 16
+MOST_NAMES = 4096  # classes and functions that one pickle names
+_MOST_KEY = 1 << 60  # integers as keys: Python's hash of larger ones is the same for many of them
+_MEMOIZE, _GET_1, _GET_4, _STOP = (code[0] for code in (pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET, pickle.STOP))
+_KEY_DEPTH, _KEY_PARTS = 4, 256  # of tuples as keys, which are hashed again each time
+
+
+class NamedLater:
+    """A function of a pickle that finds a class inside a class, by the one call that it allows."""
+
+    def __init__(self, find: Callable[..., Any]) -> None:
+        self._find = find
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._find(*arguments)
+
+
+class Machine:
+    """A stack, the stacks below each mark, and the memo, as `pickletools` explains them."""
+
+    def __init__(self, content: bytes, named: Callable[[str, str], Any]) -> None:
+        self._content, self._named = content, named
+        self._at = 0
+        self._stack: list[Any] = []
+        self._marked: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+        self._names: dict[tuple[str, str], Any] = {}
+
+    def run(self) -> Any:
+        """The object that the pickle builds. Raises pickle.UnpicklingError."""
+        content, memo, does = self._content, self._memo, _DOES
+        try:
+            while True:
+                code = content[self._at]
+                if code == _MEMOIZE:  # these three are half of all instructions
+                    memo[len(memo)] = self._stack[-1]
+                    self._at += 1
+                elif code == _GET_1:
+                    self._stack.append(memo[content[self._at + 1]])
+                    self._at += 2
+                elif code == _GET_4:
+                    self._stack.append(memo[int.from_bytes(self._take(4), "little")])
+                elif code == _STOP:
+                    return self._stack.pop()
+                else:
+                    does[code](self)
+        except UnicodeDecodeError as error:
+            raise pickle.UnpicklingError(f"text that is not UTF-8 before byte {self._at + 1}") from error
+        except (LookupError, ValueError, struct.error) as error:
+            raise pickle.UnpicklingError(f"damaged before byte {self._at + 1}") from error
+
+    def unknown(self) -> NoReturn:
+        """An instruction of protocol 0 or 1, of the extension registry, for buffers elsewhere, or none at all."""
+        raise pickle.UnpicklingError(f"instruction {self._content[self._at]:#04x} at byte {self._at}, not allowed here")
+
+    def _take(self, nbytes: int) -> bytes:
+        """The argument of an instruction: the bytes behind its first one."""
+        begin = self._at + 1
+        self._at = begin + nbytes
+        if self._at > len(self._content):
+            raise pickle.UnpicklingError("it ends too early")
+        return self._content[begin : self._at]
+
+    def _sized(self, width: int) -> bytes:
+        """An argument that begins with its length, in `width` bytes."""
+        length = int.from_bytes(self._take(width), "little")
+        self._at -= 1
+        return self._take(length)
+
+    def _line(self) -> str:
+        end = self._content.index(b"\n", self._at + 1)
+        text = self._content[self._at + 1 : end].decode()
+        self._at = end
+        return text
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+        self._at += 1
+
+    def _to_mark(self) -> list[Any]:
+        """What was put on the stack since the last mark, which is removed."""
+        items, self._stack = self._stack, self._marked.pop()
+        self._at += 1
+        return items
+
+    # Plain values.
+
+    def protocol(self) -> None:
+        self._take(1)
+
+    def frame(self) -> None:
+        self._take(8)
+
+    def none(self) -> None:
+        self._push(None)
+
+    def true(self) -> None:
+        self._push(True)
+
+    def false(self) -> None:
+        self._push(False)
+
+    def unsigned_1(self) -> None:
+        self._stack.append(self._content[self._at + 1])
+        self._at += 2
+
+    def unsigned_2(self) -> None:
+        self._stack.append(int.from_bytes(self._take(2), "little"))
+
+    def signed_4(self) -> None:
+        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
+
+    def long_1(self) -> None:
+        self._integer(self._sized(1))
+
+    def long_4(self) -> None:
+        self._integer(self._sized(4))
+
+    def _integer(self, content: bytes) -> None:
+        if len(content) > MOST_INTEGER:
+            raise pickle.UnpicklingError(f"an integer of {len(content)} bytes")
+        self._stack.append(int.from_bytes(content, "little", signed=True))
+
+    def float_8(self) -> None:
+        self._stack.extend(struct.unpack(">d", self._take(8)))
+
+    def text_1(self) -> None:
+        begin = self._at + 2
+        self._at = end = begin + self._content[self._at + 1]
+        if end > len(self._content):
+            raise pickle.UnpicklingError("it ends too early")
+        self._stack.append(self._content[begin:end].decode())
+
+    def text_4(self) -> None:
+        self._stack.append(self._sized(4).decode())
+
+    def text_8(self) -> None:
+        self._stack.append(self._sized(8).decode())
+
+    def bytes_1(self) -> None:
+        self._stack.append(self._sized(1))
+
+    def bytes_4(self) -> None:
+        self._stack.append(self._sized(4))
+
+    def bytes_8(self) -> None:
+        self._stack.append(self._sized(8))
+
+    def bytearray_8(self) -> None:
+        self._stack.append(bytearray(self._sized(8)))
+
+    # Containers.
+
+    def mark(self) -> None:
+        self._marked.append(self._stack)
+        self._stack = []
+        self._at += 1
+
+    def tuple_0(self) -> None:
+        self._push(())
+
+    def tuple_1(self) -> None:
+        self._stack[-1] = (self._stack[-1],)
+        self._at += 1
+
+    def tuple_2(self) -> None:
+        first, last = self._stack[-2:]
+        self._stack[-2:] = [(first, last)]
+        self._at += 1
+
+    def tuple_3(self) -> None:
+        first, second, last = self._stack[-3:]
+        self._stack[-3:] = [(first, second, last)]
+        self._at += 1
+
+    def tuple_marked(self) -> None:
+        items = self._to_mark()
+        self._stack.append(tuple(items))
+
+    def empty_list(self) -> None:
+        self._push([])
+
+    def list_marked(self) -> None:
+        items = self._to_mark()
+        self._stack.append(items)
+
+    def empty_dict(self) -> None:
+        self._push({})
+
+    def dict_marked(self) -> None:
+        items = self._to_mark()
+        self._stack.append({})
+        self._put(items)
+
+    def empty_set(self) -> None:
+        self._push(set())
+
+    def frozen_set(self) -> None:
+        items = self._to_mark()
+        self._stack.append(frozenset(map(_key, items)))
+
+    def append(self) -> None:
+        item = self._stack.pop()
+        self._at += 1
+        self._extend([item])
+
+    def appends(self) -> None:
+        items = self._to_mark()
+        self._extend(items)
+
+    def _extend(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is list:
+            target.extend(items)
+        elif not isinstance(target, Record):  # items of a subclass of list are of no interest
+            raise pickle.UnpicklingError(f"items for {type(target).__name__}, which is no list")
+
+    def add_items(self) -> None:
+        items = self._to_mark()
+        target = self._stack[-1]
+        if type(target) is set:
+            target.update(map(_key, items))
+        elif not isinstance(target, Record):
+            raise pickle.UnpicklingError(f"items for {type(target).__name__}, which is no set")
+
+    def set_item(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._at += 1
+        self._put([key, value])
+
+    def set_items(self) -> None:
+        items = self._to_mark()
+        self._put(items)
+
+    def _put(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if len(items) % 2:
+            raise pickle.UnpicklingError("a key without a value")
+        if type(target) is dict or type(target) is Items:
+            for key, value in zip(items[::2], items[1::2], strict=True):
+                target[key if type(key) is str else _key(key)] = value
+        elif not isinstance(target, Record):  # items of a subclass of dict are of no interest
+            raise pickle.UnpicklingError(f"keys for {type(target).__name__}, which is no dict")
+
+    # The stack and the memo.
+
+    def pop(self) -> None:
+        if self._stack:
+            self._stack.pop()
+            self._at += 1
+        else:
+            self._to_mark()
+
+    def pop_mark(self) -> None:
+        self._to_mark()
+
+    def duplicate(self) -> None:
+        self._push(self._stack[-1])
+
+    def put_1(self) -> None:
+        self._memo[self._content[self._at + 1]] = self._stack[-1]
+        self._at += 2
+
+    def put_4(self) -> None:
+        self._memo[int.from_bytes(self._take(4), "little")] = self._stack[-1]
+
+    # Names, and what is built of them.
+
+    def named(self) -> None:
+        module, name = self._line(), self._line()
+        self._push(self._find(module, name))
+
+    def named_on_stack(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise pickle.UnpicklingError("a name that is no text")
+        self._push(self._find(module, name))
+
+    def _find(self, module: str, name: str) -> Any:
+        key = module, name
+        if key not in self._names:
+            if len(self._names) >= MOST_NAMES:
+                raise pickle.UnpicklingError(f"more than {MOST_NAMES} names of classes and functions")
+            self._names[key] = self._named(module, name)
+        return self._names[key]
+
+    def persistent(self) -> None:
+        """A storage inside a torch.save file stays its description, never its bytes."""
+        self._at += 1
+
+    def reduce(self) -> None:
+        arguments = self._stack.pop()
+        self._stack[-1] = _called(self._stack[-1], arguments)
+        self._at += 1
+
+    def new_object_with_keywords(self) -> None:
+        self._stack.pop()
+        self.reduce()
+
+    def build(self) -> None:
+        state, target = self._stack.pop(), self._stack[-1]
+        if isinstance(target, Record):
+            target.set_state(state)
+        elif type(target) is not Items:
+            raise pickle.UnpicklingError(f"a state for {type(target).__name__}, which has none")
+        self._at += 1
+
+
+def _called(target: Any, arguments: Any) -> Any:
+    """What a call gives, of the few things that may be called."""
+    if type(arguments) is not tuple:
+        raise pickle.UnpicklingError("arguments that are no tuple")
+    if isinstance(target, NamedLater):
+        return target(*arguments)
+    if isinstance(target, type) and issubclass(target, Record):
+        return target(*arguments)
+    if target is Items and not arguments:
+        return Items()
+    if target is tuple and len(arguments) == 1 and type(arguments[0]) in (tuple, list):
+        return tuple(arguments[0])
+    raise pickle.UnpicklingError(f"a call of {getattr(target, '__name__', type(target).__name__)}")
+
+
+def _key(value: Any) -> Any:
+    """The value, where it may be a key: its hash costs little, and few others have the same."""
+    level, left = [value], _KEY_PARTS
+    for _ in range(_KEY_DEPTH):
+        left -= len(level)
+        if left < 0 or not all(_may_be_in_a_key(one) for one in level):
+            break
+        level = [part for one in level if type(one) is tuple for part in one]
+        if not level:
+            return value
+    raise pickle.UnpicklingError("a key or an element of a set that is none, or has too many parts")
+
+
+def _may_be_in_a_key(value: Any) -> bool:
+    kind = type(value)
+    return (-_MOST_KEY < value < _MOST_KEY) if kind is int else kind in _IN_A_KEY or isinstance(value, (Record, type))
+
+
+_IN_A_KEY = frozenset({str, bytes, float, bool, type(None), tuple, Dtype})
+
+_INSTRUCTIONS: dict[bytes, Callable[[Machine], None]] = {
+    pickle.PROTO: Machine.protocol,
+    pickle.FRAME: Machine.frame,
+    pickle.NONE: Machine.none,
+    pickle.NEWTRUE: Machine.true,
+    pickle.NEWFALSE: Machine.false,
+    pickle.BININT1: Machine.unsigned_1,
+    pickle.BININT2: Machine.unsigned_2,
+    pickle.BININT: Machine.signed_4,
+    pickle.LONG1: Machine.long_1,
+    pickle.LONG4: Machine.long_4,
+    pickle.BINFLOAT: Machine.float_8,
+    pickle.SHORT_BINUNICODE: Machine.text_1,
+    pickle.BINUNICODE: Machine.text_4,
+    pickle.BINUNICODE8: Machine.text_8,
+    pickle.SHORT_BINBYTES: Machine.bytes_1,
+    pickle.BINBYTES: Machine.bytes_4,
+    pickle.BINBYTES8: Machine.bytes_8,
+    pickle.BYTEARRAY8: Machine.bytearray_8,
+    pickle.MARK: Machine.mark,
+    pickle.EMPTY_TUPLE: Machine.tuple_0,
+    pickle.TUPLE1: Machine.tuple_1,
+    pickle.TUPLE2: Machine.tuple_2,
+    pickle.TUPLE3: Machine.tuple_3,
+    pickle.TUPLE: Machine.tuple_marked,
+    pickle.EMPTY_LIST: Machine.empty_list,
+    pickle.LIST: Machine.list_marked,
+    pickle.EMPTY_DICT: Machine.empty_dict,
+    pickle.DICT: Machine.dict_marked,
+    pickle.EMPTY_SET: Machine.empty_set,
+    pickle.FROZENSET: Machine.frozen_set,
+    pickle.APPEND: Machine.append,
+    pickle.APPENDS: Machine.appends,
+    pickle.ADDITEMS: Machine.add_items,
+    pickle.SETITEM: Machine.set_item,
+    pickle.SETITEMS: Machine.set_items,
+    pickle.POP: Machine.pop,
+    pickle.POP_MARK: Machine.pop_mark,
+    pickle.DUP: Machine.duplicate,
+    pickle.BINPUT: Machine.put_1,
+    pickle.LONG_BINPUT: Machine.put_4,
+    pickle.GLOBAL: Machine.named,
+    pickle.STACK_GLOBAL: Machine.named_on_stack,
+    pickle.BINPERSID: Machine.persistent,
+    pickle.REDUCE: Machine.reduce,
+    pickle.NEWOBJ: Machine.reduce,
+    pickle.NEWOBJ_EX: Machine.new_object_with_keywords,
+    pickle.BUILD: Machine.build,
+}
+_DOES = tuple(_INSTRUCTIONS.get(bytes([code]), Machine.unknown) for code in range(256))

@@ -1,0 +1,70 @@
+"""What a pickle's names become: inert values that nothing can run."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+_MOST_DEPTH, _MOST_PARTS = 32, 1_000_000  # of a value; a launch has some hundred arguments
+
+
+class Record:
+    """Stands for an instance of any class: `args` are what it was built with, `state` what `__setstate__` got.
+
+    Where the state is a dict, as it is for most classes, its items are attributes.
+    """
+
+    kind = ""
+    state: Any = None
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def set_state(self, state: Any) -> None:
+        """Does what unpickling does with an instance's state: a dict, or a pair of one and the values of slots."""
+        self.state = state
+        for part in state if type(state) is tuple and len(state) == 2 else (state,):
+            if isinstance(part, dict):
+                # A dict takes any key here; those that are no names are no attributes, and harmless.
+                self.__dict__.update(part)
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}>"
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """Stands for a torch.dtype, and prints as it does."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"torch.{self.name}"
+
+
+class Items(dict[Any, Any]):
+    """An OrderedDict as a plain dict, on which pickles may still set attributes, as a module's state dict has some."""
+
+
+def is_bounded(value: Any) -> bool:
+    """Whether a value has few enough parts to be printed and compared; one that holds itself has not."""
+    level, left = [value], _MOST_PARTS
+    for _ in range(_MOST_DEPTH):
+        level = [part for one in level if isinstance(one, (dict, list, tuple)) for part in _parts(one)]
+        left -= len(level)
+        if not level or left < 0:
+            return left >= 0
+    return False
+
+
+def _parts(value: Any) -> Any:
+    return [*value, *value.values()] if isinstance(value, dict) else value
+
+
+class NotAllowed(pickle.UnpicklingError):
+    """A pickle names something that its reader does not allow; `kind` is its full name."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(f"it names {kind}")
+        self.kind = kind

@@ -1,0 +1,151 @@
+"""The restricted unpickler builds what Python's own builds of plain data, and refuses what costs too much."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import pickletools
+import struct
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.formats.torch_save import unpickle
+from ckptkit.formats.torch_save.machine import MOST_INTEGER, MOST_NAMES
+from ckptkit.formats.torch_save.records import Record, is_bounded
+
+_KEYS = st.one_of(st.text(), st.integers(-(2**59), 2**59), st.booleans(), st.none(), st.binary(), st.tuples(st.text()))
+_PLAIN = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**200), 2**200),
+        st.floats(allow_nan=False),
+        st.text(),
+        st.binary(max_size=300),
+        st.frozensets(_KEYS),
+        st.sets(_KEYS),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner), st.tuples(inner), st.tuples(inner, inner, inner, inner), st.dictionaries(_KEYS, inner)
+    ),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_PLAIN, st.sampled_from([4, 5]))
+def test_plain_data_is_what_python_reads(value: Any, protocol: int) -> None:
+    assert unpickle.loads(pickle.dumps(value, protocol)) == value
+
+
+def test_a_bytearray_of_protocol_5_and_the_call_that_older_ones_make_of_it() -> None:
+    assert unpickle.loads(pickle.dumps(bytearray(b"ab"), 5)) == bytearray(b"ab")
+    assert unpickle.loads(pickle.dumps(bytearray(b"ab"), 4)).kind == "builtins.bytearray"
+
+
+def test_shared_and_cyclic_lists_keep_their_identity() -> None:
+    cycle: list[Any] = [1]
+    cycle.append(cycle)
+    found = unpickle.loads(pickle.dumps([cycle, cycle], 2))
+    assert found[0] is found[1]
+    assert found[0][1] is found[0]
+
+
+def test_ordered_dicts_are_dicts() -> None:
+    assert unpickle.loads(pickle.dumps(OrderedDict(a=1, b=2), 2)) == {"a": 1, "b": 2}
+
+
+def test_every_instruction_of_protocols_2_to_5_is_known_or_refused_by_number() -> None:
+    refused = set()
+    for instruction in pickletools.opcodes:
+        code = instruction.code.encode("latin-1")
+        try:
+            unpickle.loads(b"\x80\x05" + code)
+        except pickle.UnpicklingError as error:
+            if "not allowed here" in str(error):
+                refused.add(instruction.name)
+    text = {"INT", "LONG", "STRING", "UNICODE", "FLOAT", "PUT", "GET", "PERSID"}  # of protocol 0
+    old = {"BINSTRING", "SHORT_BINSTRING", "INST", "OBJ"}  # of protocol 1
+    elsewhere = {"EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
+    assert refused == text | old | elsewhere
+
+
+def _in_a_dict(key: bytes) -> bytes:
+    return b"\x80\x04}" + key + b"K\x01s."
+
+
+_HASH_BOMB = _in_a_dict(b")" + b"2\x86" * 40)  # DUP, TUPLE2: a pair of what was there, forty times
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        pytest.param(_HASH_BOMB, "too many parts", id="hash of 2^40 steps"),
+        pytest.param(_in_a_dict(b")" + b"\x85" * 1_000_000), "too many parts", id="hash a million deep"),
+        pytest.param(_in_a_dict(b"]"), "a key", id="list as key"),
+        pytest.param(_in_a_dict(b"\x8a\x09" + b"\xff" * 8 + b"\x00"), "a key", id="key of 2^64 - 1"),
+        pytest.param(b"\x80\x04\x8f(]\x90.", "an element of a set", id="list in a set"),
+        pytest.param(b"\x80\x02\x8b" + struct.pack("<i", 10**6) + b"\1" * 10**6 + b".", "1000000 bytes", id="integer"),
+        pytest.param(b"\x80\x02\x8a" + bytes([MOST_INTEGER + 1]) + b"\1" * 33 + b".", "33 bytes", id="smaller integer"),
+        pytest.param(b"\x80\x02I" + b"9" * 100_000 + b"\n.", "not allowed here", id="integer in digits"),
+        pytest.param(b"\x80\x04\x8c\x03\xed\xa0\x80.", "not UTF-8", id="surrogate"),
+        pytest.param(b"\x80\x02X\xff\xff\xff\xff", "too early", id="string of 4 GiB"),
+        pytest.param(b"\x80\x04\x8d" + b"\xff" * 8, "too early", id="string of 2^64 bytes"),
+        pytest.param(b"\x80\x02a.", "damaged before byte 3", id="empty stack"),
+        pytest.param(b"\x80\x02h\x07.", "damaged before byte 3", id="nothing in the memo"),
+        pytest.param(b"\x80\x02K\x01)R.", "a call of int", id="call of a number"),
+        pytest.param(b"\x80\x02ctorch\nSize\nK\x09\x85R.", "a call of tuple", id="size of a number"),
+        pytest.param(b"\x80\x02]}b.", "a state for list", id="state of a list"),
+        pytest.param(b"\x80\x02}K\x01a.", "no list", id="append to a dict"),
+        pytest.param(b"\x80\x02(K\x01d.", "without a value", id="odd dict"),
+    ],
+)
+def test_what_no_real_pickle_has_is_refused(content: bytes, words: str) -> None:
+    with pytest.raises(pickle.UnpicklingError, match=words):
+        unpickle.loads(content)
+
+
+def test_an_index_of_the_memo_takes_no_memory() -> None:
+    assert unpickle.loads(b"\x80\x02]r\xff\xff\xff\xff0j\xff\xff\xff\xff.") == []
+
+
+def test_more_names_than_a_pickle_has_are_refused() -> None:
+    names = b"".join(b"cm\nn%d\n0" % index for index in range(MOST_NAMES + 1))
+    with pytest.raises(pickle.UnpicklingError, match="4096 names"):
+        unpickle.loads(b"\x80\x02" + names + b"N.")
+
+
+def test_one_name_is_one_class() -> None:
+    first, second = unpickle.loads(b"\x80\x02cm\nn\n)\x81cm\nn\n)\x81\x86.")
+    assert type(first) is type(second)
+    assert isinstance(first, Record)
+    assert first.kind == "m.n"
+
+
+def test_numbers_of_all_widths() -> None:
+    values = [0, 255, 256, 65535, 65536, -1, -(2**31), 2**31, 2**63, -(2**100), math.inf, -0.0, 5e-324]
+    assert unpickle.loads(pickle.dumps(values, 2)) == values
+
+
+def _doubled(levels: int) -> Any:
+    value: Any = [0, 0]
+    for _ in range(levels):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "bounded"),
+    [
+        pytest.param({"a": [1, (2, {"b": [3]})]}, True, id="arguments"),
+        pytest.param([[0] * 100] * 1000, True, id="many parts"),
+        pytest.param(_doubled(25), False, id="2^25 parts"),
+        pytest.param(_doubled(100), False, id="2^100 parts"),
+        pytest.param(unpickle.loads(b"\x80\x02]q\x00h\x00a."), False, id="holds itself"),
+    ],
+)
+def test_values_without_an_end_are_told(value: Any, bounded: bool) -> None:
+    assert is_bounded(value) is bounded
