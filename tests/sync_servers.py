@@ -112,6 +112,18 @@ def exchanged(given: Weights) -> dict[str, Tensor]:
     return {**given, one: given[other], other: given[one]}
 
 
+def buckets(pairs: Sequence[tuple[str, Tensor]], cuts_layers: bool) -> Iterator[list[tuple[str, Tensor]]]:
+    """At least 64 tensors each, with whole layers, as trainers send them; or 64 each, which cuts layers."""
+    bucket: list[tuple[str, Tensor]] = []
+    for pair in pairs:
+        same_layer = bucket and pair[0].split(".")[:3] == bucket[-1][0].split(".")[:3]
+        if len(bucket) >= 64 and (cuts_layers or not same_layer):
+            yield bucket
+            bucket = []
+        bucket.append(pair)
+    yield bucket
+
+
 def update(
     check: WeightSyncCheck,
     servers: Sequence[Server],
@@ -124,8 +136,8 @@ def update(
     began = time.perf_counter()
     pairs = list((sent if arrived is None else arrived).items())
     for server in servers:
-        for first in range(0, len(pairs), 64):
-            server.send(pairs[first : first + 64], how.get("as_version", version))
+        for bucket in buckets(pairs, how.get("cuts_layers", False)):
+            server.send(bucket, how.get("as_version", version))
     took = time.perf_counter() - began
     for name, tensor in sent.items():
         check.record(name, tensor)
@@ -156,6 +168,8 @@ def of_bf16(path: Path, servers: Sequence[Server]) -> Steps:
     yield f"{name}: mended again", update(check, servers, 6, weights(path, 6))
     yield f"{name}: old version", update(check, servers, 7, weights(path, 7), as_version=6)
     yield f"{name}: mended once more", update(check, servers, 8, weights(path, 8))
+    if name == "mla":
+        yield f"{name}: layers cut", update(check, servers, 10, weights(path, 10), cuts_layers=True)
     if len(servers) > 1:
         yield f"{name}: last engine", servers[-1].url
         yield f"{name}: last engine missed it", update(check, servers[:-1], 9, weights(path, 9))

@@ -85,6 +85,13 @@ def test_old_version_is_named(model: str, found: Any) -> None:
     assert "not as sent" not in result["raised"]
 
 
+def test_projections_that_buckets_tear_apart_are_named(found: Any) -> None:
+    """SGLang 0.5.16 fuses q_a_proj and kv_a_proj_with_mqa only where both come in one call, and drops them else."""
+    result = step(found, "mla: layers cut")
+    assert re.search(r"layers\.\d+\.self_attn\.fused_qkv_a_proj_with_mqa\.weight", result["raised"]), result
+    assert "mlp" not in result["raised"]
+
+
 def test_engine_that_missed_an_update_is_named(found: Any) -> None:
     if found[0] > 1:
         pytest.skip("two engines run where one GPU is enough for each")
