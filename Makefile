@@ -27,7 +27,7 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 		exit 1; \
 	fi
 
-.PHONY: help setup demo test test-sglang lint families mutation-report sglang-matrix bench which-python
+.PHONY: help setup demo test test-sglang lint families mutation-report sglang-matrix bench dist audit which-python
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -71,6 +71,14 @@ examples: $(stamp)  ## make the reports of docs/examples again
 
 bench: $(stamp)  ## measure speed and memory
 	@$(python) benchmarks/run.py $(BENCH_ARGS)
+
+dist: $(stamp)  ## build the wheel and the sdist of the last commit into dist/, the same bytes from every clone
+	@$(python) .ci/dist.py
+
+# In an environment of its own, of which nothing else depends.
+audit:  ## ask OSV for known vulnerabilities of the versions in constraints.txt, with pip-audit
+	@$(find_python); "$$found" -m venv "$(VENV)-audit" && \
+		"$(VENV)-audit/bin/python" -m pip install $(pip_flags) 'pip-audit>=2.9' && .ci/audit "$(VENV)-audit/bin/pip-audit"
 
 which-python:
 	@$(find_python); echo "$$found"
