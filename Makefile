@@ -29,7 +29,7 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 	fi
 
 .PHONY: help setup demo test test-sglang test-interop lint families mutation-report sglang-matrix bench \
-	megatron-layouts which-python
+	megatron-layouts dist audit which-python
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -101,6 +101,14 @@ bench: $(stamp)  ## measure speed and memory
 
 megatron-layouts: $(stamp)  ## look at ranks of 256 of a large model with Megatron, on one machine
 	@$(python) benchmarks/run.py layouts
+
+dist: $(stamp)  ## build the wheel and the sdist of the last commit into dist/, the same bytes from every clone
+	@$(python) .ci/dist.py
+
+# In an environment of its own, of which nothing else depends.
+audit:  ## ask OSV for known vulnerabilities of the versions in constraints.txt, with pip-audit
+	@$(find_python); "$$found" -m venv "$(VENV)-audit" && \
+		"$(VENV)-audit/bin/python" -m pip install $(pip_flags) 'pip-audit>=2.9' && .ci/audit "$(VENV)-audit/bin/pip-audit"
 
 which-python:
 	@$(find_python); echo "$$found"

@@ -13,6 +13,7 @@ from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import TRACKER, is_legacy, locate, refuse_url, tracked
 from quant.selection.readers import readers_of
 from verify.check import WITNESSES, Check, Skip, all_checks, run_checks
+from verify.checks.values.manifest import manifest_verifier
 from verify.evidence.expected import usable_config
 from verify.evidence.reading import read_values
 from verify.evidence.rounding import rounding_of
@@ -48,11 +49,13 @@ def verify(
     account_for_embedding_in_pipeline_split: bool = False,
     account_for_loss_in_pipeline_split: bool = False,
     ranks: Sequence[int] | None = None,
+    manifest_key: str | Path | None = None,
 ) -> Report:
     """Verifies the checkpoint at `path`, HF or Megatron, and returns the report; nothing is written.
 
     `source` is what it was made from; then every value is compared. `hf` gives the config of a Megatron checkpoint that
-    has none beside it. `manifest` is a file with a digest of every tensor. `against` holds "megatron" and "sglang",
+    has none beside it. `manifest` is a file with a digest of every tensor, and
+    `manifest_key` the public key of whoever must have signed it. `against` holds "megatron" and "sglang",
     and what a live engine is asked: "engine", which each of "update", "release-resume" and "logits" implies. With
     "megatron" and a Megatron checkpoint "logits" asks for Megatron's instead.
     `readers` (as `--reader` has them; None: SGLang, slime and miles) are those that are to load or send INT4 weights:
@@ -65,7 +68,7 @@ def verify(
     log-probabilities and prompts are computed again, at `rollout_temperature` (None: as the file says, or 1).
 
     A broken checkpoint gives findings. CkptkitError means that there is no checkpoint at `path` or `source`, that
-    `rollout_data` is no such file, that
+    `rollout_data` or `manifest_key` is no such file, that
     something is missing that this needs, that there is no such reader, or that the model cannot be cut into these
     sizes.
     """
@@ -87,6 +90,7 @@ def verify(
         vpp=vpp,
         readers=None if readers is None else tuple(readers),
         manifest=Path(manifest) if manifest else None,
+        manifest_key=Path(manifest_key) if manifest_key else None,
         ray=ray,
         dp_attention=dp_attention,
         rollout_data=Path(rollout_data) if rollout_data else None,
@@ -160,6 +164,10 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
     if hf is not None and "megatron" not in (subject.kind, subject.source_path and subject.source_kind):
         refuse_hf(hf, path)
     _refuse_legacy(subject.path)
+    if subject.manifest_key is not None:
+        if subject.manifest is None:
+            raise CkptkitError("a key without a manifest", "give the manifest too (--manifest)")
+        subject.once(manifest_verifier)
     if subject.rollout_data is not None:
         subject.once(recording_of)
     if subject.rollout_temperature is not None and not subject.rollout_temperature > 0:

@@ -14,7 +14,15 @@ from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import locate, refuse_url
 from ckptkit.formats.hf.remote import config_at
 from ckptkit.formats.hf.side_files import MANIFEST
-from ckptkit.transfer.manifest import described_files, digests_of, replaceable_manifest, write_manifest
+from ckptkit.transfer.manifest import (
+    described_files,
+    digests_of,
+    has_digests,
+    refuse_others,
+    replaceable_manifest,
+    write_manifest,
+)
+from ckptkit.transfer.signature import refuse_signed, sign_manifest, signer
 from converters.open import open_checkpoint
 from converters.passthrough import FOLDER
 
@@ -75,12 +83,21 @@ def int4_scheme(
 
 
 def make_manifest(
-    path: str | Path, output: str | Path | None = None, *, hf: str | Path | None = None, workers: int | None = None
+    path: str | Path,
+    output: str | Path | None = None,
+    *,
+    hf: str | Path | None = None,
+    workers: int | None = None,
+    sign: str | Path | None = None,
 ) -> Path:
     """Writes the manifest of the checkpoint at `path`, HF or Megatron: to `output`, or `ckptkit.json` at its root.
 
     A manifest that has digests is never replaced: `verify` compares with it. One without them, from an earlier version,
     is completed. Returns where it was written. Raises CkptkitError where the checkpoint cannot be opened or read.
+
+    `sign` is the private key that signs it (`ckptkit.transfer.signature`), into a file beside it that ends in `.sig`.
+    Then a manifest that has digests is signed as it stands, once the checkpoint was found to be the one that it
+    describes. Raises CkptkitError where it is not, and where a signature is there already.
     """
     if hf:
         refuse_url(hf)
@@ -88,9 +105,19 @@ def make_manifest(
     if location.kind == "hf":
         refuse_hf(hf, path)
     target = Path(output) if output else location.root / MANIFEST
-    before = replaceable_manifest(target, output is not None, path)
+    by = signer(Path(sign)) if sign else None
+    if by is not None:
+        refuse_signed(target)
+    standing = by is not None and has_digests(target)
+    before = {} if standing else replaceable_manifest(target, output is not None, path)
     known: dict[str, Any] = {key: before[key] for key in ("source", "lineage", "hf_layout") if key in before}
     tensors = digests_of(open_checkpoint(path, hf=hf), workers)
-    command = before.get("command", ["ckptkit", "manifest", str(path)])
-    write_manifest(target, command, tensors, described_files(location, [location.root / FOLDER]), known)
+    files = described_files(location, [location.root / FOLDER])
+    if standing:
+        refuse_others(target, tensors, files)
+    else:
+        command = before.get("command", ["ckptkit", "manifest", str(path)])
+        write_manifest(target, command, tensors, files, known)
+    if by is not None:
+        sign_manifest(target, by)
     return target

@@ -12,6 +12,7 @@ from ckptkit.storage.directory import Directory, Listing
 from ckptkit.storage.regular import read_regular
 
 MANIFEST = "ckptkit.json"
+SIGNATURE_ENDING = ".sig"
 TRACKER = "latest_checkpointed_iteration.txt"
 _MOST_TRACKER = 256  # bytes
 _MOST_DIGITS = 18  # of an iteration

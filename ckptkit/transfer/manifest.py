@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import LOADED, Location
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.shard import MAX_HEADER
@@ -145,6 +146,23 @@ def replaceable_manifest(target: Path, chosen: bool, checkpoint: str | Path) -> 
             f"{target} is no manifest, so it is not replaced", "move it away, or choose another place with --output"
         )
     return before
+
+
+def has_digests(target: Path) -> bool:
+    """Whether a manifest with digests stands at `target`. Raises CkptkitError where it is no JSON."""
+    return target.exists() and "tensors" in read_json(target)
+
+
+def refuse_others(path: Path, tensors: Mapping[str, TensorDigest], files: Mapping[str, str]) -> None:
+    """Raises CkptkitError where the manifest at `path` is not that of a checkpoint with these `tensors` and `files`."""
+    promised = read_manifest(path)
+    differ = [name for name in {**promised.tensors, **tensors} if promised.tensors.get(name) != tensors.get(name)]
+    differ += [name for name, digest in promised.files.items() if files.get(name) != digest]
+    if differ:
+        raise CkptkitError(
+            f"{path} is not the manifest of this checkpoint, and is not signed: {summarize(differ)}",
+            "`ckptkit verify` with --manifest says what differs",
+        )
 
 
 def write_manifest(

@@ -6,11 +6,13 @@ Thresholds are multiples of the noise that transformers has in the same dtype in
 from __future__ import annotations
 
 from importlib.util import find_spec
+from statistics import median
 
 import pytest
 import torch
 from fixture_types import PathOf
 
+from converters.planner import dims_of
 from verify.check import Tally
 from verify.checks.witnesses.megatron_logits import judge
 from verify.evidence.expected import config_of
@@ -48,9 +50,13 @@ def agrees(run: Computed, subject: Subject) -> None:
     assert run.reference is not None
     assert [stage.name for stage in run.reference.stages if stage.differs] == []
     assert list(judge(run, subject, Tally())) == []
-    noise = distance(run.reference.rounded.judged, run.reference.exact.judged)
-    for answers in run.answers.values():
-        assert mean_gap(answers, run.reference.exact.judged) < 3 * noise.mean
+    for stage in run.reference.stages:
+        # Not the mean: in float32 one near tie between experts, rounded the other way, outweighs all other tokens.
+        assert median(stage.apart) < 3 * median(stage.noise), stage
+    if not dims_of(config_of(subject)).experts:
+        noise = distance(run.reference.rounded.judged, run.reference.exact.judged)
+        for answers in run.answers.values():
+            assert mean_gap(answers, run.reference.exact.judged) < 3 * noise.mean
 
 
 @ENGINE

@@ -35,7 +35,7 @@ class Subject:
     `tp`, `pp`, `ep`, `etp` (inside experts; None: as launch scripts choose) and `vpp` are the parallel sizes to load
     Megatron with, and `megatron` holds the rest of what it is launched with; `tp`, `ep` and `dp_attention` (attention
     whole on every rank) are those of SGLang. `against` holds "megatron" and "sglang" as asked for. `manifest` is a file
-    with digests to compare.
+    with digests to compare, signed with the private key of `manifest_key` where that is given.
     `launch` says how a training job would find this checkpoint, `arguments` what its launch script says of sizes,
     `updated` that it quantizes weights by the `ignore` list of this checkpoint, `loaded` what lies in the directories
     that the job loads; only preflight gives these four.
@@ -58,6 +58,7 @@ class Subject:
     vpp: int = 1
     arguments: LaunchArguments | None = None
     manifest: Path | None = None
+    manifest_key: Path | None = None
     readers: tuple[str, ...] | None = None
     updated: bool = False
     ray: str | None = None

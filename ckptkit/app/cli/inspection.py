@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -93,14 +94,44 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, as_json: bool) -> None
 
 @click.command()
 @click.argument("path", type=common.PATH)
-@click.option("--output", type=common.PATH, help="Where to write it. [default: ckptkit.json at the root of PATH]")
+@click.option(
+    "--output",
+    type=common.PATH,
+    help="Where to write it, or where it is with --verify-signature. [default: ckptkit.json at the root of PATH]",
+)
+@click.option(
+    "--sign", is_flag=True, help="Also sign it with --key, into a file beside it that ends in .sig (model-signing)."
+)
+@click.option(
+    "--verify-signature",
+    "judge",
+    is_flag=True,
+    help="Write nothing: verify its signature with --key, and PATH against its digests.",
+)
+@click.option("--key", type=common.PATH, help="PEM file: the private key of --sign, the public one of the other.")
 @common.local_hf
 @common.workers
-def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | None) -> None:
+def manifest(
+    path: Path, output: Path | None, sign: bool, judge: bool, key: Path | None, hf: Path | None, workers: int | None
+) -> None:
     """Write a digest of every tensor and side file of PATH, HF or Megatron.
 
-    `verify --manifest` proves a copy with it, with no source at hand.
+    `verify --manifest` proves a copy with it, with no source at hand. Signed, it also says who made it.
     """
-    from ckptkit.app.api import make_manifest
+    if sign and judge:
+        raise click.UsageError("--sign and --verify-signature are two runs, with two keys")
+    if (sign or judge) != (key is not None):
+        raise click.UsageError("--key goes with --sign or --verify-signature, and they with it")
+    if judge and workers is not None:
+        raise click.UsageError("--workers does nothing with --verify-signature")
+    if not judge:
+        from ckptkit.app.api import make_manifest
 
-    echo(str(make_manifest(path, output, hf=hf, workers=workers)))
+        echo(str(make_manifest(path, output, hf=hf, workers=workers, sign=key)))
+        return
+    from ckptkit.app.cli.verification import print_report
+    from ckptkit.formats.detect import MANIFEST, locate
+    from verify.run import verify
+
+    report = verify(path, hf=hf, manifest=output or locate(path).root / MANIFEST, manifest_key=key, command=sys.argv)
+    print_report(report, as_json=False, strict=False, reports=())

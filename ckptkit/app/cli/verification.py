@@ -55,6 +55,11 @@ if TYPE_CHECKING:
     type=common.PATH,
     help="A ckptkit.json kept apart: every tensor and side file is compared with its digest.",
 )
+@click.option(
+    "--manifest-key",
+    type=common.PATH,
+    help="... and is signed with the private key of this public one (`ckptkit manifest --sign`).",
+)
 @common.parallel
 @click.option(
     "--etp", type=click.IntRange(1), help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]"
@@ -100,7 +105,7 @@ def verify(
     from verify.run import verify as run
 
     report = run(checkpoint, against=against, command=sys.argv, readers=readers or None, **options)
-    _print_report(report, as_json, strict, reports)
+    print_report(report, as_json, strict, reports)
 
 
 class _Launched(click.Command):
@@ -156,7 +161,7 @@ def preflight(
         raise click.UsageError("give a launch script, or at least one of --hf-checkpoint, --load and --ref-load")
     if script not in (None, "-") and not Path(str(script)).is_file():
         raise click.UsageError(f"unexpected argument {script!r}: no such script; launch arguments come behind --")
-    _print_report(run(arguments=arguments, script=script, cache=not no_cache, **options), as_json, strict, reports)
+    print_report(run(arguments=arguments, script=script, cache=not no_cache, **options), as_json, strict, reports)
 
 
 @click.command()
@@ -168,7 +173,8 @@ def explain(code: str) -> None:
     echo(*run(code).split("\n"))
 
 
-def _print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Path, ...]) -> None:
+def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Path, ...]) -> None:
+    """Prints a report, writes it to the files `reports`, and raises SystemExit where its status is not `passed`."""
     from verify.reports import write_report
     from verify.reports.render import render
 

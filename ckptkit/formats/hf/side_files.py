@@ -15,10 +15,12 @@ from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import MANIFEST as MANIFEST
+from ckptkit.formats.detect import SIGNATURE_ENDING
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.storage.regular import open_regular
 
 _MOST_BYTES = 16 << 30
+_OWN = {Path(MANIFEST), Path(MANIFEST + SIGNATURE_ENDING)}
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp")
 
 
@@ -34,7 +36,7 @@ def side_files(root: Path) -> Iterator[Path]:
             raise CkptkitError(f"{path} is a link to nothing", "download or copy it again, or remove the link")
         if not hidden and not path.is_file() and not path.is_dir():
             raise CkptkitError(f"{path} is no regular file", "remove it, or put the file of the release in its place")
-        if path.is_file() and not hidden and not is_weight(path.name) and relative != Path(MANIFEST):
+        if path.is_file() and not hidden and not is_weight(path.name) and relative not in _OWN:
             yield relative
 
 

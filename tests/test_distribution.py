@@ -1,0 +1,113 @@
+"""What is handed out: a wheel and an sdist, the same bytes from every clone; and no hint installs another project."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("ckptkit", "converters", "quant", "verify", ".ci")
+FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "SECURITY.md", "constraints.txt", "pyproject.toml")
+NAMES = ["ckptkit-0.1.0-py3-none-any.whl", "ckptkit-0.1.0.tar.gz"]
+
+
+def git(*words: object) -> None:
+    identity = ("-c", "user.name=Test", "-c", "user.email=test@example.com", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", *identity, *map(str, words)], check=True, capture_output=True)
+
+
+def build(clone: Path, umask: int) -> dict[str, bytes]:
+    """What `make dist` makes of a clone, by name."""
+    command = [sys.executable, ".ci/dist.py", "made here"]
+    done = subprocess.run(command, cwd=clone, umask=umask, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return {path.name: path.read_bytes() for path in sorted((clone / "made here").iterdir())}
+
+
+@pytest.fixture(scope="module")
+def clones(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two clones of one commit, in other places, whose files have other times."""
+    one, other = tmp_path_factory.mktemp("one") / "here", tmp_path_factory.mktemp("other") / "somewhere/else"
+    one.mkdir()
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, one / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, one)
+    git("init", "-q", one)
+    git("-C", one, "add", "-A")
+    git("-C", one, "commit", "-qm", "one commit")
+    git("clone", "-q", one, other)
+    for path in other.rglob("*.py"):
+        os.utime(path, (1_000_000_000, 1_000_000_000))
+    (other / "ckptkit/untracked.py").write_text("")
+    return one, other
+
+
+def test_two_builds_of_one_commit_have_the_same_bytes(clones: tuple[Path, Path]) -> None:
+    first, second = build(clones[0], 0o022), build(clones[1], 0o077)
+    assert list(first) == NAMES
+    assert {name: hashlib.sha256(content).hexdigest() for name, content in first.items()} == {
+        name: hashlib.sha256(content).hexdigest() for name, content in second.items()
+    }
+
+
+def test_wheel_and_sdist_hold_the_packages_and_nothing_of_the_machine(clones: tuple[Path, Path]) -> None:
+    made = clones[0] / "made here"
+    if not made.exists():
+        build(clones[0], 0o022)
+    with zipfile.ZipFile(made / NAMES[0]) as wheel:
+        in_wheel = {name: wheel.read(name) for name in wheel.namelist()}
+    with tarfile.open(made / NAMES[1]) as sdist:
+        members = sdist.getmembers()
+        in_sdist = {
+            one.name.removeprefix("ckptkit-0.1.0/"): file.read() for one in members if (file := sdist.extractfile(one))
+        }
+    assert {name.partition("/")[0] for name in in_wheel} == {
+        *("ckptkit", "converters", "quant", "verify", "ckptkit-0.1.0.dist-info")
+    }
+    assert {"ckptkit/app/cli/__init__.py", "verify/reports/page.css", "verify/reports/page.html"} <= in_wheel.keys()
+    assert "ckptkit-0.1.0.dist-info/licenses/LICENSE" in in_wheel
+    assert {"pyproject.toml", "SECURITY.md", "LICENSE", "verify/reports/page.html"} <= in_sdist.keys()
+    assert {(one.uid, one.gid, one.uname, one.gname) for one in members} == {(0, 0, "", "")}
+    paths = [bytes(place) for place in (clones[0], clones[1], ROOT)]
+    for name, content in {**in_wheel, **in_sdist}.items():
+        assert not name.startswith(("tests/", "/")), name
+        assert not any(place in content for place in paths), name
+
+
+def test_changes_that_are_not_committed_are_not_built(clones: tuple[Path, Path]) -> None:
+    (clones[1] / "README.md").write_text("changed")
+    command = [sys.executable, ".ci/dist.py", "made of changes"]
+    done = subprocess.run(command, cwd=clones[1], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.partition("\n")[0]) == (1, "error: there are changes that are not committed")
+    assert not (clones[1] / "made of changes").exists()
+
+
+def test_no_text_installs_ckptkit_from_an_index() -> None:
+    """There another project has this name."""
+    wrong = re.compile(r"\b(?:pip3? install|uv add|uvx|pipx (?:install|run))\b[^\n`|;&#]*[\s'\"]ckptkit(?![\w./-])")
+    assert wrong.search("pip install ckptkit[megatron]")
+    assert wrong.search("`uv pip install -U 'ckptkit'`")
+    assert not wrong.search("pip install '.[megatron]'  # ckptkit verify")
+    texts = [
+        path
+        for folder in ("ckptkit", "converters", "quant", "verify", "docs", "tests", "benchmarks", ".ci")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".md", ".py", ".sh", ".yaml", ".html", ""}
+    ]
+    texts += [ROOT / name for name in (*FILES, "Makefile")]
+    found = [
+        str(path)
+        for path in texts
+        if path.is_file() and path != Path(__file__).resolve() and wrong.search(path.read_text(errors="replace"))
+    ]
+    assert found == []
