@@ -92,7 +92,7 @@ class Automaton:
         if kind is op.BRANCH:
             return self._place(_Place([self._sequence(body, then, flags) for body in value[1]]))
         if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
-            return self._repeated(*value, then, flags)
+            return self._repeated(value, then, flags)
         if kind is op.FAILURE:
             return self._place(_Place([]))
         if kind in (op.AT, op.ASSERT, op.ASSERT_NOT):
@@ -101,7 +101,8 @@ class Automaton:
             return self._place(_Place([then], condition=self._compiled((kind, value), flags)))
         raise UnboundedError("it has a reference to a group, or an atomic group, beside several repetitions")
 
-    def _repeated(self, least: int, most: int, body: Any, then: int, flags: tuple[tuple[int, int], ...]) -> int:
+    def _repeated(self, value: tuple[int, int, Any], then: int, flags: tuple[tuple[int, int], ...]) -> int:
+        least, most, body = value
         if most is op.MAXREPEAT:
             ways: list[int] = [then]
             then = self._place(_Place(ways))
