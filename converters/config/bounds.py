@@ -11,7 +11,7 @@ from ckptkit.core.printable import shortened
 
 MOST_KEYS = 2_000  # of one part; those of transformers have about a hundred
 MOST_LAYERS = 1_000  # the deepest released models have 126
-MOST_EXPERTS = 250_000  # of all layers together: Kimi K2 has 23,424
+MOST_EXPERTS = 128_000  # of all layers together: Kimi K2 has 23,424
 LARGEST = 1 << 31  # of any size
 _LAYERS = ("num_hidden_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers", "depth")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
