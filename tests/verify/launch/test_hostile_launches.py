@@ -160,13 +160,3 @@ def test_interpolations_that_double_are_not_worked_out(tmp_path: Path) -> None:
 def _written(folder: Path, text: str) -> Path:
     (folder / "empty.yaml").write_text(text)
     return folder / "empty.yaml"
-
-
-def test_log_that_a_shell_pipes_in_is_read(tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    os.write(writer, b"nothing to see\n")
-    os.close(writer)
-    try:
-        assert triage([f"/dev/fd/{reader}"]).lines == 1
-    finally:
-        os.close(reader)
