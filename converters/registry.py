@@ -10,7 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.core.printable import shortened
 from converters import families
+from converters.config.bounds import check_config
 from converters.family import ModelFamily
 
 
@@ -34,6 +36,8 @@ def by_model_type(found: Iterable[ModelFamily]) -> dict[str, ModelFamily]:
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(by_model_type(_found()))
 
 
+_LONGEST = 200  # characters of a class's name
+
 # What a model of another class is, by the name of the class; the first that fits.
 _OTHERS = (
     (
@@ -56,10 +60,12 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
     Raises CkptkitError for an unknown `model_type`, naming the known ones, and UnsupportedError for a class that is not
     the family's.
     """
+    check_config(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CkptkitError(
-            f"config.json: model_type {model_type!r} is not supported", f"supported: {', '.join(sorted(FAMILIES))}"
+            f"config.json: model_type {shortened(model_type)} is not supported",
+            f"supported: {', '.join(sorted(FAMILIES))}",
         )
     _check_architectures(config.get("architectures"), FAMILIES[model_type], model_type)
     return FAMILIES[model_type]
@@ -70,16 +76,17 @@ def _check_architectures(stated: Any, family: ModelFamily, model_type: str) -> N
     names = [stated] if isinstance(stated, str) else stated or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CkptkitError(
-            f"config.json: architectures is {stated!r:.80}, not a list of class names", "restore it from the release"
+            f"config.json: architectures is {shortened(stated)}, not a list of class names",
+            "restore it from the release",
         )
     if not names or set(names) & set(family.architectures):
         return
     what, hint = next(
-        (words for pattern, *words in _OTHERS if re.fullmatch(pattern, names[0])),
+        (words for pattern, *words in _OTHERS if re.fullmatch(pattern, names[0][:_LONGEST])),
         ("another model", "compare config.json with the release"),
     )
     known = ", ".join(family.architectures)
     raise UnsupportedError(
-        f"config.json: {names[0]} of model_type {model_type!r} is {what}, which is not supported",
+        f"config.json: {names[0][:_LONGEST]} of model_type {model_type!r} is {what}, which is not supported",
         f"{hint}; supported: {known}",
     )

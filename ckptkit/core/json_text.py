@@ -14,7 +14,7 @@ MOST_DIGITS = 100  # of an integer: tokenizers have a `model_max_length` of 31
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def parse(text: bytes) -> Any:
+def parse(text: bytes, most_values: int = MOST_VALUES) -> Any:
     """The value that `text` says. Raises ValueError for text that is no JSON, or past a bound of this module.
 
     So does a key that an object has twice, of which readers take one or the other, and half of a surrogate pair, which
@@ -22,8 +22,8 @@ def parse(text: bytes) -> Any:
     """
     if len(text) > MOST_BYTES:
         raise ValueError(f"{len(text)} bytes, and at most {MOST_BYTES} are read")
-    if (values := count_values(text)) > MOST_VALUES:
-        raise ValueError(f"about {values} values, and at most {MOST_VALUES} are read")
+    if (values := count_values(text)) > most_values:
+        raise ValueError(f"about {values} values, and at most {most_values} are read")
     try:
         value = json.loads(text.decode(), object_pairs_hook=_once, parse_int=_integer)
     except RecursionError as error:

@@ -1,4 +1,4 @@
-"""Lists, reads, uploads and removes files of a directory at a URL: `s3://`, `gs://`, `hf://`, whatever fsspec knows.
+"""Lists, reads, uploads and removes files of a directory at a URL of a store: `s3://`, `gs://`, `hf://`, `az://`.
 
 Credentials, endpoints and retries are those of the library behind the URL.
 """
@@ -41,8 +41,11 @@ _LOGIN = {
     "hf": "set HF_TOKEN, or run `hf auth login`, with an account that may",
 }
 _ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST", "hf": "HF_ENDPOINT"}
-_LIBRARY = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface-hub"}
-_ALIAS = {"s3a": "s3", "gcs": "gs"}
+_LIBRARY = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface-hub", "az": "adlfs"}
+_ALIAS = {"s3a": "s3", "gcs": "gs", "abfs": "az"}
+# The stores, and fsspec's own in memory. Others of its protocols open files of this machine, follow what a file says,
+# or take a chain of URLs.
+_STORES = ("s3", "gs", "hf", "az", "memory")
 
 
 def is_url(path: str | Path) -> TypeGuard[str]:
@@ -67,9 +70,15 @@ class StoreError(CkptkitError):
 
 @dataclass(frozen=True)
 class Store:
-    """The directory at `url`. Every method raises StoreError for what is absent, not permitted or not reached."""
+    """The directory at `url`. Every method raises StoreError for what is absent, not permitted or not reached.
+
+    Raises CkptkitError for a URL that is of none of the stores, or a chain of URLs.
+    """
 
     url: str
+
+    def __post_init__(self) -> None:
+        _require_store(self.url)
 
     @cached_property
     def _opened(self) -> tuple[AbstractFileSystem, str]:
@@ -198,6 +207,16 @@ class Store:
                 filesystem.rm_file(path)
 
 
+def _require_store(url: str) -> None:
+    if "::" in url:
+        raise CkptkitError(f"{url} is a chain of URLs, which is not read", "give the URL of the store itself")
+    scheme = url.partition("://")[0].lower()
+    if _ALIAS.get(scheme, scheme) not in _STORES:
+        raise CkptkitError(
+            f"{url}: {scheme}:// is no store that is read here", "give s3://, gs://, hf:// or az://, or download it"
+        )
+
+
 def _below(root: str, path: str) -> str:
     """The name of `path` relative to `root`, empty for `root` itself.
 
@@ -234,7 +253,7 @@ def _words(error: Exception) -> str:
 
 
 def _next(url: str, error: Exception) -> str:
-    scheme = url.partition("://")[0].rpartition("::")[2].lower()
+    scheme = url.partition("://")[0].lower()
     scheme = _ALIAS.get(scheme, scheme)
     if isinstance(error, ImportError):
         return f"pip install {_LIBRARY[scheme]}" if scheme in _LIBRARY else "install what it names"
@@ -250,6 +269,6 @@ def _next(url: str, error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "check the URL" + (f"; if the repository is private or gated, {login}" if scheme == "hf" else "")
     if isinstance(error, ValueError):
-        return "give s3://, gs://, hf://, or another URL that fsspec knows"
+        return "check the URL: what stands behind :// is not as this store has it"
     endpoint = f", and {_ENDPOINT[scheme]} if it is set" if scheme in _ENDPOINT else ""
     return f"check the network{endpoint}; then run again"

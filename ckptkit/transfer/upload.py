@@ -119,12 +119,9 @@ def check_upload(url: str, overwrite: bool, sources: Iterable[str | Path | None]
     Even with `overwrite` only a checkpoint is replaced, or what an unfinished upload left, and never one of `sources`,
     or anything around or inside them.
     """
-    if "::" in url:
-        raise CkptkitError(f"{url} is a chain of URLs, which can only be read", "give the URL of the store itself")
     store = Store(url)
     for source in sources:
-        # Of a chain, where the bytes come from.
-        if source is not None and is_url(source) and store.overlaps(Store(source.rpartition("::")[2])):
+        if source is not None and is_url(source) and store.overlaps(Store(source)):
             raise CkptkitError(f"{url} overlaps {source}, which is read", "choose a destination beside it")
     there = list(store.files()) if store.top() else []
     if there and not overwrite:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
 from converters.config.dims import Indexer, Mla, ModelDims
 from converters.config.values import flag, integer
 from converters.ops.basic import Copy, Op
@@ -70,7 +71,7 @@ def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | Non
     for key, only in _ONLY.items():
         if config.get(key, only) not in (only, None):
             raise CkptkitError(
-                f"config.json: {key} {config[key]!r} is not supported", "Megatron's indexer does not know it"
+                f"config.json: {key} {shortened(config[key])} is not supported", "Megatron's indexer does not know it"
             )
     if interleaved is None and config.get("indexer_rope_interleave") is None:
         raise CkptkitError(

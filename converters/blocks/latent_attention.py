@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
 from converters.config.dims import Mla, ModelDims
 from converters.config.values import flag, integer, number, rope_of
 from converters.family import Dense
@@ -143,13 +144,13 @@ def _yarn_args(rope: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope["rope_type"]
     if kind != "yarn":
         raise CkptkitError(
-            f"config.json: rope scaling {kind!r} with latent attention has no Megatron arguments",
+            f"config.json: rope scaling {shortened(kind)} with latent attention has no Megatron arguments",
             "Megatron only knows yarn there",
         )
     for key, only in (("attention_factor", None), ("truncate", True)):
         if rope.get(key, only) not in (only, None):
             raise CkptkitError(
-                f"config.json: yarn with {key} {rope[key]!r} has no Megatron arguments",
+                f"config.json: yarn with {key} {shortened(rope[key])} has no Megatron arguments",
                 "training would run another model than this one",
             )
     mscale, all_dim = number(rope, "mscale", 0.0), number(rope, "mscale_all_dim", 0.0)

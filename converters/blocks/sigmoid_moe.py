@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
 from converters.config.values import flag, integer, number
 
 
@@ -25,7 +26,8 @@ def read_sigmoid_moe(config: Mapping[str, Any], absent: Mapping[str, Any]) -> di
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if config.get(key, only) != only:
             raise CkptkitError(
-                f"config.json: {kind} with {key} {config[key]!r} is not supported", f"released models have {only!r}"
+                f"config.json: {kind} with {key} {shortened(config[key])} is not supported",
+                f"released models have {only!r}",
             )
     if not flag(config, "norm_topk_prob", True):
         raise CkptkitError(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
+from converters.config.bounds import MOST_LAYERS
 from converters.config.values import flag, integer, number, rope_of
-
-_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class ModelDims:
                 for name in ("layers", "hidden", "heads", "groups", "head_dim", "ffn", "vocab", "norm_eps")
             }
         )
-        if self.layers > _MOST_LAYERS:
+        if self.layers > MOST_LAYERS:
             raise CkptkitError(
                 f"config.json: {self.layers} layers cannot be right", "compare num_hidden_layers with the release"
             )
@@ -222,7 +222,7 @@ def _positive(**sizes: float) -> None:
 def first_layers(config: Mapping[str, Any], key: str, default: int) -> tuple[int, ...]:
     """Layers 0 to n - 1, where the config says n under `key`: the dense layers at the start of an MoE model."""
     count = integer(config, key, default)
-    if not 0 <= count <= _MOST_LAYERS:
+    if not 0 <= count <= MOST_LAYERS:
         raise CkptkitError(f"config.json: {key} is {count}", "compare it with the release")
     return tuple(range(count))
 
@@ -239,9 +239,10 @@ def layers_without_experts(config: Mapping[str, Any]) -> tuple[int, ...]:
         raise CkptkitError(f"config.json: decoder_sparse_step is {step}", "compare it with the release")
     if not isinstance(only, list) or any(type(layer) is not int for layer in only):
         raise CkptkitError(
-            f"config.json: mlp_only_layers is {only!r}, not a list of whole numbers", "compare it with the release"
+            f"config.json: mlp_only_layers is {shortened(only)}, not a list of whole numbers",
+            "compare it with the release",
         )
-    sparse = (layer for layer in range(min(integer(config, "num_hidden_layers"), _MOST_LAYERS)) if (layer + 1) % step)
+    sparse = (layer for layer in range(min(integer(config, "num_hidden_layers"), MOST_LAYERS)) if (layer + 1) % step)
     return tuple(sorted({*only, *sparse}))
 
 
@@ -260,7 +261,7 @@ def base_dims(
     """
     if config.get("hidden_act", activation) != activation:
         raise CkptkitError(
-            f"config.json: hidden_act {config['hidden_act']!r} is not supported",
+            f"config.json: hidden_act {shortened(config['hidden_act'])} is not supported",
             f"this family is trained with {activation}",
         )
     hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
+from converters.config.bounds import LARGEST
 
 _REQUIRED: Any = object()
+_LARGEST_NUMBER = 1e300
 
 # What stands before the names of the language model in a multimodal one.
 NESTED_ROOT = "model.language_model."
@@ -19,13 +21,15 @@ def integer(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> in
     value = _value(config, key, default)
     if type(value) is not int:
         raise _wrong(key, value, "a whole number")
+    if abs(value) > LARGEST:
+        raise _wrong(key, value, f"at most {LARGEST}")
     return value
 
 
 def number(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> float:
     """A finite number of the config; absent and null mean `default`. Raises CkptkitError naming the key."""
     value = _value(config, key, default)
-    if type(value) not in (int, float) or not math.isfinite(value):
+    if type(value) not in (int, float) or not abs(value) <= _LARGEST_NUMBER:  # NaN is not
         raise _wrong(key, value, "a finite number")
     return float(value)
 
@@ -49,7 +53,7 @@ def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
 
 
 def _wrong(key: str, value: Any, what: str) -> CkptkitError:
-    return CkptkitError(f"config.json: {key} is {value!r}, not {what}", "compare it with the release")
+    return CkptkitError(f"config.json: {key} is {shortened(value)}, not {what}", "compare it with the release")
 
 
 def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:

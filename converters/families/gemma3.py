@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
 from converters.blocks.decoder import attention, embeddings, gated_mlp
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, integer, number, rope_of, sliding_layers, window_of
@@ -47,7 +48,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     for key, only in _ONLY.items():
         if text.get(key, only) != only:
             raise CkptkitError(
-                f"config.json: gemma3 with {key} {text[key]!r} is not supported",
+                f"config.json: gemma3 with {key} {shortened(text[key])} is not supported",
                 "Megatron's attention and MLP would be another model's",
             )
     full, local_theta = _ropes(text)
@@ -82,7 +83,7 @@ def _ropes(text: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
         value not in (None, "default") for kind, value in kinds.items() if kind not in _KINDS
     ):
         raise CkptkitError(
-            f"config.json: gemma3 with rope_parameters {kinds!r}",
+            f"config.json: gemma3 with rope_parameters {shortened(kinds)}",
             f"they must be under {' and '.join(_KINDS)}; compare with the release",
         )
     full = rope_of({**text, "rope_parameters": kinds.get(_KINDS[0])}, 1_000_000.0)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
 from converters.blocks.decoder import W1_W3_W2, attention, embeddings, moe_mlp
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import integer, number, rope_of
@@ -37,13 +38,13 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     for key, value in _FIXED.items():
         if config.get(key) not in (None, value):
             raise CkptkitError(
-                f"config.json: minimax_m2 with {key} {config[key]!r} is not supported",
+                f"config.json: minimax_m2 with {key} {shortened(config[key])} is not supported",
                 f"the releases are with {value!r}",
             )
     kinds = config.get("attn_type_list") or []
     if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
         raise CkptkitError(
-            f"config.json: attn_type_list is {kinds!r}",
+            f"config.json: attn_type_list is {shortened(kinds)}",
             "the releases have softmax attention (1) on every layer, and only that is supported",
         )
     head_dim = integer(config, "head_dim", 128)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
 from converters.blocks.indexer import indexer_args
 from converters.blocks.latent_attention import mla_args
 from converters.blocks.linear_attention import delta_net_args
@@ -90,7 +91,7 @@ def _rope_args(dims: ModelDims) -> dict[str, Any]:
     kind = dims.rope_scaling["rope_type"]
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if kind == "llama3" and all(dims.rope_scaling.get(key) == value for key, value in fixed.items()):
-        return {"use_rope_scaling": True, "rope_scaling_factor": float(dims.rope_scaling["factor"])}
+        return {"use_rope_scaling": True, "rope_scaling_factor": number(dims.rope_scaling, "factor")}
     if kind == "yarn" and _plain_yarn(dims):
         return _yarn_args(dims.rope_scaling)
     if kind == "linear" and dims.local_rope_theta is not None:
@@ -99,7 +100,7 @@ def _rope_args(dims: ModelDims) -> dict[str, Any]:
         return {"rotary_seq_len_interpolation_factor": int(number(dims.rope_scaling, "factor"))}
     hint = "remove the scaling if it is only for longer contexts than you train with"
     raise CkptkitError(
-        f"config.json: rope scaling {kind!r} as it stands there has no Megatron arguments",
+        f"config.json: rope scaling {shortened(kind)} as it stands there has no Megatron arguments",
         f"training would run another model than this one; {hint}",
     )
 

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
 
 # The parts of a layout: embedding, decoder layer ("transformer"), multi-token prediction layer, output layer with loss.
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
@@ -66,7 +67,7 @@ class Pipeline:
             kind: type = {"embedding": bool, "loss": bool, "layout": object}.get(field, int)
             if not isinstance(value, kind):
                 hint = "the checkpoint or the launch script is damaged"
-                raise CkptkitError(f"the training argument {_ARGUMENTS[field]} is {value!r}", hint)
+                raise CkptkitError(f"the training argument {_ARGUMENTS[field]} is {shortened(value)}", hint)
         if "layers" not in given:
             hint = "without it nobody can tell which layers a pipeline stage holds"
             raise CkptkitError("the training arguments have no num_layers", hint)
@@ -157,7 +158,7 @@ def _written_out(layout: Any) -> list[str]:
         text = layout.replace(",", "")
         for repeated in _REPEATED:
             if sum(len(match[1]) * int(match[2]) for match in repeated.finditer(text)) > _LONGEST:
-                said = f"pipeline_model_parallel_layout {layout!r} is too long to be one"
+                said = f"pipeline_model_parallel_layout {shortened(layout)} is too long to be one"
                 raise CkptkitError(said, "compare it with the launch script")
             text = repeated.sub(lambda match: match[1] * int(match[2]), text)
         chunks = text.split("|")
@@ -165,5 +166,5 @@ def _written_out(layout: Any) -> list[str]:
         chunks = ["?"]
     if set("".join(chunks)) - set(_LETTERS.values()):
         hint = "it is made of E, t, m and L, | between stages, *n and parentheses"
-        raise CkptkitError(f"pipeline_model_parallel_layout {layout!r} is no layout", hint)
+        raise CkptkitError(f"pipeline_model_parallel_layout {shortened(layout)} is no layout", hint)
     return chunks

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import quantization_of
+from quant.patterns.entries import check_entries
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,7 @@ class QuantScheme:
     `group_size`: neighbours along the input dimension that share a scale; None: one scale a row.
     `grid`, `symmetric`, `search`: see `quant.formats.grids`. `ignore`: in compressed-tensors' pattern language.
     `scale_dtype`: the dtype of stored scales; None: the weight's own. Raises CkptkitError for a group size that no INT4
-    kernel has, unknown or contradictory options, and patterns that are not regular expressions.
+    kernel has, unknown or contradictory options, and patterns that `check_entries` refuses.
     """
 
     group_size: int | None
@@ -65,8 +66,7 @@ class QuantScheme:
                 "a search would leave the qmax7 grid, which is the one that training rounds to",
                 "search with the minmax grid",
             )
-        for pattern in self.ignore:
-            _check_pattern(pattern)
+        check_entries(self.ignore, "ignore")
 
     @property
     def divisor(self) -> int:
@@ -81,21 +81,6 @@ class QuantScheme:
 def _choice(what: str, value: object, known: tuple[object, ...]) -> None:
     if value not in known:
         raise CkptkitError(f"unknown {what} {value!r}", f"choose one of {', '.join(map(str, known))}")
-
-
-def _check_pattern(pattern: str) -> None:
-    if not pattern.removeprefix("re:"):
-        raise CkptkitError(
-            f"ignore pattern '{pattern}' is empty", "name a module, or give a regular expression after 're:'"
-        )
-    if pattern.startswith("re:"):
-        try:
-            re.compile(pattern.removeprefix("re:"))
-        except re.error as error:
-            raise CkptkitError(
-                f"ignore pattern '{pattern}' is no regular expression: {error}",
-                "escape dots and brackets with a backslash",
-            ) from error
 
 
 def quantization_config(scheme: QuantScheme, *, sglang_experts: bool = False) -> dict[str, Any]:
@@ -144,6 +129,16 @@ def parse(content: Mapping[str, Any]) -> QuantizationConfig:
     return parsed
 
 
+def listed(content: Mapping[str, Any], key: str) -> list[Any]:
+    """A list of a `quantization_config`, empty where it is not there or null. Raises CkptkitError for anything else."""
+    value = content.get(key)
+    if value is not None and not isinstance(value, list):
+        raise CkptkitError(
+            f"config.json: `{key}` is {shortened(value)}", "it must be a list of module names and `re:` patterns"
+        )
+    return value or []
+
+
 def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
     """Reads the scheme of an INT4 checkpoint from its whole config.json.
 
@@ -155,6 +150,7 @@ def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
         raise CkptkitError("config.json has no quantization_config", "this checkpoint is not quantized")
     _require("quant_method", content.get("quant_method"), "compressed-tensors")
     _require("format", content.get("format"), FORMAT)
+    check_entries(listed(content, "ignore"), "config.json: ignore")
     parsed = parse(content)
     _require("kv_cache_scheme", parsed.kv_cache_scheme, None)
     _require("number of config_groups", len(parsed.config_groups), 1)

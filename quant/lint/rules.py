@@ -13,6 +13,7 @@ from converters.hf_names import IN_LAYER, layer_of, tail
 from converters.registry import FAMILIES
 from quant.formats.part_names import PACKED
 from quant.lint.subject import Subject
+from quant.patterns.entries import matcher
 from quant.selection.portable import quoted
 from quant.selection.readers import RULES
 
@@ -190,7 +191,7 @@ def _goes_beyond(pattern: str, module: str, routers: frozenset[str]) -> bool:
         plain = pattern.removesuffix(".weight").lower()
         start, after = module.lower().find(plain), module[module.lower().find(plain) + len(plain) :]
         return start >= 0 and (after[:1] not in ("", ".") or module[:start][-1:] not in ("", "."))
-    match_whole, parent = re.compile(pattern.removeprefix("re:")).match, module.rpartition(".")[0]
+    match_whole, parent = matcher(pattern), module.rpartition(".")[0]
     short = next(
         (
             router
@@ -202,8 +203,8 @@ def _goes_beyond(pattern: str, module: str, routers: frozenset[str]) -> bool:
     # An entry that covers any name under this parent is meant to.
     return (
         short is not None
-        and match_whole(f"{parent}.\0") is None
-        and match_whole(module.removesuffix(tail(module)) + short) is not None
+        and not match_whole(f"{parent}.\0")
+        and bool(match_whole(module.removesuffix(tail(module)) + short))
     )
 
 

@@ -14,7 +14,8 @@ from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.stored import as_spelled
 from quant.formats.part_names import packed_in
-from quant.formats.scheme import QuantScheme
+from quant.formats.scheme import listed
+from quant.patterns.entries import check_entries
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named
 from quant.selection.portable import Divergence, Reading, covered, divergences, packed_by, read_all
@@ -90,13 +91,9 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subj
             f"{path / 'config.json'} has no quantization_config of compressed-tensors",
             "lint looks at INT4 checkpoints and their ignore lists",
         )
-    ignore = content.get("ignore") or []
-    if not isinstance(ignore, list) or not all(isinstance(entry, str) for entry in ignore):
-        raise CkptkitError(
-            f"{path / 'config.json'}: `ignore` is {ignore!r:.80}",
-            "it must be a list of module names and `re:` patterns",
-        )
-    QuantScheme(32, "qmax7", tuple(ignore))  # raises for an invalid regular expression
+    ignore, targets = listed(content, "ignore"), _targets(content, path)
+    check_entries(ignore, f"{path / 'config.json'}: ignore")
+    check_entries(targets, f"{path / 'config.json'}: targets")
     stored, source = _stored_names(path)
     config = as_spelled(config, stored)
     tree = class_tree(config)
@@ -107,7 +104,7 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subj
     return Subject(
         config,
         tuple(dict.fromkeys(ignore)),
-        _targets(content, path),
+        targets,
         tree,
         matrices,
         packed or None,

@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
+from converters.config.bounds import check_config
 from converters.family import ModelFamily, Release
 from converters.hf_names import layer_of
 from converters.registry import FAMILIES
@@ -28,6 +30,7 @@ def class_tree(config: Mapping[str, Any]) -> ClassTree:
 @lru_cache(maxsize=4)  # several questions are asked of one model
 def _class_tree(text: str) -> ClassTree:
     config: Mapping[str, Any] = json.loads(text)
+    check_config(config)
     release, family = release_of(config), FAMILIES[config["model_type"]]
     try:
         return family_tree(family, release, config)
@@ -46,7 +49,7 @@ def release_of(config: Mapping[str, Any]) -> Release:
     if family is None or family.release is None:
         known = ", ".join(sorted(name for name, one in FAMILIES.items() if one.release))
         raise CkptkitError(
-            f"model_type {model_type!r}: which of its tensors are Linear layers is not known",
+            f"model_type {shortened(model_type)}: which of its tensors are Linear layers is not known",
             f"INT4 is supported for {known}",
         )
     return family.release

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any, Literal
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from converters.registry import FAMILIES
+from quant.patterns.entries import check_lookups, matcher
 from quant.selection.matrices import Matrix, names_in_sglang, names_in_vllm
 from quant.selection.readers import RULES
 from quant.selection.spelling import candidates
@@ -68,6 +68,7 @@ def read(
     entry = FAMILIES[str(config.get("model_type"))].sglang.entry if reader.startswith("SGLang") else str
     asked = tuple(_asked(reader, matrices, {entry(pattern) for pattern in ignore}, config))
     names = sorted({name for several in asked for name in several})
+    check_lookups(ignore, len(names))
     covers = {pattern: covered(reader, entry(pattern), names) for pattern in dict.fromkeys(ignore)}
     ignored = frozenset[str]().union(*covers.values())
     targeted = _targeted(reader, names, targets)
@@ -123,7 +124,7 @@ def _asked(
 def covered(reader: str, pattern: str, names: Sequence[str]) -> frozenset[str]:
     """Those of `names` (sorted) that an entry covers: `RULES[reader]` for all of them at once."""
     if pattern.startswith("re:"):
-        match = re.compile(pattern.removeprefix("re:")).match
+        match = matcher(pattern, max(map(len, names), default=0))
         return frozenset(name for name in names if match(name))
     if reader == "slime":
         return frozenset(names[bisect_left(names, pattern) : bisect_left(names, pattern + _LAST)])

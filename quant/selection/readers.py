@@ -7,13 +7,13 @@ plain entry is the whole name, any part of it, a dotted ending or a prefix. Whic
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from types import MappingProxyType
 from typing import Literal
 
 from ckptkit.core.errors import CkptkitError
+from quant.patterns.entries import matcher
 
 Rule = Callable[[str, str], bool]
 _LINEAR_CLASSES = ("Linear", "Module")
@@ -25,7 +25,7 @@ def _or_regex(plain: Rule) -> Rule:
     @wraps(plain)
     def rule(name: str, pattern: str) -> bool:
         if pattern.startswith("re:"):
-            return re.match(pattern.removeprefix("re:"), name) is not None
+            return bool(matcher(pattern)(name))
         return plain(name, pattern)
 
     return rule

@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from ckptkit.core.errors import CkptkitError
 from converters.hf_names import FUSED, IN_LAYER, LATENT_DOWN
+from quant.patterns.entries import matcher
 
 _SHARD = re.compile(r"(?:\((?P<several>\w+(?:\|\w+)*)\)|\b(?P<one>q|k|v|gate|up))_proj")
 # The shards of the layers that releases may also spell as one, and the fused name, without `_proj`.
@@ -71,7 +73,7 @@ def entries_for(kept: Mapping[str, str], packed: Collection[str]) -> list[str]:
 def _spares(entry: str, packed: Collection[str]) -> bool:
     if not entry.startswith("re:"):
         return entry in packed
-    match = re.compile(entry.removeprefix("re:")).match
+    match = matcher(entry)
     return any(match(module) for module in packed)
 
 
@@ -102,7 +104,7 @@ def candidates(pattern: str) -> Iterator[str]:
 
 def _compiles(pattern: str) -> bool:
     try:
-        re.compile(pattern.removeprefix("re:"))
-    except re.error:
+        matcher(pattern)
+    except CkptkitError:
         return False
     return True

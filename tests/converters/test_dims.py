@@ -21,7 +21,8 @@ from converters.planner import dims_of, to_hf, to_megatron
     [
         ("num_attention_heads", 6.9, "num_attention_heads is 6.9, not a whole number"),
         ("num_hidden_layers", "12", "num_hidden_layers is '12', not a whole number"),
-        ("num_hidden_layers", 10**12, "1000000000000 layers cannot be right"),
+        ("num_hidden_layers", 10**12, "num_hidden_layers is 1000000000000, not at most 2147483648"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, not at most 1,000"),
         ("num_hidden_layers", None, "config.json has no 'num_hidden_layers'"),
         ("tie_word_embeddings", "false", "tie_word_embeddings is 'false', not true or false"),
         ("rms_norm_eps", float("nan"), "rms_norm_eps is nan, not a finite number"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
 from converters.megatron.pipeline import Pipeline
 
 _LAYOUT, _CHUNK = "--pipeline-model-parallel-layout", "--num-layers-per-virtual-pipeline-stage"
@@ -145,9 +146,9 @@ def _qat(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple
     if QAT_FLAG in said:
         yield "qat", said[QAT_FLAG].lower() not in ("", "0", "false")
     if QAT_GROUP in said:
-        if not said[QAT_GROUP].isdecimal():
+        if not (said[QAT_GROUP].isdecimal() and len(said[QAT_GROUP]) < 10):
             hint = "copy the variables with their values filled in"
-            raise CkptkitError(f"{QAT_GROUP} is {said[QAT_GROUP]!r}, which is no number", hint)
+            raise CkptkitError(f"{QAT_GROUP} is {shortened(said[QAT_GROUP])}, which is no number", hint)
         yield "qat_group", int(said[QAT_GROUP])
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.storage.regular import open_regular
 from verify.triage.scan import Found, Place
 from verify.triage.symptom import Symptom
 
 SCHEMA = "ckptkit-triage/1"
 STDIN = "-"
+_OPENED = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _COMPRESSED = {b"\x1f\x8b": "zcat", b"\x28\xb5\x2f\xfd": "zstdcat", b"\xfd7zXZ": "xzcat"}
 
 
@@ -91,7 +93,8 @@ def _opened(log: str | Path) -> Iterator[BinaryIO]:
         yield sys.stdin.buffer
         return
     try:
-        with Path(log).open("rb") as stream:
+        # What the shell itself has opened, as `<(...)` does, may be a pipe: someone writes into it.
+        with Path(log).open("rb") if str(log).startswith(_OPENED) else open_regular(Path(log)) as stream:
             _refuse_binary(stream.peek(), log)  # a pipe cannot be read twice
             yield stream
     except OSError as error:

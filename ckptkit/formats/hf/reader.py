@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import ByteRange, Extent, Reader
-from ckptkit.core.json_text import MOST_BYTES, parse
+from ckptkit.core.json_text import MOST_BYTES, MOST_VALUES, parse
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import other_weights
 from ckptkit.formats.hf.shard import Shard, read_shard
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# A config is read for many questions. The largest name every layer that is not quantized: some ten thousand.
+_CONFIG, _MOST_IN_CONFIG = "config.json", 250_000
 
 
 def read_json(path: Path, shown: str | None = None) -> dict[str, Any]:
@@ -36,7 +38,7 @@ def read_json(path: Path, shown: str | None = None) -> dict[str, Any]:
 def parse_json(text: bytes, shown: str) -> dict[str, Any]:
     """A JSON object. Raises CkptkitError when it is none."""
     try:
-        content = parse(text)
+        content = parse(text, _MOST_IN_CONFIG if shown.endswith(_CONFIG) else MOST_VALUES)
     except ValueError as error:
         raise CkptkitError(f"{shown} is not valid JSON: {error}", "restore it from the release") from error
     if not isinstance(content, dict):

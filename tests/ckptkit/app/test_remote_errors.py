@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from remote_servers import KEYS, Bucket, free_port, refusing, serving, use_s3
 
+from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.remote import opened
@@ -97,14 +99,18 @@ def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, url: s
 
 @BOTH
 def test_a_kind_of_url_that_nothing_reads(use: Use) -> None:
-    with pytest.raises(CkptkitError, match="Protocol not known: nosuch") as error:
+    with pytest.raises(CkptkitError, match="nosuch:// is no store that is read here") as error:
         use("nosuch://bucket/model")
-    assert "another URL that fsspec knows" in str(error.value.hint)
+    assert error.value.hint == "give s3://, gs://, hf:// or az://, or download it"
 
 
-def test_a_store_that_cannot_be_written() -> None:
+def test_a_store_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(*arguments: object, **options: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.ls", cannot)
     with pytest.raises(CkptkitError) as error:
-        writing("data://x/y")
+        writing("memory://x/y")
     assert error.value.hint == "this kind of store cannot do that; use another, or a local directory"
 
 
@@ -140,6 +146,35 @@ def test_verify_refuses_a_url_with_exit_code_2() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: s3://bucket/model is a URL, which is not read here")
     assert "Traceback" not in done.stderr
+
+
+CHAIN, UNKNOWN = "is a chain of URLs, which is not read", "is no store that is read here"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        *((f"{cache}::s3://bucket/model", CHAIN) for cache in ("simplecache", "blockcache", "filecache")),
+        ("zip://model::s3://bucket/model.zip", CHAIN),
+        ("s3://bucket/a::b", CHAIN),
+        ("reference://refs.json", f"reference:// {UNKNOWN}"),
+        ("zip:///model.zip", f"zip:// {UNKNOWN}"),
+        ("jupyter://localhost/model", f"jupyter:// {UNKNOWN}"),
+        ("https://example.org/model", f"https:// {UNKNOWN}"),
+        ("LOCAL:///etc", f"local:// {UNKNOWN}"),
+        ("no-such+thing://model", rf"no-such\+thing:// {UNKNOWN}"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["inspect", "convert", "quantize"])
+def test_url_that_is_no_store_is_refused(
+    url: str, message: str, verb: str, small_release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)  # importing it would raise
+    commands = [["inspect", url]] if verb == "inspect" else [[verb, url, str(tmp_path / "out")]]
+    commands += [] if verb == "inspect" else [[verb, str(small_release), url]]
+    for command in commands:
+        with pytest.raises(CkptkitError, match=message):
+            CliRunner().invoke(cli, command, standalone_mode=False, catch_exceptions=False)
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,12 @@ def test_tags_make_no_objects() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "why"), [(b"- 1\n", "holds no mapping"), (b"a: \xff\n", "no UTF-8"), (b"#" * (1 << 21), "too many")]
+    ("data", "why"),
+    [
+        (b"- 1\n", "holds no mapping"),
+        (b"a: \xff\n", "no UTF-8"),
+        (b"#" * (1 << 21), "at most 1048576 are"),
+    ],
 )
 def test_a_file_that_is_no_configuration_is_refused(data: bytes, why: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(data)

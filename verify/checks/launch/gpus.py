@@ -180,9 +180,11 @@ class _Sizes:
         yield from self._blocks(dims, config, tp, ep)
 
     def _blocks(self, dims: ModelDims, config: Mapping[str, Any], tp: int, ep: int) -> Iterator[Issue]:
-        quantization = quantization_of(config) or {}
-        block = quantization.get("weight_block_size")
-        if quantization.get("quant_method") != "fp8" or not isinstance(block, list) or not block:
+        quantization = quantization_of(config)
+        block = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
+        if not isinstance(block, list) or not block or type(block[0]) is not int or block[0] < 1:
+            return
+        if quantization.get("quant_method") != "fp8":
             return
         rows = [("moe_intermediate_size", dims.expert_ffn, tp // ep)] if dims.experts and self.plain_experts else []
         rows += [("intermediate_size", dims.ffn, self.dense_tp)] if dims.dense and self.dense_tp else []

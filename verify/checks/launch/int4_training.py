@@ -80,7 +80,8 @@ def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
     if subject.launch is None or not updates(subject.launch, subject.arguments or LaunchArguments()):
         raise Skip("no trainer of this launch updates the engine")
     config = engine_config(root)
-    if not is_quantized(config) or quantization_of(config).get("quant_method") != "compressed-tensors":
+    content = quantization_of(config)
+    if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":
         raise Skip("--hf-checkpoint holds no INT4 weights of compressed-tensors")
     return root, config
 

@@ -51,6 +51,6 @@ def _valid_elsewhere(config: Mapping[str, Any]) -> bool:
     try:
         QuantizationConfig.model_validate(dict(content))
         stated_scheme({**config, "quantization_config": {**content, "config_groups": groups}})
-    except (CkptkitError, ValueError, KeyError, NotImplementedError):
+    except (CkptkitError, ValueError, TypeError, KeyError, NotImplementedError):
         return False
     return True

@@ -9,11 +9,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from ckptkit.core.printable import shortened
 from verify.launch.settings.yaml_tree import NULL, Tree
 from verify.launch.words import UnresolvedWord, Word
 
 _RESOLVER = re.compile(r"\s*([A-Za-z_][\w.]*):(.*)", re.DOTALL)
 _DEEPEST = 30
+_LONGEST = 10_000  # characters of a value with interpolations, before and after
 _NUMBERS: dict[str, Callable[[float, float], float]] = {
     "add": lambda a, b: a + b,
     "mul": lambda a, b: a * b,
@@ -32,6 +34,7 @@ class Config:
 
     tree: Mapping[str, Tree]
     environment: Mapping[str, str] = field(default_factory=dict)
+    _values: dict[tuple[str, tuple[str, ...]], Tree] = field(default_factory=dict, compare=False, repr=False)
 
     def find(self, key: str) -> Tree | None:
         """What a dotted key holds, interpolations resolved; None where it is absent or null.
@@ -57,7 +60,7 @@ class Config:
                 node = self._resolved(node, keys[:index], depth)
             if isinstance(node, dict):
                 node = node.get(key)
-            elif isinstance(node, list) and key.isdecimal() and int(key) < len(node):
+            elif isinstance(node, list) and key.isdecimal() and len(key) < 10 and int(key) < len(node):
                 node = node[int(key)]
             else:
                 return None
@@ -69,13 +72,20 @@ class Config:
             raise UnresolvedError(f"{word.text}: {word.why}")
         if "${" not in word.text:
             return word
+        if len(word.text) > _LONGEST:
+            raise UnresolvedError(f"a value of {len(word.text)} characters")
         if depth > _DEEPEST:
             raise UnresolvedError(f"{word.text} goes in circles")
         parts = list(_parts(word.text))
         if len(parts) == 1:
             node = self._value(parts[0][1], at, depth)
             return replace(word, text=node.text) if isinstance(node, Word) else node
-        return replace(word, text="".join(self._text(parts, at, depth)))
+        text = ""
+        for piece in self._text(parts, at, depth):
+            text += piece
+            if len(text) > _LONGEST:
+                raise UnresolvedError(f"{shortened(word.text)} stands for more than {_LONGEST} characters")
+        return replace(word, text=text)
 
     def _text(self, parts: list[tuple[bool, str]], at: tuple[str, ...], depth: int) -> Iterator[str]:
         for is_interpolation, text in parts:
@@ -88,7 +98,12 @@ class Config:
             yield node.text
 
     def _value(self, inner: str, at: tuple[str, ...], depth: int) -> Tree:
-        """What stands for `${inner}` in the value of the key `at`."""
+        """What stands for `${inner}` in the value of the key `at`: worked out once, however often it stands there."""
+        if (inner, at) not in self._values:
+            self._values[inner, at] = self._worked_out(inner, at, depth)
+        return self._values[inner, at]
+
+    def _worked_out(self, inner: str, at: tuple[str, ...], depth: int) -> Tree:
         if match := _RESOLVER.fullmatch(inner):
             arguments = [self._argument(one, at, depth) for one in _arguments(match[2])]
             return self._call(match[1], arguments, at, depth, inner)

@@ -15,32 +15,39 @@ from verify.launch.settings.config import merged
 from verify.launch.settings.yaml_tree import NULL, Tree, read_yaml
 from verify.launch.words import Word
 
-_DEEPEST = 20
+_DEEPEST, _MOST_FILES = 20, 100
 _SELF = "_self_"
 
 
 @dataclass(frozen=True)
 class Composed:
-    """The tree of a file and its defaults, and the entries of defaults lists whose files are not there."""
+    """The tree of a file and its defaults, and the entries of defaults lists whose files are not there.
+
+    `files`: how many were read, with those before them.
+    """
 
     tree: dict[str, Tree]
     absent: tuple[Word, ...] = ()
+    files: int = 0
 
 
-def compose(path: Path, depth: int = 0) -> Composed:
-    """A configuration file with its defaults laid below it.
+def compose(path: Path, depth: int = 0, files: int = 0) -> Composed:
+    """A configuration file with its defaults laid below it. `files`: how many have been read before it.
 
-    Raises CkptkitError for a file that is not there or cannot be read, and for defaults that go in circles.
+    Raises CkptkitError for a file that is not there or cannot be read, and for defaults that go in circles or name more
+    than 100 files.
     """
+    if files >= _MOST_FILES:
+        raise CkptkitError(f"{path}: its defaults name more than {_MOST_FILES} files", "give the file of one job")
     if depth > _DEEPEST:
         raise CkptkitError(f"{path}: its defaults go in circles", "a file must not build on itself")
     tree = read_yaml(path)
     defaults = tree.pop("defaults", None)
     if defaults is None or (isinstance(defaults, Word) and defaults.text == NULL):
-        return Composed(tree)
+        return Composed(tree, files=files + 1)
     if _names_files(defaults):
-        return _inherited(path, tree, defaults, depth)
-    return _listed(path, tree, defaults if isinstance(defaults, list) else [defaults], depth)
+        return _inherited(path, tree, defaults, depth, files + 1)
+    return _listed(path, tree, defaults if isinstance(defaults, list) else [defaults], depth, files + 1)
 
 
 def _names_files(defaults: Tree) -> bool:
@@ -51,18 +58,18 @@ def _names_files(defaults: Tree) -> bool:
     return any(isinstance(one, Word) and one.text.endswith((".yaml", ".yml")) for one in words)
 
 
-def _inherited(path: Path, tree: dict[str, Tree], defaults: Tree, depth: int) -> Composed:
-    base = Composed({})
+def _inherited(path: Path, tree: dict[str, Tree], defaults: Tree, depth: int, files: int) -> Composed:
+    base = Composed({}, files=files)
     for word in defaults if isinstance(defaults, list) else [defaults]:
         if not isinstance(word, Word):
             raise CkptkitError(f"{path}: defaults with something that is no file", "give names of YAML files")
         parent = path.parent / word.text
         if not parent.is_file():
-            base = Composed(base.tree, (*base.absent, word))
+            base = Composed(base.tree, (*base.absent, word), base.files)
             continue
-        below = compose(parent, depth + 1)
-        base = Composed(_replaced(base.tree, below.tree), (*base.absent, *below.absent))
-    return Composed(_replaced(base.tree, tree), base.absent)
+        below = compose(parent, depth + 1, base.files)
+        base = Composed(_replaced(base.tree, below.tree), (*base.absent, *below.absent), below.files)
+    return Composed(_replaced(base.tree, tree), base.absent, base.files)
 
 
 def _replaced(base: dict[str, Tree], over: dict[str, Tree]) -> dict[str, Tree]:
@@ -76,7 +83,7 @@ def _replaced(base: dict[str, Tree], over: dict[str, Tree]) -> dict[str, Tree]:
     return merged(kept, laid)
 
 
-def _listed(path: Path, tree: dict[str, Tree], defaults: list[Tree], depth: int) -> Composed:
+def _listed(path: Path, tree: dict[str, Tree], defaults: list[Tree], depth: int, files: int) -> Composed:
     found: dict[str, Tree] = {}
     absent: list[Word] = []
     entries = list(_entries(defaults))
@@ -93,11 +100,11 @@ def _listed(path: Path, tree: dict[str, Tree], defaults: list[Tree], depth: int)
         if "${" in name.text or not file.is_file():
             absent.append(name)
             continue
-        below = compose(file, depth + 1)
-        absent += below.absent
+        below = compose(file, depth + 1, files)
+        absent, files = [*absent, *below.absent], below.files
         where = package or folder.strip("./").replace("/", ".")
         found = merged(found, _placed(below.tree, "" if where == "_here_" else where.removeprefix("_global_")))
-    return Composed(found, tuple(absent))
+    return Composed(found, tuple(absent), files)
 
 
 def _entries(defaults: list[Tree]) -> Iterator[tuple[str, Word]]:

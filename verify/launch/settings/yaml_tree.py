@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.storage.regular import read_regular
 from verify.launch.words import Word
 
 Tree: TypeAlias = "dict[str, Tree] | list[Tree] | Word"
@@ -27,11 +28,10 @@ def read_yaml(path: Path) -> dict[str, Tree]:
     is too large (1 MB, 64 levels, 50,000 values with aliases expanded).
     """
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise CkptkitError(f"{path}: {error.strerror}", "check the path of the configuration") from error
-    if len(data) > LARGEST:
-        raise _refused(path, f"{len(data)} bytes are too many for a configuration")
+        data = read_regular(path, LARGEST)
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise CkptkitError(f"{path}: {said}", "check the path of the configuration") from error
     try:
         tree = parse(data.decode(), path)
     except UnicodeDecodeError as error:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from verify.launch.shell.expand import script_directory, separators, unknown
-from verify.launch.shell.values import Gap, Shell, TooMuchError, Value, Variable
+from verify.launch.shell.values import Gap, Shell, TooMuchError, Value, Variable, together
 
 # True or False: whether the command succeeded; None: nobody knows.
 Result = bool | None
@@ -38,7 +38,7 @@ def _say(shell: Shell, text: str, gaps: tuple[Gap, ...] = ()) -> None:
 def _texts(words: Sequence[Value]) -> tuple[str, tuple[Gap, ...]]:
     """Words joined by blanks; one that may be missing is a gap too."""
     maybe = tuple(Gap(word.text, word.maybe) for word in words if word.maybe)
-    return " ".join(word.text for word in words), (*(gap for word in words for gap in word.gaps), *maybe)
+    return together((word.text for word in words), " "), (*(gap for word in words for gap in word.gaps), *maybe)
 
 
 def _echo(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
@@ -75,7 +75,7 @@ def _formatted(form: str, arguments: list[str]) -> str | None:
         return None
     left, text = list(arguments), ""
     for _ in range(len(arguments) + 1):
-        text += _FORMAT.sub(lambda found: "%" if found[1] else _converted(found[0], left), form)
+        text = together((text, _FORMAT.sub(lambda found: "%" if found[1] else _converted(found[0], left), form)))
         if not left or "%" not in form.replace("%%", ""):
             return text
     return None
@@ -167,7 +167,7 @@ def _export(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
 
 
 def _shift(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
-    count = int(words[0].text) if words and words[0].text.isdecimal() else 1
+    count = int(words[0].text[-9:]) if words and words[0].text.isdecimal() else 1
     shell.arguments = shell.arguments[count:]
     return True, True
 

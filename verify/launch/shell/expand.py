@@ -11,7 +11,7 @@ from verify.launch.shell.arithmetic import ArithmeticFault, calculate
 from verify.launch.shell.lexer import Lexer
 from verify.launch.shell.operators import changed_text
 from verify.launch.shell.syntax import Arithmetic, Literal, Parameter, Part, ShellWord, Substitution
-from verify.launch.shell.values import MOST_CHARACTERS, Gap, Shell, TooMuchError, Value
+from verify.launch.shell.values import MOST_CHARACTERS, MOST_WORDS, Gap, Shell, TooMuchError, Value, together
 
 # Gives the output of the commands in `$(...)`.
 Run = Callable[[Shell, Substitution], Value]
@@ -56,7 +56,10 @@ def expand(shell: Shell, words: Sequence[ShellWord], run: Run) -> list[Value]:
     """The words that become of these."""
     found: list[Value] = []
     for word in words:
-        found += _expand(shell, word, run)
+        found += (made := _expand(shell, word, run))
+        shell.step(sum(len(value.text) for value in made) + len(made))
+        if len(found) > MOST_WORDS:
+            raise TooMuchError(f"a command has more than {MOST_WORDS} words")
     return found
 
 
@@ -122,11 +125,10 @@ def joined(shell: Shell, word: ShellWord | None, run: Run) -> Value:
         star = isinstance(part, Parameter) and (part.index == "*" or part.name == "*")
         between = separators(shell)[:1] if star else " "
         for count, value in enumerate(_values(shell, part, run) if values is None else values):
-            text += (between if count else "") + value.text
+            text = together((text, value.text), between if count else "")
             gaps += value.gaps
             maybe = maybe or value.maybe
-    if len(text) > MOST_CHARACTERS:
-        raise TooMuchError(f"a word has more than {MOST_CHARACTERS} characters")
+    shell.step(len(text))
     return Value(text, tuple(gaps), shell.file, word.line, maybe)
 
 
@@ -154,7 +156,7 @@ def _values(shell: Shell, part: Part, run: Run) -> list[Value]:
 
 def _starred(shell: Shell, part: Parameter) -> Value:
     values = _listed(shell, part)
-    text = separators(shell)[:1].join(value.text for value in values)
+    text = together((value.text for value in values), separators(shell)[:1])
     return Value(text, tuple(gap for value in values for gap in value.gaps), maybe=next(_maybes(values), ""))
 
 
@@ -226,7 +228,7 @@ def _looked_up(shell: Shell, part: Parameter, run: Run | None) -> list[Value] | 
         shell.arguments_used = True
         return list(shell.arguments)
     if part.name.isdecimal():
-        return _positional(shell, int(part.name))
+        return _positional(shell, int(part.name[-9:]))
     if part.name == "#":
         return [Value(str(len(shell.arguments)))]
     if part.name in ("?", "$", "!", "-") or part.name in ("RANDOM", "SECONDS", "BASHPID"):
@@ -308,6 +310,7 @@ def _changed(shell: Shell, part: Parameter, value: Value, run: Run | None) -> Va
     if value.gaps:
         return Value(part.source, value.gaps)
     trims = part.operator in ("#", "##", "%", "%%")
+    shell.step(min(len(value.text), 1_000) ** 2 // 10 if trims else len(value.text))
     changed = changed_text(value.text, part.operator, _argument(shell, part, run).text if trims else part.argument)
     if changed is None:
         return unknown(part.source, "this change of a variable is not worked out here")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from fnmatch import translate
 
+from verify.launch.shell.values import MOST_CHARACTERS
+
 
 def changed_text(text: str, operator: str, argument: str) -> str | None:
     """A text after an operator with its argument; None where it is not worked out."""
@@ -16,8 +18,9 @@ def changed_text(text: str, operator: str, argument: str) -> str | None:
         pattern, _, new = argument.partition("/")
         plain = re.sub(r"\\(.)", r"\1", pattern)
         known = plain and not set("*?[$\"'").intersection(argument)
+        known = known and len(text) * max(1, len(new)) <= MOST_CHARACTERS
         return text.replace(plain, new, -1 if operator == "//" else 1) if known else None
-    if operator == ":" and re.fullmatch(r"\s*\d+(?::\d+)?", argument):
+    if operator == ":" and re.fullmatch(r"\s*\d{1,9}(?::\d{1,9})?", argument):
         start, _, count = argument.strip().partition(":")
         return text[int(start) :][: int(count) if count else None]
     return None
@@ -25,7 +28,7 @@ def changed_text(text: str, operator: str, argument: str) -> str | None:
 
 def _trimmed(text: str, pattern: str, operator: str) -> str | None:
     """A text without what a pattern matches at its start (`#`) or end (`%`), at most (doubled) or at least."""
-    if len(text) > 10_000:
+    if max(len(text), len(pattern)) > 1_000:
         return None
     matches = re.compile(translate(pattern)).fullmatch
     if operator[0] == "#":

@@ -8,17 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.storage.regular import read_regular
 from verify.issue import Issue
 from verify.launch.arguments import QAT_FLAG, QAT_GROUP
 from verify.launch.options.nearest import nearest
 from verify.launch.options.tables import OPTIONS, PATHS, SWITCH_NAMES
 from verify.launch.shell.parser import parse
 from verify.launch.shell.run import follow
-from verify.launch.shell.values import Shell, Start, TooMuchError, Value
+from verify.launch.shell.values import Shell, Start, TooMuchError, Value, clipped
 from verify.launch.unread import unread
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 
-_LARGEST = 4_000_000
+_LARGEST = 1_000_000
 # A variable of this name that is given without an option may be any number of options.
 _MANY = re.compile(r"ARGS|ARGUMENTS|OPTS|OPTIONS|FLAGS|EXTRA", re.IGNORECASE)
 
@@ -56,11 +57,9 @@ def read_script(
 
 def _text(script: Path) -> str:
     try:
-        if script.stat().st_size > _LARGEST:
-            raise CkptkitError(f"{script} has more than {_LARGEST} bytes", "give the launch script itself")
-        return script.read_bytes().decode(errors="replace")
+        return read_regular(script, _LARGEST).decode(errors="replace")
     except OSError as error:
-        raise CkptkitError(f"{script}: {error.strerror}", "give the path of the launch script") from error
+        raise CkptkitError(f"{script}: {error.strerror}", "give the path of the launch script itself") from error
 
 
 def _without_trainer(shell: Shell, place: str, arguments: Sequence[str]) -> LaunchText:
@@ -109,7 +108,7 @@ def _words(start: Start, unresolved: dict[str, None]) -> Iterator[Word]:
             anything = not about or (not name.startswith("--") and _may_be_options(value))
             if anything or _matters(about):
                 said = f"{about} " if about and not anything and about != name else ""
-                unresolved[f"{word.place}: {said}{value.text}: {word.why}"] = None
+                unresolved[f"{word.place}: {said}{clipped(value.text)}: {clipped(word.why)}"] = None
             word = UnresolvedWord(word.text, word.file, word.line, word.why, anything)
         yield word
 

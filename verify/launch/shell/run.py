@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
+from ckptkit.storage.regular import read_regular
 from verify.launch.shell.arithmetic import ArithmeticFault
 from verify.launch.shell.assign import assign
 from verify.launch.shell.commands import Result, known_command
@@ -32,12 +34,12 @@ from verify.launch.shell.syntax import (
     While,
 )
 from verify.launch.shell.trainers import inner_script, start_of
-from verify.launch.shell.values import DEEPEST, Shell, TooMuchError, Value, merged
+from verify.launch.shell.values import DEEPEST, Shell, TooMuchError, Value, merged, together
 
 # How a list of commands ended. "maybe": it may have ended early, and nobody knows.
 Flow = Literal["", "exit", "return", "break", "continue", "maybe"]
 Body = Callable[[Shell], Flow]
-_LARGEST_FILE = 1_000_000
+_LARGEST_FILE = 300_000
 _DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _LOCAL = frozenset({"local", "declare", "typeset"})
 _QUIET = frozenset({"activate", ".bashrc", ".bash_profile", ".profile"})
@@ -241,6 +243,7 @@ def substituted(shell: Shell, part: Substitution) -> Value:
     branch = shell.branch()
     branch.output, branch.depth = [], shell.depth + 1
     _deep(branch)
+    branch.step(len(part.source))
     try:
         nodes = nested(part, str(shell.file or "the command line"))
     except CkptkitError as error:
@@ -250,7 +253,7 @@ def substituted(shell: Shell, part: Substitution) -> Value:
     if any(not value.known for value in branch.output):
         why = next(gap.why for value in branch.output for gap in value.gaps)
         return unknown(part.source, why)
-    return Value("".join(value.text for value in branch.output).rstrip("\n"))
+    return Value(together(value.text for value in branch.output).rstrip("\n"))
 
 
 def _deep(shell: Shell) -> None:
@@ -341,17 +344,16 @@ def _source(shell: Shell, words: list[Value], line: int) -> tuple[Flow, Result]:
         shell.unresolved[f"{shell.place(line)}: source {said}{why}"] = None
         return "", None
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise TooMuchError(f"{path} has more than {_LARGEST_FILE} bytes")
-        # A file without a size is empty, or one of the kernel's, whose reading may never end.
-        content = path.read_bytes() if path.is_file() and path.stat().st_size else b""
-        text = content.decode(errors="replace") if path.is_file() else None
-    except OSError:
-        text = None
-    if text is None:
+        text = read_regular(path, _LARGEST_FILE).decode(errors="replace")
+    except FileNotFoundError:
         shell.unresolved[f"{shell.place(line)}: source {said}: there is no such file"] = None
         return "", None
+    except (OSError, ValueError) as error:  # a path with a NUL in it is a ValueError
+        why = str((error.strerror if isinstance(error, OSError) else None) or error)
+        shell.unresolved[f"{shell.place(line)}: source {shortened(said)}: {why}"] = None
+        return "", None
     try:
+        shell.step(len(text))
         nodes = parse(text, str(path))
     except CkptkitError as error:
         shell.unresolved[f"{shell.place(line)}: source {said}: {error.message}"] = None
@@ -365,7 +367,7 @@ def _source(shell: Shell, words: list[Value], line: int) -> tuple[Flow, Result]:
 
 def _eval(shell: Shell, words: Sequence[Value], line: int) -> tuple[Flow, Result]:
     if all(word.known for word in words):
-        return _inner(shell, " ".join(word.text for word in words), line)
+        return _inner(shell, together((word.text for word in words), " "), line)
     shell.unresolved[f"{shell.place(line)}: eval of a text that is not known"] = None
     return "", None
 
@@ -374,6 +376,7 @@ def _inner(shell: Shell, text: str, line: int) -> tuple[Flow, Result]:
     """A script inside a script, as `bash -c` has it."""
     shell.depth += 1
     _deep(shell)
+    shell.step(len(text))
     try:
         flow, result = follow(shell, parse(text, str(shell.file or "the command line"), line))
     except CkptkitError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,11 +12,26 @@ from verify.launch.shell.syntax import Node
 MOST_STEPS = 20_000
 MOST_WORDS = 20_000
 MOST_CHARACTERS = 1_000_000
+_SHOWN = 300  # of a word, for people
+_CHARACTERS_A_STEP = 500  # so that no more than 10 MB are taken apart
 DEEPEST = 25
 
 
 class TooMuchError(Exception):
     """A script does more than a launch does: the limit that it reached."""
+
+
+def clipped(text: str) -> str:
+    """The beginning of a text, for people."""
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def together(texts: Iterable[str], between: str = "") -> str:
+    """Texts with `between` in between. Raises TooMuchError past `MOST_CHARACTERS`, before they are joined."""
+    listed = list(texts)
+    if sum(map(len, listed)) + len(between) * len(listed) > MOST_CHARACTERS:
+        raise TooMuchError(f"a text has more than {MOST_CHARACTERS} characters")
+    return between.join(listed)
 
 
 @dataclass(frozen=True)
@@ -27,7 +42,7 @@ class Gap:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.source} ({self.why})"
+        return f"{clipped(self.source)} ({self.why})"
 
 
 @dataclass(frozen=True)
@@ -101,9 +116,9 @@ class Shell:
     stopped: list[str] = field(default_factory=list)
     locals: list[dict[str, Variable | None]] = field(default_factory=list)
 
-    def step(self) -> None:
-        """Counts one command. Raises TooMuchError after `MOST_STEPS`."""
-        self.steps[0] += 1
+    def step(self, characters: int = 0) -> None:
+        """Counts one command, and more for a text of many characters. Raises TooMuchError after `MOST_STEPS`."""
+        self.steps[0] += 1 + characters // _CHARACTERS_A_STEP
         if self.steps[0] > MOST_STEPS:
             raise TooMuchError(f"it runs more than {MOST_STEPS} commands before a trainer starts")
 

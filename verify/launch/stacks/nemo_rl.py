@@ -118,7 +118,7 @@ def _iteration(path: Path, mark: str) -> tuple[Path | None, str]:
         return path, "the directory"
     if (path / TRACKER).is_file():
         said = tracker_text(path)
-        name = said if said == "release" else f"iter_{int(said):07d}" if said.isdecimal() else said
+        name = said if said == "release" else f"iter_{int(said):07d}" if said.isdecimal() and len(said) < 10 else said
         return path / name, f"the tracker says {name}:"
     names = [name for name in iterations_in(path) if name != "release"]
     return (path / names[-1], f"no tracker, so the last iteration, {names[-1]},") if names else (None, "")

@@ -26,7 +26,7 @@ from verify.launch.stacks.sizes import Gpus, Group, Sizes, engine_of, places
 _ROLES = {"actor": "actor_train", "reference": "reference", ENGINE: "actor_infer", "critic": "critic"}
 _OWN = "model_args.model_name_or_path"
 _MCA = "mca_config.json"
-_RANGE = re.compile(r"list\(range\((\d+)(?:,(\d+))?(?:,(\d+))?\)\)")
+_RANGE = re.compile(r"list\(range\((\d{1,9})(?:,(\d{1,9}))?(?:,(\d{1,9}))?\)\)")
 _MOST_DEVICES = 1 << 17
 _ELSEWHERE = re.compile(
     r"\.model_args\.(?:adapter_name_or_path|model_config_kwargs)|^(?:teacher|student_train|student_infer)\.|"

@@ -46,7 +46,7 @@ def resumed_step(settings: Settings) -> Resumed:
         issue = path_issue(place, root, f"{TRACKER} beside its steps", actual, hint, about=LOAD)
         return Resumed(None, f"resume_mode auto finds no tracker in {root}", (issue,))
     said = tracker_text(root)
-    if not said.isdecimal():
+    if not (said.isdecimal() and len(said) < 10):
         hint = "write the number of a step that is there"
         issue = path_issue(place, root / TRACKER, "the number of a step", f"{said!r}", hint, about=LOAD)
         return Resumed(None, f"{root / TRACKER} says {said!r}, at which verl stops", (issue,), stops=True)

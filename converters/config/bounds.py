@@ -1,0 +1,83 @@
+"""Refuses an HF config whose values no model has, before anything is counted, built or allocated by them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
+
+MOST_KEYS = 2_000  # of one part; those of transformers have about a hundred
+MOST_LAYERS = 1_000  # the deepest released models have 126
+MOST_EXPERTS = 128_000  # of all layers together: Kimi K2 has 23,424
+LARGEST = 1 << 31  # of any size
+_LAYERS = ("num_hidden_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers", "depth")
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_PARTS = ("text_config", "vision_config")
+_OBJECTS = (*_PARTS, "rope_parameters", "rope_scaling")
+_LISTS = (
+    "layer_types",
+    "mlp_layer_types",
+    "indexer_types",
+    "mlp_only_layers",
+    "attn_type_list",
+    "deepstack_visual_indexes",
+)
+# As releases and tools spell them; transformers looks the word up in torch.
+_DTYPES = re.compile(r"(torch\.)?(auto|half|double|b?float\d*(_e\dm\d\w*)?|[bm]?x?fp\d+|u?int\d+)")
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raises CkptkitError naming the key of a config that no reader can make sense of, or only at any cost."""
+    for where, part in _parts(config):
+        if len(part) > MOST_KEYS:
+            raise _wrong(where.rstrip(".") or "the top", f"{len(part)} keys", f"at most {MOST_KEYS:,}")
+        _check_kinds(where, part)
+        _check_sizes(where, part)
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The config and the parts for language and vision, each with what stands before its keys."""
+    yield "", config
+    for key in _PARTS:
+        part = config.get(key)
+        if isinstance(part, Mapping):
+            yield f"{key}.", part
+
+
+def _check_kinds(where: str, part: Mapping[str, Any]) -> None:
+    for key in _OBJECTS:
+        if part.get(key) is not None and not isinstance(part[key], Mapping):
+            raise _wrong(where + key, part[key], "an object")
+    for key in _LISTS:
+        if (value := part.get(key)) is None:
+            continue
+        few = isinstance(value, list) and len(value) <= MOST_LAYERS
+        if not few or not all(type(one) in (str, int) for one in value):
+            raise _wrong(where + key, part[key], f"a list of at most {MOST_LAYERS:,} words or numbers")
+    if not isinstance(part.get("index_topk_pattern"), (str, list, type(None))):
+        raise _wrong(where + "index_topk_pattern", part["index_topk_pattern"], "a word of F and S, or a list")
+    for key in ("dtype", "torch_dtype"):
+        value = part.get(key)
+        if value is not None and (type(value) is not str or not _DTYPES.fullmatch(value)):
+            raise _wrong(where + key, value, "the name of a dtype, such as bfloat16")
+
+
+def _check_sizes(where: str, part: Mapping[str, Any]) -> None:
+    for key, value in part.items():
+        if type(value) is int and key.startswith(("num_", "n_")) and abs(value) > LARGEST:
+            raise _wrong(where + key, value, f"at most {LARGEST}")
+    for key in _LAYERS:
+        if type(value := part.get(key)) is int and value > MOST_LAYERS:
+            raise _wrong(where + key, value, f"at most {MOST_LAYERS:,}")
+    layers = part.get("num_hidden_layers")
+    for key in _EXPERTS:
+        value = part.get(key)
+        if type(value) is int and value * (layers if type(layers) is int else 1) > MOST_EXPERTS:
+            raise _wrong(where + key, value, f"at most {MOST_EXPERTS:,} experts in all layers together")
+
+
+def _wrong(key: str, value: Any, allowed: str) -> CkptkitError:
+    return CkptkitError(f"config.json: {key} is {shortened(value)}, not {allowed}", "compare it with the release")

@@ -1,0 +1,162 @@
+"""A config.json with values that no model has: every command names the key, soon, and none ends in a traceback."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import models
+import published
+import pytest
+from click.testing import CliRunner, Result
+
+from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
+
+# What is changed, and what the error says of it.
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, not at most 1,000"),
+    ({"num_hidden_layers": 1_001}, "num_hidden_layers is 1001, not at most 1,000"),
+    ({"num_hidden_layers": -1}, "layers must be positive, not -1"),
+    ({"num_hidden_layers": "4"}, "num_hidden_layers is '4', not a whole number"),
+    ({"num_hidden_layers": True}, "num_hidden_layers is True, not a whole number"),
+    ({"num_experts": 10**9}, "num_experts is 1000000000, not at most 128,000 experts in all layers together"),
+    ({"num_experts": 100_000}, "num_experts is 100000, not at most 128,000 experts in all layers together"),
+    ({"num_experts": -3}, "3 experts a token out of -3"),
+    ({"num_experts": "many"}, "num_experts is 'many', not a whole number"),
+    ({"vocab_size": 10**12}, "vocab_size is 1000000000000, not at most 2147483648"),
+    ({"hidden_size": 10**18}, "hidden_size is 1000000000000000000, not at most 2147483648"),
+    ({"hidden_size": 64.5}, "hidden_size is 64.5, not a whole number"),
+    ({"num_attention_heads": 10**18}, "num_attention_heads is 1000000000000000000, not at most 2147483648"),
+    ({"moe_intermediate_size": 10**18}, "moe_intermediate_size is 1000000000000000000, not at most 2147483648"),
+    ({"rope_theta": 10**99, "rope_parameters": 7}, "rope_parameters is 7, not an object"),
+    ({"rope_parameters": None, "rope_theta": float("inf")}, "rope_theta is inf, not a finite number"),
+    ({"rope_parameters": None, "rope_theta": float("nan")}, "rope_theta is nan, not a finite number"),
+    ({"rope_parameters": {"rope_theta": [10]}}, r"rope_theta is \[10\], not a finite number"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not a finite number"),
+    ({"layer_types": 7}, "layer_types is 7, not a list of at most 1,000 words or numbers"),
+    ({"layer_types": [["full_attention"]]}, r"layer_types is \[\['full_attention'\]\], not a list"),
+    ({"layer_types": ["x"] * 100_000}, r"layer_types is \['x', .*\.\.\.\], not a list of at most 1,000"),
+    ({"mlp_only_layers": [10**30] * 1_001}, "mlp_only_layers is .*, not a list of at most 1,000"),
+    ({"decoder_sparse_step": 10**30}, "decoder_sparse_step is 1000000000000000000000000000000, not at most"),
+    ({"architectures": 7}, "architectures is 7, not a list of class names"),
+    ({"architectures": ["Nothing"] * 100_000}, "Nothing of model_type 'qwen3_moe' is another model"),
+    ({"architectures": ["A"] * 1_000_000}, "about 10000.. values, and at most 250000 are read"),
+    ({f"key{number}": 1 for number in range(1_000_000)}, "about 20000.. values, and at most 250000 are read"),
+    ({f"key{number}": 1 for number in range(100_000)}, "the top is '1000.. keys', not at most 2,000"),
+    ({"dtype": "garbage"}, "dtype is 'garbage', not the name of a dtype, such as bfloat16"),
+    ({"torch_dtype": {"x": 1}}, r"torch_dtype is \{'x': 1\}, not the name of a dtype"),
+    ({"text_config": 7}, "text_config is 7, not an object"),
+    ({"vision_config": [7]}, r"vision_config is \[7\], not an object"),
+    ({"model_type": ["qwen3_moe"]}, r"model_type \['qwen3_moe'\]"),
+]
+NOT_JSON = [
+    ("[" * 100_000, "is not valid JSON: nested too deeply"),
+    ('{"text_config":' * 65 + "{}" + "}" * 65, "is not valid JSON: nested more than 64 deep"),
+    ('{"rope_theta": 1' + "0" * 400 + "}", "is not valid JSON: an integer of 401 digits"),
+    ('{"rope_theta": 1, "rope_theta": 2}', 'is not valid JSON: "rope_theta" stands twice in one object'),
+]
+_MOST_SECONDS, _MOST_MEMORY = 5, 1 << 20  # of the processor; kB more than before
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("hostile") / "qwen"
+    models.save("qwen3_moe", root)
+    return root
+
+
+@pytest.fixture
+def hostile(release: Path, tmp_path: Path) -> Path:
+    """The release with a config.json of its own. Its weights are links."""
+    root = tmp_path / "hf"
+    root.mkdir()
+    for file in release.iterdir():
+        (root / file.name).symlink_to(file)
+    (root / "config.json").unlink()
+    shutil.copy(release / "config.json", root)
+    return root
+
+
+def run(*command: str | Path) -> tuple[Result, str]:
+    """Runs a command in this process, and returns all that it says. Fails for a traceback, and where it takes long."""
+    seconds, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result = CliRunner().invoke(cli, list(map(str, command)), standalone_mode=False)
+    assert time.process_time() - seconds < _MOST_SECONDS
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < _MOST_MEMORY
+    error = result.exception
+    assert error is None or isinstance(error, (CkptkitError, click.ClickException, SystemExit)), repr(error)
+    said = error.message if isinstance(error, (CkptkitError, click.ClickException)) else result.output
+    return result, said
+
+
+def changed(root: Path, change: dict[str, Any]) -> None:
+    config = json.loads((root / "config.json").read_text())
+    (root / "config.json").write_text(json.dumps(config | change))
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES, ids=[str(message)[:60] for _, message in CHANGES])
+def test_value_that_no_model_has_is_refused_by_every_command(
+    change: dict[str, Any], message: str, hostile: Path, tmp_path: Path
+) -> None:
+    changed(hostile, change)
+    for command in (
+        ("convert", hostile, tmp_path / "out", "--dry-run"),
+        ("convert", hostile, tmp_path / "out"),
+        ("quantize", hostile, tmp_path / "out", "--group-size", "32"),
+        ("inspect", hostile, "--megatron-args"),
+    ):
+        result, said = run(*command)
+        assert isinstance(result.exception, CkptkitError), command
+        assert re.search(message, said), (command, said)
+        assert len(said) < 1_000
+    assert not (tmp_path / "out").exists()
+    run("inspect", hostile)
+    changed(hostile, {"quantization_config": published.quantization(published.KIMI_LIST)})
+    result, said = run("lint", hostile)
+    assert result.exception is None or isinstance(result.exception, (CkptkitError, SystemExit))
+
+
+@pytest.mark.parametrize(("change", "message"), [CHANGES[0], CHANGES[9], CHANGES[19], CHANGES[27], CHANGES[29]])
+def test_verify_and_preflight_name_the_value_that_no_model_has(
+    change: dict[str, Any], message: str, hostile: Path
+) -> None:
+    changed(hostile, change)
+    for command in (("verify", hostile, "--json"), ("preflight", "--hf-checkpoint", hostile, "--json")):
+        result, said = run(*command)
+        assert isinstance(result.exception, SystemExit)
+        assert result.exception.code in (1, 2)
+        assert re.search(message, said.replace('\\"', '"')), said[:2_000]
+
+
+@pytest.mark.parametrize(("text", "message"), NOT_JSON, ids=[message for _, message in NOT_JSON])
+def test_config_that_is_no_json_within_bounds_is_refused(
+    text: str, message: str, hostile: Path, tmp_path: Path
+) -> None:
+    (hostile / "config.json").write_text(text)
+    for command in (("inspect", hostile), ("lint", hostile), ("convert", hostile, tmp_path / "out")):
+        result, said = run(*command)
+        assert isinstance(result.exception, CkptkitError)
+        assert message in said
+
+
+@pytest.mark.parametrize("pattern", ["re:(a+)+$", "re:.*(?!.*b).*c.*d", "re:["])
+def test_pattern_of_a_config_or_of_an_option_neither_hangs_nor_ends_in_a_traceback(
+    pattern: str, hostile: Path, tmp_path: Path
+) -> None:
+    _, said = run("quantize", hostile, tmp_path / "out", "--group-size", "32", "--ignore", pattern, "--dry-run")
+    assert "ignore" in said
+    changed(hostile, {"quantization_config": published.quantization([pattern, "lm_head"])})
+    result, said = run("lint", hostile, "--json")
+    if pattern == "re:(a+)+$":
+        assert "covers nothing for any reader" in said
+    else:
+        assert isinstance(result.exception, CkptkitError)
+        assert f"{hostile / 'config.json'}: ignore: pattern '{pattern}'" in said
+        assert result.exception.hint

@@ -1,0 +1,195 @@
+"""Regular expressions of `ignore` lists: Python's own verdict, in bounded time, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import suppress
+
+import published
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.core.errors import CkptkitError
+from converters.registry import FAMILIES
+from quant.patterns.entries import MOST_COSTLY, check_entries, check_lookups, matcher
+
+# Of releases, of llm-compressor's recipes, and of documentation, beside those of `published` and the families.
+RECIPES = [
+    "re:.*lm_head",
+    "re:.*mlp.gate$",
+    "re:.*mlp.shared_expert_gate$",
+    "re:.*embed_tokens$",
+    "re:.*shared_expert_gate.*",
+    "re:.*conv1d.*",
+    "re:.*visual.*",
+    r"re:.*mlp\.gate\..*",
+    r"re:.*indexer\.weights_proj$",
+    r"re:^model\.layers\.[0-2]\..*",
+    r"re:.*(gate_up|gate|up|down)_proj$",
+    r"re:.*\.mlp\.gate(\.weight)?$",
+    r"re:(.*\.)?layers\.(0|1|12)\.self_attn\..*",
+    r"re:.*\.self_attn\.o_proj(\..*)?$",
+    r"re:model\.layers\.\d+\.mlp\.experts\.\d+\.(gate|up)_proj",
+    "re:.*mlp.*experts.*gate_proj.*",
+    "re:^(?!.*experts).*",
+    "re:^(?!.*experts).*mlp.*proj$",
+    "re:(?=.*layers)(?!.*shared).*mlp.*down.*",
+    r"re:.*(?<!shared_)experts.*down.*",
+    "re:(?i).*VISION.*",
+    r"re:.*\bmlp\b.*\bgate\b.*",
+    r"re:(a+)+$",
+    r"re:(?:model|layers|\.|\d+)*\.mlp.*",
+    r"re:model\.(?P<part>layers)\.(?P<number>\d+)\.(.*\.)*o_proj\Z",
+]
+PUBLISHED = sorted(
+    {
+        *published.KIMI_LIST,
+        *published.QWEN_LIST,
+        *published.GLM_RULES,
+        *published.GLM_LIST,
+        *published.MINIMAX_LIST,
+        *(
+            entry
+            for family in FAMILIES.values()
+            for entries in (family.release.published_ignore if family.release else ())
+            for entry in entries
+        ),
+        *(dense.entry for family in FAMILIES.values() for dense in family.sglang.dense),
+    }
+)
+NAMES = [
+    f"{root}layers.{layer}.{module}{end}"
+    for root in ("model.", "model.language_model.", "language_model.model.", "")
+    for layer in (0, 3, 12, 60)
+    for module in (
+        "self_attn.q_proj",
+        "self_attn.o_proj",
+        "self_attn.indexer.weights_proj",
+        "mlp.gate",
+        "mlp.gate_proj",
+        "mlp.gate_up_proj",
+        "mlp.experts.0.gate_proj",
+        "mlp.experts.17.down_proj",
+        "mlp.shared_experts.down_proj",
+        "mlp.shared_expert_gate",
+        "block_sparse_moe.gate",
+        "linear_attn.conv1d",
+    )
+    for end in ("", ".weight", ".weight_packed", "\n")
+]
+NAMES += ["", "lm_head", "model.embed_tokens", "model.visual.blocks.0.attn.qkv", "vision_tower.a", "aaaa", "aaab"]
+
+
+def test_published_and_recipe_patterns_match_as_python_does() -> None:
+    patterns = [*RECIPES, *(entry for entry in PUBLISHED if entry.startswith("re:"))]
+    assert len(patterns) > 30
+    check_entries([*patterns, *PUBLISHED], "ignore")
+    for pattern in patterns:
+        python = re.compile(pattern.removeprefix("re:")).match
+        expected = [name for name in NAMES if python(name)]
+        assert [name for name in NAMES if matcher(pattern, 100)(name)] == expected, pattern
+        assert [name for name in NAMES if matcher(pattern)(name)] == expected, pattern
+    # What the lists are meant to cover, so that an empty verdict on both sides is none.
+    assert matcher("re:^(?!.*experts).*mlp.*proj$")("model.layers.0.mlp.gate_proj")
+    assert not matcher("re:^(?!.*experts).*mlp.*proj$")("model.layers.0.mlp.experts.0.gate_proj")
+    assert matcher("re:.*mlp.*experts.*gate_proj.*")("model.layers.0.mlp.experts.0.gate_proj.weight")
+
+
+_CHARACTERS = st.sampled_from(["a", "b", r"\.", "0", r"\n", "é", "A", "_"])
+_SINGLE = _CHARACTERS | st.sampled_from([".", r"\d", r"\w", r"\s", r"\W", "[ab]", "[^a]", "[a-c0]", "[^.]"])
+_CONDITION = st.sampled_from(["^", "$", r"\b", r"\B", r"\A", r"\Z", "", "(?=a)", "(?!b)", "(?<=a)", r"(?<!\.)"])
+_REPETITION = st.sampled_from(["*", "+", "?", "{0,2}", "{2}", "{1,}", "{2,3}", "*?", "+?", "??", "{1,3}?"])
+
+
+def _larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    return st.one_of(
+        st.builds("{}{}".format, inner, inner),
+        st.builds("(?:{}|{})".format, inner, inner),
+        st.builds("(?:{}){}".format, inner, _REPETITION),
+        st.builds("{}{}".format, _SINGLE, _REPETITION),
+        st.builds("({}{})".format, st.sampled_from(["", "?i:", "?s:", "?m:", "?-i:"]), inner),
+        st.builds("(?!{}){}".format, inner, inner),
+    )
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(
+    st.recursive(_SINGLE | _CONDITION, _larger, max_leaves=8),
+    st.lists(st.text(st.sampled_from("ab.0\néA_"), max_size=8), min_size=5, max_size=5),
+)
+def test_random_patterns_match_as_python_does(pattern: str, names: list[str]) -> None:
+    # Behind 201 characters that decide nothing, the automaton decides, whatever the pattern.
+    for before, start in (("", ""), (".{201}", "x" * 201)):
+        theirs = re.compile(f"{before}(?:{pattern})").match
+        with suppress(CkptkitError):  # a lookahead with a repetition, at any place of a long name
+            ours = matcher(f"re:{before}(?:{pattern})", 8 + len(start))
+            assert [bool(ours(start + name)) for name in names] == [bool(theirs(start + name)) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("(a+)+$", "a" * 100_000 + "b"),
+        ("(a|a)*$", "a" * 100_000 + "b"),
+        ("(.*a){20}$", "a" * 20_000 + "b"),
+        (".*.*.*.*.*x", "a" * 20_000),
+        ("(a?){50}a{50}b", "a" * 50),
+        ("(?!(a+)+c)(a*)*b$", "a" * 20_000),
+        ("((a*)*)*b", "a" * 20_000),
+    ],
+)
+def test_pattern_that_hangs_python_ends(pattern: str, name: str) -> None:
+    before = time.process_time()
+    check_entries([f"re:{pattern}"], "ignore")
+    assert not matcher(f"re:{pattern}")(name)
+    assert time.process_time() - before < 5
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (["re:["], r"ignore: pattern 're:\[' is no regular expression: unterminated character set"),
+        (["re:a**"], "is no regular expression: multiple repeat"),
+        (["re:a{99999999999999}"], "is no regular expression: the repetition number is too large"),
+        (["re:(?<=a+)b"], "is no regular expression: look-behind requires fixed-width pattern"),
+        (["re:[[a]"], "is no regular expression: Possible nested set"),
+        (["re:(?i)[\0-\U0010ffff]"], "is no regular expression: a range of more than 1000 characters"),
+        (["re:(?:(?:a{1000}){1000}){1000}"], "could run without an end: written out, it has more than 2000 parts"),
+        (["re:(?:(?:){999999}a){999999}"], "could run without an end: written out, it has more than 2000 parts"),
+        ([r"re:(a+)\1.*.*.*x"], "could run without an end: it has a reference to a group, or an atomic group"),
+        (["re:.*(?!.*b).*c.*d"], "could run without an end: it looks ahead without a bound at more than one place"),
+        (["re:" + "(" * 900 + "a" + ")" * 900], "is nested too deeply"),
+        (["re:" + "a" * 2_001], "has 2004 characters"),
+        (["re:"], "pattern 're:' is empty"),
+        ([""], "pattern '' is empty"),
+        ([7], "7 is no text"),
+        ([["lm_head"]], r"\['lm_head'\] is no text"),
+        ([f"re:a{number}" for number in range(1_001)], "1001 regular expressions, and at most 1,000 are read"),
+        (["lm_head"] * 100_001, "100001 entries, and at most 100,000 are read"),
+        (
+            [f"re:(a*)*{number}" for number in range(MOST_COSTLY + 1)],
+            "51 regular expressions with several repetitions, at most 50",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_entry_that_is_none_is_refused(entries: list[object], message: str) -> None:
+    with pytest.raises(CkptkitError, match=message) as raised:
+        check_entries(entries, "ignore")
+    assert raised.value.hint
+    assert len(raised.value.message) < 400
+
+
+def test_pattern_with_ever_new_sets_of_places_is_refused_when_it_has_run_enough() -> None:
+    names = (f"{number:0300b}".replace("0", "a").replace("1", "b") for number in range(0, 2**299, 2**299 // 4_000))
+    match = matcher("re:(a|b)*a.{150}c")
+    with pytest.raises(CkptkitError, match="following all its ways through these names takes too long"):
+        _ = [match(name * 2) for name in names]
+
+
+def test_too_many_entries_for_the_names_are_refused() -> None:
+    check_lookups(["re:a"] * 100, 200_000)
+    with pytest.raises(CkptkitError, match="1001 entries for 100000 names are too many"):
+        check_lookups(["a"] * 1_001, 100_000)

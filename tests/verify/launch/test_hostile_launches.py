@@ -1,0 +1,162 @@
+"""Launch scripts, configurations and logs that are made to hang or to fill memory: read within bounds, or refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptkit.core.errors import CkptkitError
+from verify.launch.preflight import preflight
+from verify.launch.settings.config import Config, UnresolvedError
+from verify.launch.settings.files import compose
+from verify.launch.settings.yaml_tree import read_yaml
+from verify.launch.shell.read import read_script
+from verify.launch.words import LaunchText
+from verify.triage.triage import triage
+
+TRAIN = "\npython3 train.py --load /ckpt --hf-checkpoint /hf $A\n"
+DOUBLED = "A=xxxxxxxxxx\n" + "A=$A$A\n" * 40
+MUCH = "so it was not read to its end"
+
+
+@pytest.fixture(autouse=True)
+def _within_bounds() -> Iterator[None]:
+    """Every test here ends within 5 seconds of the processor and 1 GiB."""
+    seconds, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert time.process_time() - seconds < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1 << 20
+
+
+def read(tmp_path: Path, text: str) -> LaunchText:
+    """What a script of this text gives to its trainer."""
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    return read_script(script)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("A=$((2**10**9))", "its exponent is out of range"),
+        ("A=$((9223372036854775807 * 9223372036854775807))", "it does not fit into 64 bits"),
+        ("A=" + "$((" + "- " * 4_000 + "1))", "nested too deeply"),
+        ("A={1..1000000000}", "set neither|braces are not expanded here"),
+        (DOUBLED, MUCH),
+        ("A=" + "x" * 1_000 + "\nA=${A//x/" + "y" * 100_000 + "}", "this change of a variable is not worked out here"),
+        ("A=x\nwhile true; do A=$A$A; done", MUCH),
+        ("A=$(printf 'x%.0s' " + "1 " * 15_000 + ")\nfor i in " + "1 " * 15_000 + "; do B=${A##*y*y*y}; done", "."),
+        ("B=(" + "x " * 15_000 + ')\nB=("${B[@]}" "${B[@]}")\nA=${B[*]}', MUCH),
+        ("A=" + "x" * 900_000 + '\nB=($A $A)\nC="${B[*]}"\nA=$C', MUCH),
+        ("source run.sh\nsource run.sh", MUCH),
+        ("f() { f; f; }\nf", MUCH),
+        ("A=" + "$(echo " * 40 + "x" + ")" * 40, MUCH),
+        ("shift " + "9" * 5_000, ""),
+        ("A=${" + "9" * 5_000 + "}", "set neither"),
+        ("A=abc\nA=${A:" + "9" * 5_000 + "}", "this change of a variable is not worked out here"),
+        ("source $'a\\0b'", ""),
+        ("source pipe", "no regular file, but a named pipe"),
+        ("source /dev/zero", "no regular file, but a device"),
+        ("source huge", "at most 300000 are read"),
+        ("source .", "no regular file, but a directory"),
+        ("\0\0", ""),
+    ],
+)
+def test_script_made_to_hang_is_read_within_bounds(
+    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with Path("huge").open("wb") as huge:
+        huge.truncate(1 << 40)
+    text = read(tmp_path, script + TRAIN)
+    lines = "\n".join([*text.unresolved, *(getattr(word, "why", "") for word in text.words)])
+    assert re.search(said, lines), lines[:500]
+    assert len(lines) < 10_000
+
+
+def test_script_that_is_no_text_is_read_or_refused(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_bytes(b"\xff\xfe A=\xff\n" + TRAIN.encode())
+    assert [word.text for word in read_script(script).words][:2] == ["--load", "/ckpt"]
+    script.write_bytes(os.urandom(100_000))
+    with pytest.raises(CkptkitError):
+        read_script(script)
+
+
+def _a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _a_huge_file(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def _a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [_a_pipe, _a_huge_file, _a_device])
+def test_launch_input_that_never_ends_is_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / "input.yaml"
+    make(path)
+    why = "no regular file, but a (named pipe|device)|[0-9]+ bytes, and at most .* are read"
+    for use in (read_script, read_yaml, lambda one: preflight(script=one)):
+        with pytest.raises(CkptkitError, match=f"input.yaml: ({why})"):
+            use(path)
+    if make is not _a_huge_file:
+        with pytest.raises(CkptkitError, match=f"input.yaml: ({why})"):
+            triage([path])
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)), "50000 values"),
+        ("a: " + "[" * 5_000, "more than 64 levels"),
+        ("a: " + "{b: " * 5_000, "more than 64 levels"),
+        ("a: &a [*a]", "the alias \\*a stands for nothing before it"),
+        ("a: \0", "."),
+        ("? [a]\n: b", "a key that is no word"),
+    ],
+)
+def test_yaml_made_to_fill_memory_is_refused(text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(CkptkitError, match=why):
+        read_yaml(tmp_path / "job.yaml")
+
+
+def test_defaults_that_name_each_other_many_times_are_refused(tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"{number}.yaml").write_text(f"defaults: [{number + 1}.yaml, {number + 1}.yaml]\n")
+    (tmp_path / "20.yaml").write_text("a: b\n")
+    with pytest.raises(CkptkitError, match="its defaults name more than 100 files"):
+        compose(tmp_path / "0.yaml")
+    (tmp_path / "loop.yaml").write_text("defaults: [loop]\n")
+    with pytest.raises(CkptkitError, match="its defaults go in circles"):
+        compose(tmp_path / "loop.yaml")
+
+
+def test_interpolations_that_double_are_not_worked_out(tmp_path: Path) -> None:
+    doubled = "".join(f'a{number}: "${{a{number - 1}}}${{a{number - 1}}}"\n' for number in range(1, 29))
+    (tmp_path / "job.yaml").write_text(f"a0: x\nb: ''\ncircle: ${{circle}}\nlist: [1]\n{doubled}")
+    config = Config(read_yaml(tmp_path / "job.yaml"))
+    for key, why in (("a28", "stands for more than 10000 characters"), ("circle", "goes in circles")):
+        with pytest.raises(UnresolvedError, match=why):
+            config.find(key)
+    assert str(getattr(config.find("a3"), "text", None)) == "xxxxxxxx"
+    assert config.find("list." + "9" * 5_000) is None
+    empty = Config(read_yaml(_written(tmp_path, f"a0: ''\n{doubled}")))
+    assert str(getattr(empty.find("a28"), "text", None)) == ""
+
+
+def _written(folder: Path, text: str) -> Path:
+    (folder / "empty.yaml").write_text(text)
+    return folder / "empty.yaml"
