@@ -25,7 +25,7 @@ from quant.kernels.dispatch import quantize_pack
 from quant.requantize import requantize, stored_parts, stored_scheme
 from quant.selection.class_tree import class_tree
 from quant.selection.decision import default_ignore, resolve
-from quant.selection.fused_experts import HINT, asks_transformers, fused_in_transformers
+from quant.selection.fused_experts import refuse_for_transformers
 from quant.selection.readers import ALL_READERS, compressed_tensors
 
 
@@ -62,8 +62,8 @@ def quantized(
     verdicts = resolve(source.specs, config, whole, like=like, tp=tp, readers=readers)
     require(where, [f"{module}.weight" for module in sorted(class_tree(config).packable)], source.specs)
     experts = any(verdict.quantize and is_expert(name) for name, verdict in verdicts.items())
-    if experts and asks_transformers(readers):
-        _check_transformers(config, where)
+    if experts:
+        refuse_for_transformers(config, where, readers)
     keeps = reference if reference is not None and _same_groups(reference, whole) else None
     special = check_zero_point_layout(whole, experts, readers)
     if special and family_of(config).sglang.joins_shared_expert:
@@ -91,12 +91,6 @@ def rl_names(source: Checkpoint) -> frozenset[str]:
         )
     packed = {f"{module}.weight" for module in experts}
     return frozenset(name.removesuffix(".weight") + PACKED if name in packed else name for name in source.specs)
-
-
-def _check_transformers(config: Mapping[str, Any], where: str) -> None:
-    """Raises CkptkitError where transformers cannot load the experts of this model packed."""
-    if (reason := fused_in_transformers(config)) is not None:
-        raise CkptkitError(f"{where}: packed experts are not for --reader transformers: {reason}", HINT)
 
 
 def _check_joined(packed: Sequence[str]) -> None:

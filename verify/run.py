@@ -14,8 +14,8 @@ from ckptkit.formats.detect import TRACKER, is_legacy, locate, refuse_url, track
 from quant.selection.readers import readers_of
 from verify.check import WITNESSES, Check, Skip, all_checks, run_checks
 from verify.evidence.expected import usable_config
-from verify.evidence.reading import read_values
 from verify.evidence.float_rounding import float_rounding_of, float_weights
+from verify.evidence.reading import read_values
 from verify.evidence.rounding import rounding_of
 from verify.evidence.subject import Subject
 from verify.report import Finding, Report

@@ -176,9 +176,7 @@ def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     return result
 
 
-def codes_and_scales(
-    weight: Tensor, scales: Tensor, block: tuple[int | None, int | None]
-) -> tuple[Tensor, Tensor]:
+def codes_and_scales(weight: Tensor, scales: Tensor, block: tuple[int | None, int | None]) -> tuple[Tensor, Tensor]:
     """The number that each weight stores, and the scale that it is multiplied by; both float32 [..., rows, columns].
 
     `weight`: float8_e4m3fn [..., rows, columns]. `scales`: one for each `block`, or for the tensor, as `Fp8` has them.

@@ -89,7 +89,7 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def codes_and_scales(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The number that each weight stores, and the scale that it is multiplied by; shapes and dtypes as of `unpacked`."""
+    """The number that each weight stores, and the scale that it is multiplied by, both as `unpacked` has them."""
     import torch
 
     return unpacked(blocks, torch.full_like(scales, _SCALE_ONE)), unpacked(torch.full_like(blocks, _ONES), scales)

@@ -1,9 +1,9 @@
 """Whether the installed transformers takes the experts of a model packed: one that holds them fused does not.
 
 transformers 5 builds the routed experts of a layer as one parameter of three axes, so that targets of Linear modules
-never reach them. It then initializes them anew, and only logs the names that it found and did not know. Source: transformers
-5.12.1, `AutoModelForCausalLM.from_pretrained`, run in `tests/interop/test_transformers.py`. Later versions may take
-experts that a `re:` target names (`integrations/compressed_tensors.py`; read, not run).
+never reach them. It then initializes them anew, and only logs the names that it found and did not know.
+Source: transformers 5.12.1, `AutoModelForCausalLM.from_pretrained`, run in `tests/interop/test_transformers.py`. Later
+versions may take experts that a `re:` target names (`integrations/compressed_tensors.py`; read, not run).
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.selection.class_tree import release_of
 from quant.selection.readers import ALL_READERS
 
 READER = "transformers"
+UNPACKED = r"leave the experts unpacked: --ignore 're:.*\.experts\..*'"
 _INTEGRATION = "transformers.integrations.compressed_tensors"
-HINT = "serve it with SGLang or vLLM, or leave the experts unpacked: --ignore 're:.*\\.experts\\..*'"
 
 
 def fused_in_transformers(config: Mapping[str, Any]) -> str | None:
@@ -40,15 +41,22 @@ def fused_in_transformers(config: Mapping[str, Any]) -> str | None:
         return None
     model = text_model(release_of(config), config)
     name = next((type(module).__name__ for module in model.modules() if is_fused_experts(module)), None)
-    return (
-        f"transformers {transformers.__version__} holds them fused ({name}), and initializes them anew" if name else None
-    )
+    if name is None:
+        return None
+    return f"transformers {transformers.__version__} holds them fused ({name}), and initializes them anew"
 
 
-def asks_transformers(readers: Iterable[str]) -> bool:
-    """Whether transformers is among the readers that were chosen. All of them are the default, and no choice."""
+def refuse_for_transformers(config: Mapping[str, Any], where: str, readers: Iterable[str]) -> None:
+    """Raises CkptkitError where transformers is a chosen reader of packed experts and cannot load them.
+
+    All readers are the default, and no choice.
+    """
     chosen = set(readers)
-    return READER in chosen and chosen != set(ALL_READERS)
+    if READER not in chosen or chosen == set(ALL_READERS):
+        return
+    if (reason := fused_in_transformers(config)) is not None:
+        what = f"{where}: packed experts are not for --reader {READER}: {reason}"
+        raise CkptkitError(what, f"leave out --reader {READER}, or {UNPACKED}")
 
 
 def _named(config: Mapping[str, Any]) -> bool:

@@ -178,15 +178,16 @@ def _not_for_transformers(subject: Subject, config: Mapping[str, Any], packed: I
     if not experts or "transformers" not in (subject.readers or ()):
         return
     # Imported here because it brings transformers with it, which takes seconds.
-    from quant.selection.fused_experts import HINT, fused_in_transformers
+    from quant.selection.fused_experts import UNPACKED, fused_in_transformers
 
     try:
         reason = fused_in_transformers(config)
     except CkptkitError as error:
         raise Unable(f"what transformers makes of packed experts is not known: {error.message}") from error
     if reason is not None:
+        hint = f"serve it with SGLang or vLLM, or quantize again and {UNPACKED}"
         for names in alike(experts):
-            yield Issue("experts that transformers loads", reason, HINT, names=names, file=subject.path)
+            yield Issue("experts that transformers loads", reason, hint, names=names, file=subject.path)
 
 
 def _nothing_packed(config: Mapping[str, Any], said: str) -> Skip:

@@ -36,11 +36,9 @@ def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every quantized weight against the source; `verify.evidence.rounding` and `float_rounding` derive the bounds."""
     if subject.source is None:
         raise Skip("no --source was given")
-    if subject.kind == "hf" and not is_quantized(subject.source.config):
-        if format_of(subject.checkpoint.config) is None:
-            yield from _floats(subject, tally)
-            return
-    yield from _packed(subject, tally)
+    plain = not is_quantized(subject.source.config)
+    packed = subject.kind == "megatron" or format_of(subject.checkpoint.config) is not None
+    yield from _floats(subject, tally) if plain and not packed else _packed(subject, tally)
 
 
 def _floats(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -59,10 +57,8 @@ def _floats(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for found in alike(wrong):
         worst = max(found, key=lambda name: wrong[name].times)
         one = wrong[worst]
-        where = f", {one.rows}" if one.rows else ""
-        actual = (
-            f"{one.wrong} of {one.numel} elements of {worst}{where} are further off, by up to {one.times:.3g} times that"
-        )
+        where = f"{worst}, {one.rows}," if one.rows else worst
+        actual = f"{one.wrong} of {one.numel} elements of {where} are further off, by up to {one.times:.3g} times that"
         yield Issue(f"within half a step of {stored.words}", actual, _HINT, names=found, file=subject.path)
 
 
