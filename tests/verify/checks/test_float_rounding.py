@@ -11,6 +11,9 @@ import models
 import pytest
 import quantized
 import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import quantize
+from compressed_tensors.quantization.utils import calculate_qparams
 from fixture_types import CopyOf, PathOf, RunAlone
 from torch import Tensor
 
@@ -52,10 +55,11 @@ def slime(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"": codes.to(torch.float8_e4m3fn), "_scale_inv": scale[:, 0, :, 0]}, weight
 
 
-def in_bfloat16(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """A scale a row, scales and quotients rounded to bfloat16, as compressed-tensors computes them on a CPU."""
-    scale = weight.abs().amax(1, keepdim=True) / torch.tensor(448, dtype=torch.bfloat16)
-    return {"": (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn), "_scale": scale}, weight
+def compressed_tensors(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """A scale a row by compressed-tensors' own functions, which round scales and quotients to bfloat16."""
+    args = QuantizationArgs(num_bits=8, type="float", strategy="channel")
+    scale, zero_point = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), args)
+    return {"": quantize(weight, scale, zero_point, args, torch.float8_e4m3fn), "_scale": scale}, weight
 
 
 CHANNEL = quantized.compressed_config("float-quantized", num_bits=8, type="float", strategy="channel")
@@ -66,7 +70,7 @@ SOUND: dict[str, tuple[quantized.Quantizer, dict[str, Any]]] = {
         FP8 | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
     ),
     "tensor": (per_tensor, FP8),
-    "llm-compressor": (in_bfloat16, CHANNEL),
+    "llm-compressor": (compressed_tensors, CHANNEL),
 }
 
 
