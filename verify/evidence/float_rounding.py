@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 _SEARCHED = 0.8  # the smallest part of its range that a search leaves
 _ROUNDED = 3 * 2.0**-8  # by bfloat16
+_EXPONENT = 0x7F800000  # of a float32
 _PIECE = 1 << 24  # weights that are compared at a time
 
 
@@ -249,6 +250,7 @@ def _errors(codes: Tensor, scales: Tensor, original: Tensor, grid: FloatGrid) ->
     weight = original.float()
     end, reach = grid.largest * scales, grid.reach * scales
     clipped = torch.where(weight.abs() <= reach, weight.clamp(-end, end), weight)
-    _, exponents = torch.frexp(codes.abs().clamp(min=grid.normal))
-    half = torch.ldexp(torch.ones_like(codes), exponents - grid.mantissa - 2)
+    # The power of two below a number is the number without the bits of its mantissa.
+    power = (codes.abs().clamp(min=grid.normal).view(torch.int32) & _EXPONENT).view(torch.float32)
+    half = power * 2.0 ** -(grid.mantissa + 1)
     return (codes * scales - clipped).abs(), half * scales + _ROUNDED * weight.abs()
