@@ -25,6 +25,7 @@ from quant.kernels.dispatch import quantize_pack
 from quant.requantize import requantize, stored_parts, stored_scheme
 from quant.selection.class_tree import class_tree
 from quant.selection.decision import default_ignore, resolve
+from quant.selection.fused_experts import refuse_for_transformers
 from quant.selection.readers import ALL_READERS, compressed_tensors
 
 
@@ -50,7 +51,8 @@ def quantized(
     must be able to load it. `device`: "cpu" or "cuda", with the same bytes from both.
 
     Raises CkptkitError, before anything is read, as `resolve` does, and when a Linear of the model is missing, an entry
-    of `scheme.ignore` covers nothing, or there is no such device.
+    of `scheme.ignore` covers nothing, there is no such device, or transformers was chosen as a reader and cannot load
+    the packed experts.
     """
     if device != "cpu" and not torch.cuda.is_available():
         raise CkptkitError(f"torch finds no GPU for --device {device}", "leave it out: on a CPU the bytes are the same")
@@ -59,10 +61,11 @@ def quantized(
     whole = replace(scheme, ignore=tuple(dict.fromkeys([*default_ignore(config, like), *scheme.ignore])))
     verdicts = resolve(source.specs, config, whole, like=like, tp=tp, readers=readers)
     require(where, [f"{module}.weight" for module in sorted(class_tree(config).packable)], source.specs)
+    experts = any(verdict.quantize and is_expert(name) for name, verdict in verdicts.items())
+    if experts:
+        refuse_for_transformers(config, where, readers)
     keeps = reference if reference is not None and _same_groups(reference, whole) else None
-    special = check_zero_point_layout(
-        whole, any(verdict.quantize and is_expert(name) for name, verdict in verdicts.items()), readers
-    )
+    special = check_zero_point_layout(whole, experts, readers)
     if special and family_of(config).sglang.joins_shared_expert:
         _check_joined([name for name, verdict in verdicts.items() if verdict.quantize and ".shared_experts." in name])
     steps = [

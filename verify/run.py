@@ -15,11 +15,12 @@ from quant.selection.readers import readers_of
 from verify.check import WITNESSES, Check, Skip, all_checks, run_checks
 from verify.checks.values.manifest import manifest_verifier
 from verify.evidence.expected import usable_config
+from verify.evidence.float_rounding import float_rounding_of, float_weights
 from verify.evidence.reading import read_values
 from verify.evidence.rounding import rounding_of
 from verify.evidence.subject import Subject
 from verify.report import Finding, Report
-from verify.reports.heat import Heat, heat_map, of_rounding, of_values
+from verify.reports.heat import Heat, heat_map, of_float_rounding, of_rounding, of_values
 from verify.witnesses.megatron.options import MegatronOptions
 from verify.witnesses.megatron.run import sizes_of
 from verify.witnesses.rollouts.run import recording_of
@@ -141,8 +142,11 @@ def _check_hf(hf: str | Path) -> None:
 
 def _heat(subject: Subject, findings: Sequence[Finding]) -> Heat:
     """The heat map of what the checks compared; bytes that no check read are not read for it."""
-    values, rounding = subject.found(read_values), subject.found(rounding_of)
-    return heat_map([*(of_values(values) if values else ()), *of_rounding(rounding or {})], findings)
+    values, steps = subject.found(read_values), subject.found(rounding_of)
+    floats = subject.found(float_weights)
+    measured = [*of_values(values, floats.judged if floats else ())] if values else []
+    measured += [*of_rounding(steps or {}), *of_float_rounding(subject.found(float_rounding_of) or {})]
+    return heat_map(measured, findings)
 
 
 def _refuse_legacy(path: Path) -> None:

@@ -174,3 +174,16 @@ def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
                     mode="clip",
                 )
     return result
+
+
+def codes_and_scales(weight: Tensor, scales: Tensor, block: tuple[int | None, int | None]) -> tuple[Tensor, Tensor]:
+    """The number that each weight stores, and the scale that it is multiplied by; both float32 [..., rows, columns].
+
+    `weight`: float8_e4m3fn [..., rows, columns]. `scales`: one for each `block`, or for the tensor, as `Fp8` has them.
+    """
+    factors = _as_float(scales)
+    if block == (None, None) and factors.dim() < weight.dim():
+        return weight.float(), factors.reshape(1).expand(weight.shape)
+    rows, columns = weight.shape[-2:]
+    down = factors.repeat_interleave(block[0] or rows, -2)[..., :rows, :]
+    return weight.float(), down.repeat_interleave(block[1] or columns, -1)[..., :columns]

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _BYTES = 16  # of a group: 32 numbers
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_ONES = 0x22  # two codes of the number 1
+_SCALE_ONE = 127
 _LARGEST_SCALE = 252  # 6 x 2^125 is the largest product that bfloat16 holds; 255 is NaN
 
 
@@ -84,6 +86,13 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
             pairs = torch.from_numpy(np.take(_pairs(), index))
             result[expert, :, begin:end] = pairs.view(torch.bfloat16).reshape(end - begin, -1).T
     return result
+
+
+def codes_and_scales(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """The number that each weight stores, and the scale that it is multiplied by, both as `unpacked` has them."""
+    import torch
+
+    return unpacked(blocks, torch.full_like(scales, _SCALE_ONE)), unpacked(torch.full_like(blocks, _ONES), scales)
 
 
 @cache

@@ -25,7 +25,7 @@ def meta_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]) 
     whole = whole_model(release, config)
     model = text_model(release, config) if whole is None else whole.get_submodule("language_model")
     modules = dict(model.named_modules())
-    fused = {release.name(name): module for name, module in modules.items() if _is_fused_experts(module)}
+    fused = {release.name(name): module for name, module in modules.items() if is_fused_experts(module)}
     blocks = {name.rpartition(".")[0] for name in fused}
     linears = {release.name(name) for name, module in modules.items() if isinstance(module, nn.Linear)}
     others = {
@@ -65,7 +65,7 @@ def _linears_outside(outside: tuple[str, ...], whole: nn.Module) -> set[str]:
     return found
 
 
-def _is_fused_experts(module: nn.Module) -> bool:
+def is_fused_experts(module: nn.Module) -> bool:
     parameters = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     return all(isinstance(parameter, torch.Tensor) and parameter.ndim == 3 for parameter in parameters)
 

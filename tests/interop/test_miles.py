@@ -105,6 +105,12 @@ def test_asking_for_zero_points_gives_none(runs: dict[str, Outcome], root: Path)
     assert changed(root / "not-symmetric", root / "int4") == []
 
 
+def test_fp8_against_its_source_passes_but_for_the_total_size(runs: dict[str, Outcome], root: Path) -> None:
+    assert runs["fp8"].code == 0, runs["fp8"].log[-3000:]
+    found = ckptkit.verify(root / "fp8", source=root / "qwen3_moe").findings
+    assert {finding.code for finding in found} == {"CK106"}
+
+
 def test_fp8_converts_to_megatron_and_back(runs: dict[str, Outcome], root: Path) -> None:
     assert runs["fp8"].code == 0, runs["fp8"].log[-3000:]
     convert(root / "fp8", root / "fp8-megatron")

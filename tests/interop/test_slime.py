@@ -154,6 +154,11 @@ def test_zero_points_that_slime_makes_by_default_are_found(runs: dict[str, Outco
     assert "CK309" in codes(root / "zero-points", root / "qwen3_moe")
 
 
+def test_fp8_against_its_source_passes_but_for_the_total_size(runs: dict[str, Outcome], root: Path) -> None:
+    assert runs["fp8"].code == 0, runs["fp8"].log[-3000:]
+    assert codes(root / "fp8", root / "qwen3_moe") == {"CK106"}
+
+
 def test_fp8_converts_to_megatron(runs: dict[str, Outcome], root: Path) -> None:
     assert runs["fp8"].code == 0, runs["fp8"].log[-3000:]
     convert(root / "fp8", root / "fp8-megatron")

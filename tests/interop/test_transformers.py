@@ -75,6 +75,8 @@ def test_transformers_initializes_int4_experts_anew(tmp_path: Path, caplog: pyte
         f"model.layers.{layer}.mlp.experts.{part}" for layer in range(12) for part in ("down_proj", "gate_up_proj")
     }
     assert set(load(tmp_path / "int4", caplog)["missing_keys"]) == missing
+    found = ckptkit.verify(tmp_path / "int4", readers=["transformers"]).findings
+    assert {finding.code for finding in found} == {"CK302"}
 
 
 def ckptkit_scheme() -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verify.report import Finding, anchors
 
 if TYPE_CHECKING:
+    from verify.evidence.float_rounding import FloatRounding
     from verify.evidence.rounding import Rounding
     from verify.evidence.values import Values
 
@@ -75,13 +76,16 @@ class _Cell:
         }
 
 
-def of_values(values: Values) -> Iterator[tuple[str, Measured]]:
-    """What the pass over all bytes (CK2xx) found of each tensor: unreadable, not finite, or its difference."""
+def of_values(values: Values, rounded: Collection[str] = ()) -> Iterator[tuple[str, Measured]]:
+    """What the pass over all bytes (CK2xx) found of each tensor: unreadable, not finite, or its difference.
+
+    `rounded`: weights whose difference from the source is for CK305 to judge.
+    """
     for name in values.unreadable:
         yield name, Measured(failed=True)
     for name, stats in values.stats.items():
-        difference = values.differences.get(name)
-        error = difference.largest if difference else 0.0 if name in values.compared else None
+        difference = None if name in rounded else values.differences.get(name)
+        error = difference.largest if difference else 0.0 if name in values.compared and name not in rounded else None
         yield name, Measured(error, failed=not stats.finite or (difference is not None and difference.unequal > 0))
 
 
@@ -89,6 +93,12 @@ def of_rounding(rounding: Mapping[str, Rounding]) -> Iterator[tuple[str, Measure
     """What CK305 found of each packed weight: how many quantization steps it is off, and whether that is too many."""
     for name, one in rounding.items():
         yield name, Measured(steps=one.steps, failed=one.failed)
+
+
+def of_float_rounding(rounding: Mapping[str, FloatRounding]) -> Iterator[tuple[str, Measured]]:
+    """What CK305 found of each weight in FP8 or MXFP4: whether it is further off than rounding takes it."""
+    for name, one in rounding.items():
+        yield name, Measured(failed=one.wrong > 0)
 
 
 def heat_map(measured: Iterable[tuple[str, Measured]], findings: Sequence[Finding]) -> Heat:

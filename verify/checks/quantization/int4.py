@@ -1,9 +1,9 @@
-"""CK301 to CK305: INT4 weights in compressed-tensors' pack-quantized format."""
+"""CK301 to CK304: INT4 weights in compressed-tensors' pack-quantized format."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +12,13 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.planner import expected_hf, rules_of
 from quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
+from quant.formats.zero_points import is_expert
 from quant.selection.spelling import spell
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.quantization_config import config_issue
 from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config
 from verify.evidence.folding import alike
 from verify.evidence.packed import Format, format_of, part_shapes, read_scales
-from verify.evidence.rounding import grid_of, is_gptq, rounding_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 
@@ -124,7 +124,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     What the readers that count would load or send wrongly is an error (`quant.selection.readers.severity_of`). Where
     the files are as these read the list, and only others take it otherwise, that is a warning with the portable
-    spelling.
+    spelling. Where transformers was asked for, experts that it cannot load packed are an error too.
     """
     if (reason := not_quantized(subject)) is not None:
         raise Skip(reason)
@@ -150,6 +150,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for names in alike(sorted(found.forbidden.keys() - said)):
         expected, hint = f"unquantized: {found.forbidden[names[0]]}", "quantize again with `ckptkit quantize`"
         yield Issue(expected, "packed as INT4", hint, names=[name + PACKED for name in names], file=where)
+    yield from _not_for_transformers(subject, config, packed)
     hint = "take it out of ignore, or quantize again"
     yield Issue(
         "unquantized, by config.json",
@@ -166,6 +167,27 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
         names=[name + ".weight" for name in found.missing],
         file=where,
     )
+
+
+def _not_for_transformers(subject: Subject, config: Mapping[str, Any], packed: Iterable[str]) -> Iterator[Issue]:
+    """Packed experts, where transformers is a reader that counts and builds them as one parameter.
+
+    Raises Unable where transformers cannot build the model from config.json.
+    """
+    experts = sorted(name + PACKED for name in packed if is_expert(name + PACKED))
+    if not experts or "transformers" not in (subject.readers or ()):
+        return
+    # Imported here because it brings transformers with it, which takes seconds.
+    from quant.selection.fused_experts import UNPACKED, fused_in_transformers
+
+    try:
+        reason = fused_in_transformers(config)
+    except CkptkitError as error:
+        raise Unable(f"what transformers makes of packed experts is not known: {error.message}") from error
+    if reason is not None:
+        hint = f"serve it with SGLang or vLLM, or quantize again and {UNPACKED}"
+        for names in alike(experts):
+            yield Issue("experts that transformers loads", reason, hint, names=names, file=subject.path)
 
 
 def _nothing_packed(config: Mapping[str, Any], said: str) -> Skip:
@@ -236,51 +258,3 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
             wrong["scales above zero", f"{scale.not_positive} of {scale.values} are zero or negative"].append(name)
     for (expected, actual), names in wrong.items():
         yield Issue(expected, actual, "quantize again from the release", names=names, file=subject.path)
-
-
-@check(
-    "CK305",
-    "dequantized weights are within half a step of the source, those of GPTQ near it",
-    stage="quantization",
-    needs=("source",),
-    rationale="Nibbles in another order, scales of another tensor or a wrong zero point give weights that look like "
-    "weights and are not.",
-    fix=(
-        "Quantize again from the source. GPTQ is known by `actorder` in config.json, and its rows are only compared by "
-        "their norm. AWQ changes weights before it rounds them, so its output does not pass this check."
-    ),
-    unless=not_quantized,
-)
-def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every packed weight, unpacked by compressed-tensors, against the source; `packed.py` derives the bound."""
-    config, _, _ = packed_weights(subject)
-    if subject.source is None:
-        raise Skip("no --source was given")
-    if is_quantized(subject.source.config):
-        raise Skip("the source is quantized itself; CK202 compares the two bit for bit")
-    rounding, grid = subject.once(rounding_of), grid_of(config)
-    if is_gptq(config):
-        tally.note(
-            "CK305: GPTQ rounded these weights, so a row may be off by half its norm; smaller faults do not show"
-        )
-    for one in rounding.values():
-        tally.compared(one.nbytes)
-    wrong = {name: one for name, one in rounding.items() if one.failed}
-    coarse = {name: one.scale_off for name, one in rounding.items() if one.scale_off and not one.failed}
-    for found in alike(wrong):
-        worst = max(found, key=lambda name: (wrong[name].distance or 0.0, wrong[name].steps))
-        expected, actual = wrong[worst].words
-        hint = "quantize again from this source"
-        yield Issue(expected, f"{actual} in {worst}", hint, names=found, file=subject.path)
-    for found in alike(coarse):
-        expected, actual = (
-            f"scales of the {grid} grid, as config.json says",
-            f"up to {max(coarse[name] for name in found):.0%} off",
-        )
-        yield Issue(
-            expected,
-            actual,
-            "quantize again, or correct observer_kwargs",
-            names=[name.removesuffix(".weight") + SCALE for name in found],
-            file=subject.path,
-        )

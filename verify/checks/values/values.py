@@ -31,6 +31,7 @@ from quant.formats.part_names import (
 from verify.check import Skip, Tally, check
 from verify.evidence.expected import is_quantized, usable_config
 from verify.evidence.extremes import Extremes, same_bytes
+from verify.evidence.float_rounding import float_weights
 from verify.evidence.folding import alike
 from verify.evidence.moved.experts import repeated_experts
 from verify.evidence.moved.layers import layers_of, moved_layers, repeated_layers
@@ -98,16 +99,19 @@ def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "two is the defect.",
 )
 def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every value, with both sides seen as HF; where the dtype differs (CK203), the source is cast."""
+    """Every value, with both sides seen as HF; where the dtype differs (CK203), the source is cast.
+
+    Weights that are quantized here and plain in the source are for CK305 to judge.
+    """
     values = subject.once(read_values)
     if not values.stats:
         raise Skip(UNREAD)
     for nbytes in values.compared.values():
         tally.compared(nbytes)
-    quantized = _judged_by_steps(subject)
+    quantized, floats = _judged_by_steps(subject), subject.once(float_weights)
     dropped = _dropped(subject) | _repeated_head(subject)
-    extra = [name for name in values.only_here if name not in dropped and not _part_of(name, quantized)]
-    lost = [name for name in values.only_source if name not in quantized and name not in dropped]
+    extra = [name for name in values.only_here if name not in dropped | floats.parts and not _part_of(name, quantized)]
+    lost = [name for name in values.only_source if name not in dropped | floats.judged | quantized]
     yield Issue(
         "the tensor of the source", "it is not here", "convert again from the source", names=lost, file=subject.path
     )
@@ -118,7 +122,11 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
         names=extra,
         file=subject.path,
     )
-    wrong = {name: difference for name, difference in values.differences.items() if difference.unequal}
+    wrong = {
+        name: difference
+        for name, difference in values.differences.items()
+        if difference.unequal and name not in floats.judged
+    }
     whose = {name: _whose(subject, name) for name in wrong}
     for moved in moved_layers(whose, subject.once(stages_of)):
         yield Issue(
@@ -203,14 +211,17 @@ def _described(difference: Difference, name: str, whose: str | None) -> str:
     fix="Convert again with --dtype auto; fp32 state (e_score_correction_bias, expert_bias) must stay fp32.",
 )
 def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Each change of dtype: an error where none is legal and for rounded fp32 state, else a warning."""
-    values = subject.once(read_values)
+    """Each change of dtype: an error where none is legal and for rounded fp32 state, else a warning.
+
+    Weights that are quantized here and plain in the source are for CK305 to judge.
+    """
+    values, quantized = subject.once(read_values), subject.once(float_weights).judged
     counted(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
     config = usable_config(subject)
     fp32 = _fp32_names(config) if config else frozenset()
     changed: dict[tuple[str, str, bool], list[str]] = defaultdict(list)
     for name, one in values.differences.items():
-        if one.source.dtype != one.actual.dtype:
+        if one.source.dtype != one.actual.dtype and name not in quantized:
             changed[one.source.dtype, one.actual.dtype, name in fp32].append(name)
     for (before, after, state), found in changed.items():
         for names in alike(found):

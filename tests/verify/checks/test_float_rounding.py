@@ -1,0 +1,236 @@
+"""CK305 of FP8 and MXFP4 against the plain source: sound quantizers pass, and each planted fault is found by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import quantized
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import quantize
+from compressed_tensors.quantization.utils import calculate_qparams
+from fixture_types import CopyOf, PathOf, RunAlone
+from torch import Tensor
+
+from verify.report import Report
+from verify.run import verify
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+EXPERT = "model.layers.5.mlp.experts.7.up_proj.weight"
+OTHER = "model.layers.5.mlp.experts.3.up_proj.weight"
+OUTPUT = "model.layers.5.self_attn.o_proj.weight"
+
+
+def linear(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+def fused(name: str) -> bool:
+    return name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+
+
+def says(content: dict[str, Any]) -> quantized.Edit:
+    return lambda config: config | {"quantization_config": content}
+
+
+def per_tensor(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """The quotient in bfloat16, as dividing by a scalar gives it."""
+    scale = weight.float().abs().max() / 448
+    codes = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"": codes, "_scale": scale.reshape(1)}, weight
+
+
+def slime(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Blocks of 128 x 128, filled up with zeros, all at once in float32."""
+    rows, columns = weight.shape
+    filled = torch.nn.functional.pad(weight, (0, -columns % 128, 0, -rows % 128)).float()
+    blocks = filled.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    scale = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-4) / 448
+    codes = (blocks / scale).to(torch.float8_e4m3fn).float().flatten(2, 3).flatten(0, 1)[:rows, :columns]
+    return {"": codes.to(torch.float8_e4m3fn), "_scale_inv": scale[:, 0, :, 0]}, weight
+
+
+def compressed_tensors(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """A scale a row by compressed-tensors' own functions, which round scales and quotients to bfloat16."""
+    args = QuantizationArgs(num_bits=8, type="float", strategy="channel")
+    scale, zero_point = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), args)
+    return {"": quantize(weight, scale, zero_point, args, torch.float8_e4m3fn), "_scale": scale}, weight
+
+
+CHANNEL = quantized.compressed_config("float-quantized", num_bits=8, type="float", strategy="channel")
+SOUND: dict[str, tuple[quantized.Quantizer, dict[str, Any]]] = {
+    "slime": (slime, FP8 | {"weight_block_size": [128, 128]}),
+    "DeepSeek": (
+        quantized.fp8_blocks(128, 128, torch.float8_e8m0fnu),
+        FP8 | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+    ),
+    "tensor": (per_tensor, FP8),
+    "llm-compressor": (compressed_tensors, CHANNEL),
+}
+
+
+def found(report: Report) -> set[tuple[str, str | None]]:
+    return {(finding.code, finding.tensor) for finding in report.findings}
+
+
+def status(report: Report, code: str) -> str:
+    return next(check.status for check in report.checks if check.code == code)
+
+
+@pytest.fixture(scope="module")
+def fp8(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """qwen3_moe in FP8, in blocks of 16 x 16."""
+    path = tmp_path_factory.mktemp("fp8") / "blocks"
+    quantized.write(
+        releases("qwen3_moe"),
+        path,
+        linear,
+        quantized.fp8_blocks(16, 16),
+        says(FP8 | {"weight_block_size": [16, 16]}),
+    )
+    return path
+
+
+def test_sound_fp8_against_its_plain_source_passes(releases: PathOf, tmp_path: Path) -> None:
+    quantizer, content = SOUND["slime"]
+    quantized.write(releases("qwen3_moe"), tmp_path / "fp8", linear, quantizer, says(content))
+    report = verify(tmp_path / "fp8", source=releases("qwen3_moe"))
+    assert [str(finding) for finding in report.findings] == []
+    assert report.verdict == "PASSED"
+    checks = {check.code: check for check in report.checks}
+    weights = sum(linear(name) for name in models.tensors(releases("qwen3_moe")))
+    assert checks["CK305"].tensors_compared == weights > 400
+    assert {checks[code].status for code in ("CK202", "CK203", "CK305")} == {"passed"}
+
+
+@pytest.mark.parametrize("name", list(SOUND)[1:])
+def test_sound_fp8_of_other_quantizers_has_no_finding(
+    name: str, releases: PathOf, tmp_path: Path, alone: RunAlone
+) -> None:
+    quantizer, content = SOUND[name]
+    quantized.write(releases("qwen2-untied"), tmp_path / "fp8", linear, quantizer, says(content))
+    for code in ("CK202", "CK203", "CK305"):
+        result, findings = alone(code, tmp_path / "fp8", source_path=releases("qwen2-untied"))
+        assert [str(finding) for finding in findings] == []
+        assert result is not None
+        assert result.status == "passed"
+
+
+def test_fp8_against_fused_experts_and_against_megatron_has_no_finding(
+    fp8: Path, releases: PathOf, converted: PathOf
+) -> None:
+    for source in (releases("qwen3_moe", fused=True), converted("qwen3_moe")):
+        assert [str(finding) for finding in verify(fp8, source=source).findings] == []
+
+
+def test_sound_mxfp4_against_its_plain_source_has_no_finding(releases: PathOf, tmp_path: Path) -> None:
+    edit = says({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
+    quantized.write(releases("gpt_oss"), tmp_path / "mxfp4", fused, quantized.mxfp4, edit)
+    report = verify(tmp_path / "mxfp4", source=releases("gpt_oss"))
+    assert [str(finding) for finding in report.findings] == []
+    assert status(report, "CK305") == "passed"
+    name = "model.layers.5.mlp.experts.down_proj_scales"
+    scales = models.tensors(tmp_path / "mxfp4")[name]
+    scales[3] += 1
+    models.edit(tmp_path / "mxfp4", name, scales)
+    assert ("CK305", "model.layers.5.mlp.experts.3.down_proj.weight") in found(
+        verify(tmp_path / "mxfp4", source=releases("gpt_oss"))
+    )
+
+
+def test_fp8_against_an_fp8_source_is_compared_bit_for_bit(fp8: Path, copy_of: CopyOf) -> None:
+    assert verify(fp8, source=fp8).findings == []
+    path = copy_of(fp8)
+    name = EXPERT
+    codes = models.tensors(path)[name].view(torch.uint8)
+    codes[0, 0] ^= 1
+    models.edit(path, name, codes.view(torch.float8_e4m3fn))
+    assert ("CK202", name) in found(verify(path, source=fp8))
+
+
+def test_plain_weights_against_their_fp8_release_are_compared_bit_for_bit(
+    fp8: Path, releases: PathOf, tmp_path: Path
+) -> None:
+    def dequantized(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        _, meant = quantized.fp8_blocks(16, 16)(weight)
+        return {"": meant}, meant
+
+    path = tmp_path / "plain"
+    meant = quantized.write(releases("qwen3_moe"), path, linear, dequantized, lambda config: config)
+    assert verify(path, source=fp8).findings == []
+    meant[EXPERT][0, 0] *= 1.0625
+    models.edit(path, EXPERT, meant[EXPERT])
+    assert found(verify(path, source=fp8)) == {("CK202", EXPERT)}
+
+
+def scale_off(path: Path) -> None:
+    name = f"{EXPERT}_scale_inv"
+    scale = models.tensors(path)[name]
+    scale[1, 2] *= 1.25
+    models.edit(path, name, scale)
+
+
+def blocks_swapped(path: Path) -> None:
+    codes = models.tensors(path)[EXPERT].view(torch.uint8)
+    first, second = codes[:16, :16].clone(), codes[16:32, 16:32].clone()
+    codes[:16, :16], codes[16:32, 16:32] = second, first
+    models.edit(path, EXPERT, codes.view(torch.float8_e4m3fn))
+
+
+def block_zeroed(path: Path) -> None:
+    codes = models.tensors(path)[EXPERT].view(torch.uint8)
+    codes[16:32, :16] = 0
+    models.edit(path, EXPERT, codes.view(torch.float8_e4m3fn))
+
+
+def expert_of_another_slot(path: Path) -> None:
+    stored = models.tensors(path)
+    for ending in ("", "_scale_inv"):
+        models.edit(path, EXPERT + ending, stored[OTHER + ending].clone())
+
+
+@pytest.mark.parametrize("damage", [scale_off, blocks_swapped, block_zeroed, expert_of_another_slot])
+def test_planted_fault_in_fp8_is_found_by_name(
+    damage: Callable[[Path], None], fp8: Path, copy_of: CopyOf, alone: RunAlone, releases: PathOf
+) -> None:
+    path = copy_of(fp8)
+    damage(path)
+    result, findings = alone("CK305", path, source_path=releases("qwen3_moe"))
+    assert [finding.tensor for finding in findings] == [EXPERT]
+    assert result is not None
+    assert result.status == "failed"
+    if damage in (scale_off, block_zeroed):
+        assert "rows 16..31" in findings[0].actual
+
+
+def test_transposed_scales_and_a_missing_scale_are_found_by_name(
+    fp8: Path, copy_of: CopyOf, alone: RunAlone, releases: PathOf
+) -> None:
+    path = copy_of(fp8)
+    scales = {name: tensor for name, tensor in models.tensors(path).items() if name.endswith("_scale_inv")}
+    turned = f"{OUTPUT}_scale_inv"
+    models.edit(path, turned, scales[turned].T.reshape(scales[turned].shape).contiguous())
+    missing = f"{EXPERT}_scale_inv"
+    models.edit(path, missing, None)
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"][missing]
+    index.write_text(json.dumps(content))
+    _, findings = alone("CK305", path, source_path=releases("qwen3_moe"))
+    assert {finding.tensor for finding in findings} == {EXPERT, OUTPUT}
+    assert f"no {missing} beside it" in next(one.actual for one in findings if one.tensor == EXPERT)
+
+
+def test_unknown_fp8_is_inconclusive_and_not_failed(fp8: Path, copy_of: CopyOf, releases: PathOf) -> None:
+    path = copy_of(fp8)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["scale_fmt"] = "of tomorrow"
+    (path / "config.json").write_text(json.dumps(config))
+    report = verify(path, source=releases("qwen3_moe"))
+    assert {finding.code for finding in report.findings if finding.code in ("CK202", "CK203", "CK305")} == set()
+    assert report.verdict == "INCONCLUSIVE"

@@ -1,0 +1,94 @@
+"""CK305: quantized weights, dequantized, are as near their plain source as rounding to their format leaves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quant.formats.part_names import SCALE
+from verify.check import Skip, Tally, Unable, check
+from verify.checks.quantization.int4 import not_quantized, packed_weights
+from verify.evidence.expected import is_quantized
+from verify.evidence.float_rounding import float_rounding_of, float_weights
+from verify.evidence.folding import alike
+from verify.evidence.packed import format_of
+from verify.evidence.rounding import grid_of, is_gptq, rounding_of
+from verify.evidence.subject import Subject
+from verify.issue import Issue
+
+_HINT = "quantize again from this source"
+
+
+@check(
+    "CK305",
+    "dequantized weights are within half a step of the source, those of GPTQ near it",
+    stage="quantization",
+    needs=("source",),
+    rationale="Nibbles in another order, scales of another tensor or a wrong zero point give weights that look like "
+    "weights and are not. In FP8 and MXFP4 half a step is half the distance between the format's numbers around a "
+    "weight.",
+    fix=(
+        "Quantize again from the source. GPTQ is known by `actorder` in config.json, and its rows are only compared by "
+        "their norm. AWQ changes weights before it rounds them, so its output does not pass this check."
+    ),
+    unless=not_quantized,
+)
+def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Every quantized weight against the source; `verify.evidence.rounding` and `float_rounding` derive the bounds."""
+    if subject.source is None:
+        raise Skip("no --source was given")
+    plain = not is_quantized(subject.source.config)
+    packed = subject.kind == "megatron" or format_of(subject.checkpoint.config) is not None
+    yield from _floats(subject, tally) if plain and not packed else _packed(subject, tally)
+
+
+def _floats(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """FP8 and MXFP4."""
+    stored, specs = subject.once(float_weights), subject.checkpoint.specs
+    if stored.unread is not None:
+        raise Unable(f"no decision for this quantization_config: {stored.unread}")
+    if not stored.judged and not stored.broken:
+        raise Skip("nothing is stored in FP8 or MXFP4 that the source has")
+    rounding = subject.once(float_rounding_of)
+    tally.compared(sum(specs[name].nbytes for name in stored.parts), len(rounding))
+    for reason in dict.fromkeys(stored.broken.values()):
+        names = [name for name, why in stored.broken.items() if why == reason]
+        yield Issue("codes and scales that fit", reason, _HINT, names=names, file=subject.path)
+    wrong = {name: one for name, one in rounding.items() if one.wrong}
+    for found in alike(wrong):
+        worst = max(found, key=lambda name: wrong[name].times)
+        one = wrong[worst]
+        where = f"{worst}, {one.rows}," if one.rows else worst
+        actual = f"{one.wrong} of {one.numel} elements of {where} are further off, by up to {one.times:.3g} times that"
+        yield Issue(f"within half a step of {stored.words}", actual, _HINT, names=found, file=subject.path)
+
+
+def _packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """INT4, unpacked by compressed-tensors."""
+    config, _, _ = packed_weights(subject)
+    if subject.source is None or is_quantized(subject.source.config):
+        raise Skip("the source is quantized itself; CK202 compares the two bit for bit")
+    rounding, grid = subject.once(rounding_of), grid_of(config)
+    if is_gptq(config):
+        tally.note(
+            "CK305: GPTQ rounded these weights, so a row may be off by half its norm; smaller faults do not show"
+        )
+    for one in rounding.values():
+        tally.compared(one.nbytes)
+    wrong = {name: one for name, one in rounding.items() if one.failed}
+    coarse = {name: one.scale_off for name, one in rounding.items() if one.scale_off and not one.failed}
+    for found in alike(wrong):
+        worst = max(found, key=lambda name: (wrong[name].distance or 0.0, wrong[name].steps))
+        expected, actual = wrong[worst].words
+        yield Issue(expected, f"{actual} in {worst}", _HINT, names=found, file=subject.path)
+    for found in alike(coarse):
+        expected, actual = (
+            f"scales of the {grid} grid, as config.json says",
+            f"up to {max(coarse[name] for name in found):.0%} off",
+        )
+        yield Issue(
+            expected,
+            actual,
+            "quantize again, or correct observer_kwargs",
+            names=[name.removesuffix(".weight") + SCALE for name in found],
+            file=subject.path,
+        )
