@@ -19,6 +19,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges
 from ckptkit.formats.hf.side_files import main_dtype
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from ckptkit.formats.torch_dist.tracker import not_found
 from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, with_chunks, with_remainder
 from converters.planner import MCORE, dialect_of, dims_of, to_megatron
 from verify.evidence.expected import config_of
@@ -27,7 +28,6 @@ from verify.witnesses.ending import Ending, ending_path, how_it_ended
 from verify.witnesses.engine.job import Ids, Judged, Reference
 from verify.witnesses.engine.run import check_reference, judged_by_transformers
 from verify.witnesses.megatron.job import RankJob, RankReport
-from verify.witnesses.megatron.tracker import not_found
 from verify.witnesses.megatron.waves import bytes_a_rank, fits_together, ranks_at_once
 from verify.witnesses.ranks import causes, end, wait
 

@@ -1,8 +1,8 @@
 """Loads a checkpoint with Megatron-LM's own `load_checkpoint`, as a trainer does at its start.
 
-That is part of `megatron.training`, which comes with megatron-core since 0.19. It finds the checkpoint by the tracker in
-its root, compares the stored arguments with its own, and loads strictly. It patches torch for the whole process, so only
-the witness's own processes import it.
+That is part of `megatron.training`, which comes with megatron-core since 0.19. It finds the checkpoint by the tracker
+in its root, compares the stored arguments with its own, and loads strictly. It patches torch for the whole process, so
+only the witness's own processes import it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def pretend_gpu() -> _OnCpu:
     """Patches torch as Megatron-LM needs it without a GPU; the mode is for the calls of its functions."""
     pretend_cuda()
     torch.cuda.get_device_properties = lambda device=None: _HOPPER  # type: ignore[assignment,return-value]
-    torch.cuda.get_device_capability = lambda device=None: (_HOPPER.major, _HOPPER.minor)  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda device=None: (_HOPPER.major, _HOPPER.minor)
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     torch.cuda.empty_cache = lambda: None
     return _OnCpu()
@@ -87,7 +87,7 @@ def arguments_for(dims: ModelDims, job: RankJob) -> Namespace:
     words += ["--tensor-model-parallel-size", str(sizes.tp), "--pipeline-model-parallel-size", str(sizes.pp)]
     words += ["--expert-model-parallel-size", str(sizes.ep), "--expert-tensor-parallel-size", str(sizes.etp)]
     sys.argv = ["pretrain", *words]
-    args = parse_args()
+    args: Namespace = parse_args()
     validate_args(args)
     return args
 
@@ -110,7 +110,7 @@ def load_as_trainer(chunks: Sequence[Any], args: Namespace, reader: WatchedLoad)
     init_num_microbatches_calculator(args.rank, None, args.global_batch_size, 1, args.data_parallel_size)
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
     # Its options are about checkpoints loaded repeatedly and about FP8, and are off by default.
-    with mock.patch.object(checkpointing, "TorchDistLoadShardedStrategy", lambda **options: reader):
+    with mock.patch.object(checkpointing, "TorchDistLoadShardedStrategy", return_value=reader):
         checkpointing.load_checkpoint(chunks, None, None, strict=True)
     return refused
 
