@@ -1,4 +1,4 @@
-"""MLX, bitsandbytes, GPTQ, AWQ, AutoRound and ModelOpt: the format is named once, and nothing is judged by rules that are not its own."""
+"""MLX, bitsandbytes, GPTQ, AWQ, AutoRound and ModelOpt: named once, and not judged by the rules of others."""
 
 from __future__ import annotations
 
