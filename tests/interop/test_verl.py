@@ -46,7 +46,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize(("name", "backend"), product(MODELS, BACKENDS))
+@pytest.mark.parametrize(("name", "backend"), list(product(MODELS, BACKENDS)))
 def test_what_verl_merges_is_the_release_bit_for_bit(root: Path, name: str, backend: str) -> None:
     merged = root / f"{name}-{backend}-merged"
     assert differences(root / name, merged) == []
