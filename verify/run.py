@@ -51,6 +51,7 @@ def verify(
     account_for_loss_in_pipeline_split: bool = False,
     ranks: Sequence[int] | None = None,
     manifest_key: str | Path | None = None,
+    trainer_loader: bool = False,
 ) -> Report:
     """Verifies the checkpoint at `path`, HF or Megatron, and returns the report; nothing is written.
 
@@ -63,8 +64,8 @@ def verify(
     an `ignore` list that contradicts the packed weights for one of them is an error, for others a warning. Where none
     is named and the list is a published one, what only trainers read differently is a warning too. `ray` is the address
     of a Ray cluster that reads all the bytes (`ckptkit.transfer.ray.cluster.connected`); the report is the same.
-    `tp` and `ep` are SGLang's sizes too, and `dp_attention` keeps its attention whole on every rank. `cp` to `ranks`
-    are fields of `MegatronOptions`; None or empty `ranks` are all.
+    `tp` and `ep` are SGLang's sizes too, and `dp_attention` keeps its attention whole on every rank. `cp` to
+    `trainer_loader` are fields of `MegatronOptions`; None or empty `ranks` are all.
     `rollout_data` is a file that slime or miles wrote for --save-debug-rollout-data or --save-debug-train-data: its
     log-probabilities and prompts are computed again, at `rollout_temperature` (None: as the file says, or 1).
 
@@ -104,6 +105,7 @@ def verify(
             account_for_embedding_in_pipeline_split,
             account_for_loss_in_pipeline_split,
             tuple(sorted(set(ranks or ()))),
+            trainer_loader,
         ),
     )
     subject = replace(subject, against=_implied(subject))

@@ -1,33 +1,77 @@
-"""verl's model merger, which makes an HF directory of the checkpoints that verl saves with Megatron.
+"""verl's model merger, which makes an HF directory of what verl saves while it trains with Megatron or FSDP.
 
-verl saves the model as megatron-core does by default, all layers of a key in one tensor. Its merger asks for the same
-and does not read what the checkpoint says of its own layout (`content_metadata`), as Megatron-LM does.
+With Megatron verl saves as megatron-core does by default, all layers of a key in one tensor. Its merger asks for the
+same and does not read what the checkpoint says of its own layout (`content_metadata`), as Megatron-LM does.
 """
 
 from __future__ import annotations
 
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
-from families import CASES
-from families.case import save
 
 import ckptkit
-from interop.beside import start
+from interop.beside import start, start_jobs
+from interop.compare import differences
+from interop.releases import release
+
+MODELS, BACKENDS = ("qwen2-untied", "qwen3_moe"), ("megatron", "fsdp")
+SIZES = {"qwen2-untied": 147, "qwen3_moe": 543}
 
 
-def test_the_merger_refuses_one_key_a_layer(tmp_path: Path) -> None:
-    save("qwen3_moe", CASES["qwen3_moe"], tmp_path / "hf", torch.bfloat16)
-    ckptkit.convert(tmp_path / "hf", tmp_path / "megatron")
+def merge(backend: str, actor: Path, merged: Path) -> str:
+    """Runs `python -m verl.model_merger merge`; returns what it printed."""
+    words = ("merge", "--backend", backend, "--local_dir", str(actor), "--target_dir", str(merged))
+    return start("verl_worker", *words)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """By model `NAME`, ckptkit's `NAME-megatron`, and by backend what verl saved (`NAME-BACKEND-actor`) and merged.
+
+    With Megatron verl's own model loads ckptkit's torch_dist first; with FSDP it is saved by two ranks.
+    """
+    root = tmp_path_factory.mktemp("verl")
+    jobs = []
+    for name in MODELS:
+        release(name, root / name)
+        ckptkit.convert(root / name, root / f"{name}-megatron")
+        paths = {"hf": str(root / name), "megatron": str(root / f"{name}-megatron")}
+        jobs += [{"backend": backend, "actor": str(root / f"{name}-{backend}-actor"), **paths} for backend in BACKENDS]
+    start_jobs("verl_worker", root, jobs)
+    for name, backend in product(MODELS, BACKENDS):
+        merge(backend, root / f"{name}-{backend}-actor", root / f"{name}-{backend}-merged")
+    return root
+
+
+@pytest.mark.parametrize(("name", "backend"), list(product(MODELS, BACKENDS)))
+def test_what_verl_merges_is_the_release_bit_for_bit(root: Path, name: str, backend: str) -> None:
+    merged = root / f"{name}-{backend}-merged"
+    assert differences(root / name, merged) == []
+    report = ckptkit.verify(merged, root / name)
+    assert report.status == "passed"
+    # transformers writes the files beside the weights anew: its tokenizer has another id for the end of a text, and
+    # its config of Qwen3-MoE no longer names the number of experts as the release does.
+    assert {finding.code for finding in report.findings} <= {"CK702", "CK707"}
+    assert next(check for check in report.checks if check.code == "CK202").tensors_compared == SIZES[name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_verl_saves_comes_back_from_ckptkit_bit_for_bit(root: Path, name: str) -> None:
+    saved = root / f"{name}-megatron-actor" / "model" / "dist_ckpt"
+    ckptkit.convert(saved, root / f"{name}-back", hf=root / name)
+    assert differences(root / name, root / f"{name}-back") == []
+
+
+def test_the_merger_refuses_one_key_a_layer(root: Path, tmp_path: Path) -> None:
     model = tmp_path / "actor" / "model"
-    shutil.copytree(tmp_path / "megatron" / "release", model / "dist_ckpt")
+    shutil.copytree(root / "qwen3_moe-megatron" / "release", model / "dist_ckpt")
     (model / "huggingface").mkdir()
     for file in ("config.json", "tokenizer_config.json"):
-        shutil.copy(tmp_path / "hf" / file, model / "huggingface")
-    arguments = ("merge", "--backend", "megatron", "--local_dir", str(tmp_path / "actor"))
+        shutil.copy(root / "qwen3_moe" / file, model / "huggingface")
     with pytest.raises(
         pytest.fail.Exception, match=r"KeyError: .decoder\.layers\.[a-z_.]+ from model not in state dict"
     ):
-        start("verl_worker", *arguments, "--target_dir", str(tmp_path / "merged"))
+        merge("megatron", tmp_path / "actor", tmp_path / "merged")

@@ -13,7 +13,7 @@ from ckptkit.formats.hf.side_files import is_quantized as is_quantized
 from ckptkit.formats.hf.side_files import quantization_of
 from ckptkit.formats.megatron_config import config_in
 from converters.experts import fuse, is_fused
-from converters.foreign import refuse_foreign
+from converters.foreign import refuse_foreign, refuse_modelopt
 from converters.planner import dialect_of, dims_of, rules_of, tied_head
 from converters.registry import family_of
 from converters.stored import as_stored, remarks
@@ -93,6 +93,7 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
         config = config_in(path, subject.megatron_files.weights)
     try:
         refuse_foreign(subject.once(_names) if subject.kind == "hf" else (), subject.path)
+        refuse_modelopt(config, subject.path)
         dims_of(config)
     except (TypeError, ValueError) as error:
         raise CkptkitError(f"config.json: a size is not a number: {error}", "compare it with the release") from error
@@ -180,6 +181,18 @@ def _packed(
             result[name] = shape
             result |= {name + scale: None for scale in scales if name + scale in names}
     return result
+
+
+def refuse_stated(subject: Subject) -> None:
+    """Raises UnsupportedError where config.json names a format that ckptkit does not read.
+
+    A config that is missing or broken names none; CK101 reports it.
+    """
+    try:
+        config = subject.hf_files.config
+    except CkptkitError:
+        return
+    refuse_modelopt(config, subject.path)
 
 
 def usable_config(subject: Subject) -> Mapping[str, Any] | None:

@@ -181,6 +181,11 @@ megatron = _together(
         metavar="N[,N...]",
         help="Megatron: look at these ranks only, such as 0,5,56-63. The report says what was left out.",
     ),
+    click.option(
+        "--trainer-loader",
+        is_flag=True,
+        help="Megatron: load with Megatron-LM's own load_checkpoint, by the tracker in the root, as a trainer does.",
+    ),
 )
 INT4 = (
     "group_size",

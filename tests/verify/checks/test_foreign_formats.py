@@ -1,4 +1,4 @@
-"""MLX, bitsandbytes, GPTQ and AWQ: the format is named once, and nothing is judged by rules that are not its own."""
+"""MLX, bitsandbytes, GPTQ, AWQ, AutoRound and ModelOpt: named once, and not judged by the rules of others."""
 
 from __future__ import annotations
 
@@ -60,6 +60,15 @@ def awq(module: str, weight: Tensor) -> Mapping[str, Tensor]:
     return {name: tensor for name, tensor in gptq(module, weight).items() if not name.endswith(".g_idx")}
 
 
+def modelopt(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    """FP8 with one scale a matrix and one for its input, as `export_hf_checkpoint` of nvidia-modelopt 0.47 saves it."""
+    return {
+        f"{module}.weight": weight.to(torch.float8_e4m3fn),
+        f"{module}.weight_scale": torch.tensor(0.5),
+        f"{module}.input_scale": torch.tensor(0.5),
+    }
+
+
 # What config.json says: mlx-lm writes both keys.
 FORMATS: dict[str, tuple[Parts, dict[str, Any]]] = {
     "MLX": (mlx, {"quantization": {"group_size": 32, "bits": 4}, "quantization_config": {"group_size": 32, "bits": 4}}),
@@ -69,7 +78,14 @@ FORMATS: dict[str, tuple[Parts, dict[str, Any]]] = {
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}},
     ),
     "GPTQ": (gptq, {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}}),
-    "AWQ": (awq, {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}}),
+    "AWQ or AutoRound": (
+        awq,
+        {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}},
+    ),
+    "NVIDIA ModelOpt": (
+        modelopt,
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}},
+    ),
 }
 
 
@@ -87,7 +103,7 @@ def foreign(request: pytest.FixtureRequest, releases: Callable[[str], Path], tmp
     save_file(content, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((release / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | stated))
-    return str(request.param).partition(" ")[0], path
+    return str(request.param).partition(" of ")[0], path
 
 
 def test_verify_names_the_format_once_and_judges_nothing(foreign: tuple[str, Path]) -> None:
@@ -96,7 +112,8 @@ def test_verify_names_the_format_once_and_judges_nothing(foreign: tuple[str, Pat
         assert [str(finding) for finding in report.findings] == []
         assert report.status == "inconclusive"
         assert [
-            f"the quantized format of {name}, which ckptkit does not read" in reason for reason in report.reasons
+            f"the quantized format of {name}" in reason and "which ckptkit does not read" in reason
+            for reason in report.reasons
         ] == [True]
 
 

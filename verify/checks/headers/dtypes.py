@@ -15,7 +15,7 @@ from converters.foreign import refuse_foreign
 from quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
 from verify.check import Tally, check
 from verify.checks.headers.files import home_of, names_of
-from verify.evidence.expected import Expected, expected_of, is_quantized, usable_config
+from verify.evidence.expected import Expected, expected_of, is_quantized, refuse_stated, usable_config
 from verify.evidence.folding import alike
 from verify.evidence.packed import format_of
 from verify.evidence.subject import Subject
@@ -43,6 +43,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     specs = names_of(subject)
     if subject.kind == "hf":
         refuse_foreign(specs, subject.path)
+        refuse_stated(subject)
     config = usable_config(subject)
     expected = subject.once(expected_of) or Expected({})
     fp32 = expected.fp32

@@ -33,7 +33,7 @@ def finished(subject: Subject) -> MegatronRun:
     run = subject.once(run_megatron)
     if run.unable:
         raise Unable(run.unable)
-    if run.failures:
+    if run.failures or run.not_found:
         raise Skip("a rank did not finish loading, see CK401")
     return run
 
@@ -58,6 +58,7 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.megatron.ranks:
         ranks = f"ranks {ranges(subject.megatron.ranks).strip('{}')} of {run.sizes.world}"
     tally.facts["megatron"] = [f"megatron-core {versions}, {run.sizes}, {ranks}, {run.device}"]
+    yield from _by_tracker(run)
     by_error: dict[str, list[int]] = defaultdict(list)
     for rank, error in run.failures.items():
         by_error[error].append(rank)
@@ -75,6 +76,12 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.note(f"--ranks: only {ranks} are looked at; what the others ask for or hold is not")
         return
     yield from _never_asked_for(run.reports, {rule.megatron for rule in rules_of(config_of(subject))})
+
+
+def _by_tracker(run: MegatronRun) -> Iterator[Issue]:
+    if run.not_found:
+        hint = "a trainer is told the root and loads what the tracker in it names: write it, or verify the other one"
+        yield Issue("the tracker beside it names this checkpoint", run.not_found, hint)
 
 
 def _unexpected(reports: Sequence[RankReport]) -> Iterator[Issue]:

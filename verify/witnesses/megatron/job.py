@@ -29,7 +29,7 @@ class RankJob:
     `hf` gives the config of a checkpoint that carries none. The parameters (of `dtype`) are compared with `source`, or
     without one with the checkpoint's own bytes, read without Megatron. With `prompts` (token ids) one rank holds the
     whole model and judges them, and nothing is compared. `at_once` is not 0 where each rank is alone, without a process
-    group: then so many run at a time.
+    group: then so many run at a time. `trainer`: the root from which Megatron-LM's own `load_checkpoint` is to load.
     """
 
     checkpoint: str
@@ -44,6 +44,7 @@ class RankJob:
     prompts: Sequence[Sequence[int]] = ()
     stream: str | None = None
     at_once: int = 0
+    trainer: str | None = None
 
     def save(self, path: Path) -> None:
         """Writes the job as JSON."""

@@ -13,7 +13,8 @@ class MegatronOptions:
     """Megatron-LM's own arguments, by its names, for `--against-megatron`.
 
     `cp` is the context parallel size. `pipeline_layout` is `--pipeline-model-parallel-layout`, a string such as
-    `Et*3|(tt|)*29m|L`. `ranks`: the only ranks to look at; empty means all of them.
+    `Et*3|(tt|)*29m|L`. `ranks`: the only ranks to look at; empty means all of them. `trainer_loader`: load as a trainer
+    does, with Megatron-LM's own `load_checkpoint`.
     """
 
     cp: int = 1
@@ -23,6 +24,7 @@ class MegatronOptions:
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     ranks: tuple[int, ...] = ()
+    trainer_loader: bool = False
 
     def given(self) -> Iterator[str]:
         """The options that differ from their defaults, as the command line spells them."""

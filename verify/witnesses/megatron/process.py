@@ -25,6 +25,7 @@ from torch import Tensor
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.formats.detect import locate
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from converters.config.dims import ModelDims
 from converters.megatron.module_names import global_name
 from converters.open import open_megatron
 from converters.planner import dims_of, rules_of, to_megatron
@@ -76,6 +77,8 @@ def layers_of(chunk: GPTModel) -> tuple[int, ...]:
 
 OPEN = Phase("opening the checkpoint and its reference")
 CONNECT = Phase("joining the process groups")
+IMPORT = Phase("importing Megatron-LM's training package")
+ARGUMENTS = Phase("parsing Megatron-LM's arguments")
 BUILD = Phase("building the model")
 ASK = Phase("asking the model which keys it wants")
 LOAD = Phase("loading the weights", ("megatron", "torch"))
@@ -162,7 +165,10 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     for chunk in chunks:
         poison(held_by(chunk).values())
     reader = WatchedLoad(alone=bool(job.at_once))
-    requested, missing, unexpected, refused = load(chunks, job.checkpoint, enter, reader)
+    if job.trainer:
+        requested, missing, unexpected, refused = _load_as_trainer(chunks, dims, job, enter, reader)
+    else:
+        requested, missing, unexpected, refused = load(chunks, job.checkpoint, enter, reader)
     at = position(dims.experts, job.sizes.ep, not job.transformer_engine)
     enter(COMPUTE)
     stream = job.stream if at.tp_rank == 0 and (not dims.experts or at.experts.start == 0) else None
@@ -185,6 +191,22 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
         mtp=tuple(len(chunk.mtp.layers) if chunk.mtp_process else 0 for chunk in chunks),
         asked={key: tuple(boxes) for key, boxes in reader.asked.items()},
     )
+
+
+def _load_as_trainer(
+    chunks: list[GPTModel], dims: ModelDims, job: RankJob, enter: Callable[[Phase], None], reader: WatchedLoad
+) -> tuple[int, set[str], set[str], list[str]]:
+    """As `load`, by Megatron-LM's own `load_checkpoint`, which raises for keys that the disk lacks."""
+    from verify.witnesses.megatron.trainer import arguments_for, import_loader, load_as_trainer, pretend_gpu
+
+    enter(IMPORT)
+    import_loader()
+    with pretend_gpu():
+        enter(ARGUMENTS)
+        args = arguments_for(dims, job)
+        enter(LOAD)
+        refused = load_as_trainer(chunks, args, reader)
+    return len(reader.asked), set(), set(), refused
 
 
 def _answers(chunks: list[GPTModel], job: RankJob, vocabulary: int, stream: str | None) -> tuple[Judged, ...]:
@@ -228,7 +250,12 @@ def _fork(folder: Path, ranks: Sequence[int]) -> None:
     """
     context = multiprocessing.get_context("fork")
     processes = {rank: context.Process(target=_forked, args=(folder, rank), daemon=True) for rank in ranks}
-    at_once = RankJob.load(folder / f"job-{ranks[0]}.json").at_once or len(ranks)
+    first = RankJob.load(folder / f"job-{ranks[0]}.json")
+    at_once = first.at_once or len(ranks)
+    if first.trainer:
+        from verify.witnesses.megatron.trainer import import_loader
+
+        import_loader()
     waiting, running = list(ranks), dict[int, int]()
     while running or waiting:
         for rank in waiting[: at_once - len(running)]:

@@ -19,6 +19,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges
 from ckptkit.formats.hf.side_files import main_dtype
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from ckptkit.formats.torch_dist.tracker import not_found
 from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, with_chunks, with_remainder
 from converters.planner import MCORE, dialect_of, dims_of, to_megatron
 from verify.evidence.expected import config_of
@@ -33,6 +34,7 @@ from verify.witnesses.ranks import causes, end, wait
 if TYPE_CHECKING:
     from verify.evidence.subject import Subject
 
+_TRAINER = "Megatron-LM's load_checkpoint"
 _WITNESS = "verify.witnesses.megatron.process"  # the module that ranks run
 _START_SECONDS = 600  # imports, process groups, building the model
 _BYTES_A_SECOND = 20_000_000  # slower than any disk that still works
@@ -47,7 +49,8 @@ _QUERY_NORM_SINCE = (
 class MegatronRun:
     """The outcome of one launch. `failures`: what Megatron raised of the checkpoint, on the ranks that failed first.
 
-    `unable`: why Megatron could not be asked, where that is no verdict on the checkpoint.
+    `unable`: why Megatron could not be asked, where that is no verdict on the checkpoint. `not_found`: why a trainer
+    would not load this checkpoint, but another or none.
     """
 
     sizes: ParallelSizes
@@ -55,6 +58,7 @@ class MegatronRun:
     reports: Sequence[RankReport]
     failures: Mapping[int, str]
     unable: str | None = None
+    not_found: str | None = None
 
 
 @dataclass(frozen=True)
@@ -120,21 +124,47 @@ def run_megatron(subject: Subject) -> MegatronRun:
     _check_release(subject)
     if subject.source is not None and subject.source_kind == "hf":
         to_megatron(subject.source, str(subject.source_path))
+    trainer = subject.megatron.trainer_loader
     ranks = subject.megatron.ranks or range(sizes.world)
-    gpu = not subject.megatron.ranks and _on_gpus(sizes)
+    gpu = not subject.megatron.ranks and not trainer and _on_gpus(sizes)
     at_once = 0 if gpu else _at_once(subject, sizes)
+    if trainer:
+        _check_trainer(subject, sizes, at_once)
+        if said := not_found(subject.location.path.absolute()):
+            return MegatronRun(sizes, _TRAINER, [], {}, not_found=said)
     with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
         jobs = [replace(_job(subject, sizes, rank, Path(scratch), gpu), at_once=at_once) for rank in ranks]
+        if trainer:
+            jobs = [replace(job, trainer=str(Path(job.checkpoint).parent)) for job in jobs]
         nbytes = sum(spec.nbytes for spec in subject.checkpoint.specs.values())
         waves = math.ceil(len(jobs) / at_once) if at_once else 1
         failures = run_ranks(jobs, Path(scratch), gpu, waves * (_START_SECONDS + nbytes / _BYTES_A_SECOND))
         reports = [] if failures else [RankReport.load(Path(job.report)) for job in jobs]
-    if at_once and len(jobs) == sizes.world:
+    if (at_once or trainer) and len(jobs) == sizes.world:
         reports = _with_missing(reports, subject)
     verdicts = {rank: failure.said for rank, failure in failures.items() if failure.ending.verdict}
     return MegatronRun(
         sizes, _device(gpu, jobs[0]), reports, verdicts, _unable(failures) if failures and not verdicts else None
     )
+
+
+def _check_trainer(subject: Subject, sizes: ParallelSizes, at_once: int) -> None:
+    """Raises Unable where Megatron-LM's `load_checkpoint` is missing, or is not run here in this layout."""
+    if find_spec("megatron.training") is None:
+        raise Unable(
+            f"{_TRAINER} is not installed: megatron.training comes with megatron-core since 0.19, on Python 3.12; "
+            "without --trainer-loader megatron-core itself loads"
+        )
+    plain = ParallelSizes(sizes.tp, sizes.pp, sizes.ep, sizes.etp)
+    if sizes != plain:
+        raise Unable(
+            f"{_TRAINER} is run with --tp, --pp, --ep and --etp alone, of layers that divide evenly, not with {sizes}"
+        )
+    if at_once:
+        raise Unable(
+            f"{_TRAINER} needs all {sizes.world} rank(s) at once, which these are not: leave out --ranks, or choose "
+            "sizes of fewer ranks that fit into memory"
+        )
 
 
 def _at_once(subject: Subject, sizes: ParallelSizes) -> int:
@@ -241,6 +271,8 @@ def _on_gpus(sizes: ParallelSizes) -> bool:
 
 def _device(gpu: bool, job: RankJob) -> str:
     spec = "Transformer Engine spec" if job.transformer_engine else "local spec"
+    if job.trainer:
+        return f"{_TRAINER}, gloo on the CPU, {spec}"
     alone = f"the CPU, each rank by itself and {job.at_once} at once"
     return f"{'NCCL on GPUs' if gpu else alone if job.at_once else 'gloo on the CPU'}, {spec}"
 

@@ -1,0 +1,129 @@
+"""`--trainer-loader`: Megatron-LM's own `load_checkpoint` in place of megatron-core's loader."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from families import CASES
+from families.case import save
+from megatron_layouts import CHECKS, judge
+
+from ckptkit.app.api import convert
+from verify.check import Tally
+from verify.evidence.subject import Subject
+from verify.report import Finding
+from verify.skip import Unable
+from verify.witnesses.megatron import run as megatron_run
+from verify.witnesses.megatron.options import MegatronOptions
+from verify.witnesses.megatron.run import run_megatron
+
+TRACKER = "latest_checkpointed_iteration.txt"
+needs_loader = pytest.mark.skipif(
+    find_spec("megatron") is None or find_spec("megatron.training") is None,
+    reason="megatron.training is not installed: it comes with megatron-core since 0.19",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Megatron checkpoint and release of a dense model."""
+    root = tmp_path_factory.mktemp("trainer")
+    save("qwen2-untied", CASES["qwen2-untied"], root / "hf", torch.bfloat16)
+    convert(root / "hf", root / "megatron")
+    return root / "megatron", root / "hf"
+
+
+@pytest.fixture
+def root(model: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A copy of the Megatron checkpoint to break."""
+    return Path(shutil.copytree(model[0], tmp_path / "megatron"))
+
+
+def subject_of(path: Path, source: Path | None = None, *, ranks: tuple[int, ...] = (), **sizes: Any) -> Subject:
+    return Subject(path, source, megatron=MegatronOptions(ranks=ranks, trainer_loader=True), **sizes)
+
+
+def found(path: Path) -> list[Finding]:
+    """What CK401 finds; the other checks cannot say anything where no rank loaded."""
+    return list(CHECKS["CK401"](subject_of(path), Tally()))
+
+
+@needs_loader
+@pytest.mark.usefixtures("served")
+def test_two_ranks_hold_their_slices(model: tuple[Path, Path]) -> None:
+    findings, tallies = judge(subject_of(*model, tp=2))
+    assert findings == []
+    (fact,) = tallies["CK401"].facts["megatron"]
+    assert "TP2 PP1, 2 rank(s), Megatron-LM's load_checkpoint, gloo on the CPU" in fact
+    # 12 layers of 7 tensors, embedding, output layer and last norm, on each of the ranks.
+    assert tallies["CK402"].tensors == 2 * (12 * 7 + 3)
+    assert tallies["CK404"].tensors == 12 * 7 + 3
+
+
+@needs_loader
+@pytest.mark.usefixtures("served")
+def test_stored_arguments_that_differ_are_refused_in_megatrons_words(root: Path) -> None:
+    file = root / "release" / "common.pt"
+    common = torch.load(file, weights_only=False)
+    common["args"].num_attention_heads = 5
+    torch.save(common, file)
+    (finding,) = found(root)
+    assert "num_attention_heads value from checkpoint (5) is not equal to the input argument value (10)" in (
+        finding.actual
+    )
+
+
+@needs_loader
+@pytest.mark.usefixtures("served")
+def test_key_that_megatron_asks_for_is_named(root: Path) -> None:
+    name = "decoder.layers.3.mlp.linear_fc2.weight"
+    models.edit_metadata(root / "release", lambda metadata: metadata.state_dict_metadata.pop(name))
+    (finding,) = found(root)
+    assert name in finding.actual
+
+
+@needs_loader
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (None, "is not there, so Megatron-LM would start from random weights"),
+        ("20", "says 20, so Megatron-LM would load iter_0000020 instead"),
+        ("newest", "says 'newest', which is neither release nor an iteration, so Megatron-LM would stop"),
+    ],
+)
+def test_tracker_that_does_not_name_the_checkpoint_is_a_finding(root: Path, said: str | None, words: str) -> None:
+    (root / TRACKER).unlink()
+    if said:
+        (root / TRACKER).write_text(said)
+    (finding,) = found(root / "release")
+    assert finding.expected == "the tracker beside it names this checkpoint"
+    assert words in finding.actual
+
+
+def test_without_the_training_package_nothing_is_said(model: tuple[Path, Path], monkeypatch: Any) -> None:
+    missing = "megatron.training"
+    monkeypatch.setattr(megatron_run, "find_spec", lambda name: None if name == missing else find_spec("json"))
+    with pytest.raises(Unable, match=re.escape("megatron.training comes with megatron-core since 0.19")):
+        run_megatron(subject_of(model[0]))
+
+
+@needs_loader
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"pp": 2, "vpp": 2}, "not with TP1 PP2 VPP2"),
+        ({"tp": 2, "ranks": (0,)}, "leave out --ranks"),
+    ],
+)
+def test_layout_that_the_loader_is_not_run_in_is_no_verdict(
+    model: tuple[Path, Path], how: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(Unable, match=re.escape(words)):
+        run_megatron(subject_of(model[0], **how))
