@@ -14,7 +14,7 @@ from ckptkit.formats.hf.side_files import quantization_of
 from ckptkit.formats.megatron_config import config_in
 from converters.experts import fuse, is_fused
 from converters.foreign import refuse_foreign, refuse_modelopt
-from converters.planner import dialect_of, dims_of, rules_of, tied_head
+from converters.planner import dims_of, rules_in, rules_of, tied_head
 from converters.registry import family_of
 from converters.stored import as_stored, remarks
 from quant.formats.part_names import (
@@ -108,7 +108,7 @@ def expected_of(subject: Subject) -> Expected | None:
     if (config := usable_config(subject)) is None:
         return None
     names = subject.specs
-    rules = list(rules_of(config, dialect_of(config, names)) if subject.kind == "megatron" else rules_of(config))
+    rules = rules_in(config, names) if subject.kind == "megatron" else list(rules_of(config))
     if subject.kind == "megatron":
         vocab = frozenset(rule.megatron for rule in rules if rule.mapping.vocab)
         state = frozenset(rule.megatron for rule in rules if rule.mapping.fp32)

@@ -58,8 +58,9 @@ def _looked_at(paths: Iterable[Path]) -> set[tuple[Path, int]]:
         found.add((path, _MOST_LEVELS))
         if path.name == "original":
             raise _UnknownError  # the files of authors: whether it is looked at depends on what is beside it
-        if not ((path / TRACKER).exists() or (path / "config.json").exists()):
-            # An iteration's config, tracker and manifest are beside it.
+        weights = (path / ".metadata").exists() or any(path.glob("*.distcp"))
+        if weights or not ((path / TRACKER).exists() or (path / "config.json").exists()):
+            # An iteration's config, tracker and manifest are beside it, whatever else is inside.
             found |= {(path.parent, 1), (path.parent / "hf", _MOST_LEVELS)}
     return found
 

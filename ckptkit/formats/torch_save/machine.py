@@ -20,6 +20,9 @@ MOST_INTEGER = 32  # bytes of an integer: states of random generators have 16
 MOST_NAMES = 4096  # classes and functions that one pickle names
 _MOST_KEY = 1 << 60  # integers as keys: Python's hash of larger ones is the same for many of them
 _MEMOIZE, _GET_1, _GET_4, _STOP = (code[0] for code in (pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET, pickle.STOP))
+_INTEGER_1, _INTEGER_2 = pickle.BININT1[0], pickle.BININT2[0]
+# Six of ten instructions of `.metadata`, which `Machine.run` does itself: calls would take longer than what they do.
+_OFTEN = frozenset({_MEMOIZE, _GET_1, _GET_4, _INTEGER_1, _INTEGER_2})
 _KEY_DEPTH, _KEY_PARTS = 4, 256  # of tuples as keys, which are hashed again each time
 
 
@@ -46,26 +49,34 @@ class Machine:
 
     def run(self) -> Any:
         """The object that the pickle builds. Raises pickle.UnpicklingError."""
-        content, memo, does = self._content, self._memo, _DOES
+        content, memo, does, at = self._content, self._memo, _DOES, 0
         try:
             while True:
-                code = content[self._at]
-                if code == _MEMOIZE:  # these three are half of all instructions
-                    memo[len(memo)] = self._stack[-1]
-                    self._at += 1
-                elif code == _GET_1:
-                    self._stack.append(memo[content[self._at + 1]])
-                    self._at += 2
-                elif code == _GET_4:
-                    self._stack.append(memo[int.from_bytes(self._take(4), "little")])
-                elif code == _STOP:
-                    return self._stack.pop()
-                else:
-                    does[code](self)
+                at, stack = self._at, self._stack
+                while (code := content[at]) in _OFTEN:
+                    if code == _MEMOIZE:
+                        memo[len(memo)] = stack[-1]
+                        at += 1
+                    elif code == _GET_1:
+                        stack.append(memo[content[at + 1]])
+                        at += 2
+                    elif code == _GET_4:
+                        stack.append(memo[int.from_bytes(content[at + 1 : at + 5], "little")])
+                        at += 5
+                    elif code == _INTEGER_1:
+                        stack.append(content[at + 1])
+                        at += 2
+                    else:
+                        stack.append(content[at + 1] | content[at + 2] << 8)
+                        at += 3
+                self._at = at
+                if code == _STOP:
+                    return stack.pop()
+                does[code](self)
         except UnicodeDecodeError as error:
             raise pickle.UnpicklingError(f"text that is not UTF-8 before byte {self._at + 1}") from error
         except (LookupError, ValueError, struct.error) as error:
-            raise pickle.UnpicklingError(f"damaged before byte {self._at + 1}") from error
+            raise pickle.UnpicklingError(f"damaged before byte {max(at, self._at) + 1}") from error
 
     def unknown(self) -> NoReturn:
         """An instruction of protocol 0 or 1, of the extension registry, for buffers elsewhere, or none at all."""
@@ -117,13 +128,6 @@ class Machine:
 
     def false(self) -> None:
         self._push(False)
-
-    def unsigned_1(self) -> None:
-        self._stack.append(self._content[self._at + 1])
-        self._at += 2
-
-    def unsigned_2(self) -> None:
-        self._stack.append(int.from_bytes(self._take(2), "little"))
 
     def signed_4(self) -> None:
         self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
@@ -328,14 +332,14 @@ def _called(target: Any, arguments: Any) -> Any:
     """What a call gives, of the few things that may be called."""
     if type(arguments) is not tuple:
         raise pickle.UnpicklingError("arguments that are no tuple")
-    if isinstance(target, NamedLater):
-        return target(*arguments)
+    if target is tuple and len(arguments) == 1 and type(arguments[0]) in (tuple, list):
+        return tuple(arguments[0])
     if isinstance(target, type) and issubclass(target, Record):
+        return target(*arguments)
+    if isinstance(target, NamedLater):
         return target(*arguments)
     if target is Items and not arguments:
         return Items()
-    if target is tuple and len(arguments) == 1 and type(arguments[0]) in (tuple, list):
-        return tuple(arguments[0])
     raise pickle.UnpicklingError(f"a call of {getattr(target, '__name__', type(target).__name__)}")
 
 
@@ -365,8 +369,6 @@ _INSTRUCTIONS: dict[bytes, Callable[[Machine], None]] = {
     pickle.NONE: Machine.none,
     pickle.NEWTRUE: Machine.true,
     pickle.NEWFALSE: Machine.false,
-    pickle.BININT1: Machine.unsigned_1,
-    pickle.BININT2: Machine.unsigned_2,
     pickle.BININT: Machine.signed_4,
     pickle.LONG1: Machine.long_1,
     pickle.LONG4: Machine.long_4,

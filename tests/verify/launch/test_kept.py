@@ -120,6 +120,17 @@ def test_any_change_in_a_directory_is_looked_at(change: str, pair: dict[str, Pat
     assert identity_of([pair["hf_checkpoint"], pair["ref_load"] / "release"]) != before
 
 
+@pytest.mark.parametrize("change", ["hf/ is gone", "a manifest that was not there", "config beside Megatron"])
+def test_what_is_beside_an_iteration_with_a_config_of_its_own_counts(change: str, pair: dict[str, Path]) -> None:
+    """It is Megatron's all the same: its weights say so."""
+    iteration = pair["ref_load"] / "release"
+    shutil.copy(pair["hf_checkpoint"] / "config.json", iteration / "config.json")
+    before = identity_of([iteration])
+    assert before is not None
+    CHANGES[change](pair)
+    assert identity_of([iteration]) != before
+
+
 def test_a_changed_checkpoint_is_judged_anew(pair: dict[str, Path]) -> None:
     preflight(**pair, cache=True)
     shard(pair).unlink()

@@ -98,6 +98,7 @@ MODEL = [
     ("qwen3", "  --num-query-groups 8\n", "", "num_query_groups = 8", "num_query_groups = 1", "models/qwen3.sh:9"),
     ("qwen3", "  --kv-channels 128\n", "", "kv_channels = 128", "kv_channels = 80", "models/qwen3.sh:6"),
     ("qwen3", "  --qk-layernorm\n", "", "qk_layernorm = True", "qk_layernorm = False", "by default"),
+    ("qwen3", "heads 32", "heads 16", "num_attention_heads = 32", "num_attention_heads = 16", "models/qwen3.sh:8"),
     ("qwen3", "--norm-epsilon 1e-6", "", "norm_epsilon = 1e-06", "norm_epsilon = 1e-05", "by default"),
     ("qwen3", "--swiglu", "--swiglu --rotary-percent 0.5", "rotary_percent = 1.0", "rotary_percent = 0.5", ":13"),
     ("qwen3", "--swiglu", "--swiglu --rotary-interleaved", "interleaved = False", "interleaved = True", ":13"),
@@ -240,6 +241,15 @@ LAUNCHES = [
         "CK712",
         "error",
         "--critic-load",
+        "no such",
+    ),
+    (
+        "qwen3",
+        "--ref-load ROOT",
+        "--ref-load ROOT --opd-teacher-load ROOT/none",
+        "CK712",
+        "error",
+        "--opd-teacher-load",
         "no such",
     ),
 ]
@@ -391,16 +401,17 @@ def test_bridge_mode_takes_the_model_from_config(configs: PathOf, tmp_path: Path
     )
 
 
-def test_modules_that_build_the_model_are_said_not_to_be_judged(configs: PathOf, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ['--spec "plugins.spec" "make_spec"', "--custom-model-provider-path plugins.make"])
+def test_modules_that_build_the_model_are_said_not_to_be_judged(words: str, configs: PathOf, tmp_path: Path) -> None:
     script = write_launch(
         tmp_path,
         "qwen3",
         configs("qwen3"),
-        change=lambda text: text.replace("--swiglu", '--swiglu --spec "plugins.spec" "make_spec"'),
+        change=lambda text: text.replace("--swiglu", f"--swiglu {words}"),
     )
     report = preflight(script=script)
     assert of_launch(report) == []
-    assert "--spec: what this code builds is not judged, only the arguments are" in report.facts["notes"]
+    assert f"{words.split()[0]}: what this code builds is not judged, only the arguments are" in report.facts["notes"]
 
 
 def test_pasted_commands_and_standard_input_are_read(configs: PathOf, tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ def run_of(converted: PathOf, tmp_path: Path) -> Path:
     """A training run's directory: iterations 10 and 20 of the model, the tracker at 20."""
     root = tmp_path / "run"
     for step in (10, 20):
-        shutil.copytree(converted(NAME) / "release", root / f"iter_{step:07d}")
+        weights = shutil.copytree(converted(NAME) / "release", root / f"iter_{step:07d}")
+        common = torch.load(weights / "common.pt", weights_only=False)
+        torch.save({**common, "iteration": step}, weights / "common.pt")
     shutil.copytree(converted(NAME) / "hf", root / "hf")
     (root / TRACKER).write_text("20")
     return root

@@ -13,9 +13,10 @@ from click.testing import CliRunner
 from fixture_types import PathOf
 from processes import python
 
-from ckptkit.app.api import model_arguments
+from ckptkit.app.api import convert, model_arguments
 from ckptkit.app.cli import cli
 from converters.megatron.flags import launch_flags
+from verify.launch.preflight import preflight
 
 NAMES = ("qwen2-untied", "qwen3_moe", "glm4_moe", "qwen3-untied")
 DROPOUT = "--attention-dropout 0.0 --hidden-dropout 0.0 --moe-permute-fusion"
@@ -112,6 +113,51 @@ def test_right_launch_passes_strictly(
     assert [one for one in report["checks"] if one["status"] != "passed"] == []
     assert done.exit_code == 0, done.stderr
     assert "what would be loaded" in report["facts"]
+
+
+# What the releases say of yarn; of the words of a launch, what miles' fork of Megatron takes and Megatron-LM does not.
+YARN = {"original_max_position_embeddings": 4096, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+LATENT = {
+    "slime, DeepSeek V3": ("deepseek_v3", YARN | {"factor": 40.0, "beta_fast": 32.0}, ""),
+    "miles, DeepSeek V3": ("deepseek_v3", YARN | {"factor": 40.0, "beta_fast": 32.0}, "--megatron-to-hf-mode raw"),
+    "miles, Kimi K2": (
+        "kimi_k2",
+        YARN | {"factor": 32.0, "beta_fast": 1.0},
+        "--rope-type yarn --original-max-position-embeddings 4096 --beta-fast 1 --beta-slow 1",
+    ),
+}
+
+
+def latent(folder: Path, release: Path, yarn: dict[str, float]) -> tuple[Path, Path]:
+    """A release with the yarn that was published, and Megatron weights made of it, without a manifest."""
+    hf, megatron = Path(shutil.copytree(release, folder / "hf")), folder / "megatron"
+    config = json.loads((hf / "config.json").read_text())
+    for key in {"rope_scaling", "rope_parameters"} & config.keys():
+        config[key] |= yarn
+    (hf / "config.json").write_text(json.dumps(config))
+    convert(hf, megatron)
+    (megatron / "ckptkit.json").unlink()
+    return hf, megatron
+
+
+@pytest.mark.parametrize("launch", LATENT)
+def test_right_launch_with_latent_attention_passes_strictly(launch: str, releases: PathOf, tmp_path: Path) -> None:
+    name, yarn, words = LATENT[launch]
+    hf, megatron = latent(tmp_path, releases(name), yarn)
+    script = bash(tmp_path, hf, megatron, f"--ref-load {{megatron}} {words}")
+    done = CliRunner().invoke(cli, ["preflight", str(script), "--strict", "--no-cache", "--json"])
+    report = json.loads(done.stdout)
+    assert (report["status"], report["findings"], report["reasons"]) == ("passed", [], [])
+    assert done.exit_code == 0, done.stderr
+
+
+def test_launch_of_kimi_k2_without_the_words_of_miles_says_so(releases: PathOf, tmp_path: Path) -> None:
+    """slime's script gives no beta_fast, and Megatron-LM has no option for it: it trains with 32 where K2 has 1."""
+    hf, megatron = latent(tmp_path, releases("kimi_k2"), LATENT["miles, Kimi K2"][1])
+    report = preflight(script=bash(tmp_path, hf, megatron, "--ref-load {megatron}"))
+    (found,) = report.findings
+    assert (found.code, found.expected.partition(",")[0]) == ("CK718", "beta_fast = 1.0")
+    assert found.actual.startswith("beta_fast = 32.0, by default")
 
 
 # Runs commands and writes the names of all modules that are there then.
