@@ -87,9 +87,7 @@ def test_from_fp8_to_int4_directly(fp8: Path, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "content", [{"quant_method": "awq", "bits": 4}, {"quant_method": "modelopt", "quant_algo": "NVFP4"}]
-)
+@pytest.mark.parametrize("content", [{"quant_method": "awq", "bits": 4}, {"quant_method": "hqq", "nbits": 4}])
 def test_a_format_that_is_not_known(
     content: Any, releases: PathOf, converted: PathOf, copy_of: Callable[[Path], Path], tmp_path: Path
 ) -> None:

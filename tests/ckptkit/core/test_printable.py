@@ -265,5 +265,8 @@ def test_nothing_is_printed_but_through_the_functions_that_escape() -> None:
         "ckptkit/app/cli/output.py: click.echo('\\n'.join(map(printable, lines)), err=err)",
         "ckptkit/app/cli/output.py: click.echo(json_text(content))",
         "ckptkit/app/hooks.py: print(printable(f'ckptkit: {subject.path}: not checked: {reason}'), file=sys.stderr)",
+        "ckptkit/app/hooks.py: print(printable(f'ckptkit: {when}: {said}'), file=sys.stderr)",
+        "ckptkit/app/job/weight_sync.py: print(printable(f'ckptkit: weight update {result.version}: {line}'), "
+        "file=sys.stderr)",
         "ckptkit/app/verl.py: print(printable(f'ckptkit: {text}'), file=sys.stderr)",
     ]
