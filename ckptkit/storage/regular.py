@@ -41,7 +41,8 @@ def read_regular(path: Path, limit: int) -> bytes:
     """All of a regular file of at most `limit` bytes. Raises OSError, with EFBIG for a larger one."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        content = b"" if size > limit else file.read(limit + 1)
+        # Files of /proc may have nothing to give at the moment: reading then gives None.
+        content = b"" if size > limit else file.read(limit + 1) or b""
     if max(size, len(content)) > limit:
         raise OSError(errno.EFBIG, f"{max(size, len(content))} bytes, and at most {limit} are read", str(path))
     return content

@@ -61,7 +61,7 @@ def without(config: Config, *keys: str) -> Config:
         ),
         ("qwen3_moe", {"use_sliding_window": True}, "qwen3_moe with use_sliding_window is not supported"),
         ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-        ("qwen2_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3, not a list of whole numbers"),
+        ("qwen2_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3, not a list of at most 1,000"),
         ("qwen2_moe", {"mlp_only_layers": ["3"]}, r"mlp_only_layers is \['3'\], not a list of whole numbers"),
         ("qwen2_moe", {"mlp_only_layers": [12]}, "1 dense layers of 12 layers"),
         ("qwen3_moe", {"mlp_only_layers": [-1]}, "1 dense layers of 12 layers"),
