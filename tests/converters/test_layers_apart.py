@@ -355,7 +355,7 @@ def test_biased_experts_are_not_cut() -> None:
         (gemma_with(use_bidirectional_attention=True), "gemma3 with use_bidirectional_attention True is not supported"),
         (gemma_with(sliding_window_pattern=0), "sliding_window_pattern is 0, not a positive whole number"),
         (gemma_with(query_pre_attn_scalar=0), "query_pre_attn_scalar is 0"),
-        (gemma_with(rope_parameters="linear"), "gemma3 with rope_parameters 'linear'"),
+        (gemma_with(rope_parameters="linear"), "rope_parameters is 'linear', not an object"),
         (
             gemma_with(rope_parameters={"rope_type": "linear", "factor": 8.0}),
             "they must be under full_attention and sliding_attention",

@@ -88,7 +88,7 @@ def yarn(**changes: Any) -> Config:
             {"mlp_layer_types": ["dense"] + ["moe"] * 11},
             "mlp_layer_types does not say 'dense' or 'sparse' for every layer",
         ),
-        ("glm4_moe_lite", {"mlp_layer_types": 12}, "mlp_layer_types does not say 'dense' or 'sparse' for every layer"),
+        ("glm4_moe_lite", {"mlp_layer_types": 12}, "mlp_layer_types is 12, not a list"),
         (
             "glm4_moe_lite",
             {"first_k_dense_replace": 2},

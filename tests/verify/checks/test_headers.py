@@ -37,7 +37,7 @@ def edit_header(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
         ("shape", [128.0], "128.0"),
         ("shape", ["128"], "'128'"),
         ("shape", [True, 128], "True"),
-        ("dtype", "BF17", "dtype BF17"),
+        ("dtype", "BF17", "dtype 'BF17'"),
         ("dtype", ["BF16"], "BF16"),
     ],
 )
