@@ -101,9 +101,9 @@ class RankReport:
     refused: tuple[str, ...]
     tensors: tuple[TensorSeen, ...]
     judged: tuple[Judged, ...] = ()
-    stream: str | None = None
     mtp: tuple[int, ...] = ()
     asked: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
+    stream: str | None = None
 
     def save(self, path: Path) -> None:
         """Writes the report as JSON."""

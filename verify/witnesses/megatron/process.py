@@ -169,6 +169,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
         requested, missing, unexpected, refused = _load_as_trainer(chunks, dims, job, enter, reader)
     else:
         requested, missing, unexpected, refused = load(chunks, job.checkpoint, enter, reader)
+    enter(COMPARE)
     at = position(dims.experts, job.sizes.ep, not job.transformer_engine)
     enter(COMPUTE)
     stream = job.stream if at.tp_rank == 0 and (not dims.experts or at.experts.start == 0) else None
