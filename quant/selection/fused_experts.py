@@ -9,6 +9,7 @@ versions may take experts that a `re:` target names (`integrations/compressed_te
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -31,19 +32,16 @@ def fused_in_transformers(config: Mapping[str, Any]) -> str | None:
     if _named(config) and find_spec(_INTEGRATION) is not None:
         return None
     # Imported here because it takes seconds.
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    from quant.selection.meta_model import text_model
+    from quant.selection.meta_model import is_known, text_model
     from quant.selection.meta_tree import is_fused_experts
 
-    if config.get("model_type") not in CONFIG_MAPPING:
+    if not is_known(config.get("model_type")):
         return None
     model = text_model(release_of(config), config)
     name = next((type(module).__name__ for module in model.modules() if is_fused_experts(module)), None)
     if name is None:
         return None
-    return f"transformers {transformers.__version__} holds them fused ({name}), and initializes them anew"
+    return f"transformers {version('transformers')} holds them fused ({name}), and initializes them anew"
 
 
 def refuse_for_transformers(config: Mapping[str, Any], where: str, readers: Iterable[str]) -> None:

@@ -18,6 +18,7 @@ import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ckptkit.core.errors import CkptkitError
 from converters.family import Release
@@ -109,6 +110,11 @@ _BOTH: Mapping[str, Kind] = MappingProxyType({"mm_tokens_per_image": _SIZE})
 _OVERRIDING = ("per_layer_config",)
 
 _OFFLINE = Lock()
+
+
+def is_known(model_type: Any) -> bool:
+    """Whether the installed transformers has a class for this `model_type`."""
+    return model_type in CONFIG_MAPPING
 
 
 def text_model(release: Release, config: Mapping[str, Any]) -> PreTrainedModel:
