@@ -51,9 +51,9 @@ def agrees(run: Computed, subject: Subject) -> None:
     assert [stage.name for stage in run.reference.stages if stage.differs] == []
     assert list(judge(run, subject, Tally())) == []
     for stage in run.reference.stages:
-        # Not the mean: in float32 one near tie between experts, rounded the other way, outweighs all other tokens.
         assert median(stage.apart) < 3 * median(stage.noise), stage
-    if not dims_of(config_of(subject)).experts:
+    # In float32 one near tie between experts, rounded the other way, outweighs all other tokens in the mean.
+    if run.reference.dtype != "float32" or not dims_of(config_of(subject)).experts:
         noise = distance(run.reference.rounded.judged, run.reference.exact.judged)
         for answers in run.answers.values():
             assert mean_gap(answers, run.reference.exact.judged) < 3 * noise.mean
