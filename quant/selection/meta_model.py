@@ -18,7 +18,7 @@ import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from ckptkit.core.errors import CkptkitError
 from converters.family import Release
@@ -113,8 +113,11 @@ _OFFLINE = Lock()
 
 
 def is_known(model_type: Any) -> bool:
-    """Whether the installed transformers has a class for this `model_type`."""
-    return model_type in CONFIG_MAPPING
+    """Whether the installed transformers has a class of its own for this `model_type`.
+
+    SGLang registers more (kimi_k2) in the process that imports it.
+    """
+    return model_type in CONFIG_MAPPING_NAMES
 
 
 def text_model(release: Release, config: Mapping[str, Any]) -> PreTrainedModel:

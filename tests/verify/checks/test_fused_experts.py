@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from fixture_types import PathOf
+from transformers import DeepseekV3Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ckptkit
 from ckptkit.app.api import int4_scheme
@@ -50,6 +52,13 @@ def test_quantize_for_transformers_refuses_experts(releases: PathOf, tmp_path: P
 
 
 def test_model_that_transformers_has_no_class_for_is_not_judged() -> None:
+    assert fused_in_transformers({"model_type": "kimi_k2"}) is None
+
+
+def test_model_that_sglang_registers_with_transformers_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `import sglang` does, in the process where it happens."""
+    monkeypatch.setitem(CONFIG_MAPPING._extra_content, "kimi_k2", DeepseekV3Config)
+    assert "kimi_k2" in CONFIG_MAPPING
     assert fused_in_transformers({"model_type": "kimi_k2"}) is None
 
 
