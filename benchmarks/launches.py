@@ -31,17 +31,19 @@ python3 train.py --actor-num-nodes 32 --actor-num-gpus-per-node 8 --rollout-num-
 """
 _VERL = """python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml algorithm.adv_estimator=grpo \\
   actor_rollout_ref.model.path={hf} actor_rollout_ref.actor.use_kl_loss=True trainer.resume_mode=disable \\
-  actor_rollout_ref.actor.megatron.use_dist_checkpointing=True \\
-  actor_rollout_ref.actor.megatron.dist_checkpointing_path={megatron}/release \\
-  actor_rollout_ref.ref.megatron.use_dist_checkpointing=True \\
-  actor_rollout_ref.ref.megatron.dist_checkpointing_path={megatron}/release \\
-  actor_rollout_ref.rollout.name=sglang trainer.nnodes=32 trainer.n_gpus_per_node=8
+  {paths} actor_rollout_ref.rollout.name=sglang trainer.nnodes=32 trainer.n_gpus_per_node=8
 """
+_VERL_MEGATRON = " ".join(
+    f"actor_rollout_ref.{role}.megatron.{word}"
+    for role in ("actor", "ref")
+    for word in ("use_dist_checkpointing=True", "dist_checkpointing_path={megatron}/release")
+)
+_VERL_HF = "actor_rollout_ref.actor.megatron.use_mbridge=True actor_rollout_ref.ref.megatron.use_mbridge=True"
 _NEMO_RL = """
 loss_fn: {{reference_policy_kl_penalty: 0.01}}
 policy:
   model_name: {hf}
-  pretrained_checkpoint: {{path: {megatron}, format: megatron_lm}}
+  {paths}
   megatron_cfg: {{enabled: true, tensor_model_parallel_size: 8, pipeline_model_parallel_size: 1,
     context_parallel_size: 1, expert_model_parallel_size: 32, expert_tensor_parallel_size: 1}}
   generation: {{backend: vllm, vllm_cfg: {{tensor_parallel_size: 16, pipeline_parallel_size: 1}}}}
@@ -65,8 +67,10 @@ LAUNCHES = {
     "slime, HF": ("run.sh", _SLIME, "--ref-load {hf}"),
     "slime, Megatron": ("run.sh", _SLIME, "--ref-load {megatron}"),
     "miles, bridge": ("run.sh", _SLIME, "--megatron-to-hf-mode bridge --ref-load {hf}"),
-    "verl, Megatron": ("run.sh", _VERL, ""),
-    "NeMo-RL, Megatron": ("job.yaml", _NEMO_RL, ""),
+    "verl, HF": ("run.sh", _VERL, _VERL_HF),
+    "verl, Megatron": ("run.sh", _VERL, _VERL_MEGATRON),
+    "NeMo-RL, HF": ("job.yaml", _NEMO_RL, ""),
+    "NeMo-RL, Megatron": ("job.yaml", _NEMO_RL, "pretrained_checkpoint: {{path: {megatron}, format: megatron_lm}}"),
     "ROLL, HF": ("job.yaml", _ROLL, ""),
 }
 
@@ -104,6 +108,7 @@ def _row(stack: str, file: Path) -> dict[str, Any]:
     return {
         "launch": stack,
         "seconds": round(statistics.median(one.seconds for one in looked), 2),
+        "CPU s": round(statistics.median(one.busy for one in looked), 2),
         # The first of these runs keeps its result.
         "seconds again": round(statistics.median(one.seconds for one in again[1:] or again), 2),
         "peak MiB": max(one.resident for one in looked) >> 20,

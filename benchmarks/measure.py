@@ -21,11 +21,13 @@ _EVERY_S = 0.005
 class Run:
     """A command that ended well. In bytes: `resident` is the kernel's ru_maxrss, `anonymous` the most RssAnon seen.
 
-    `settled`: seconds until what it wrote was on the disk, too, which it need not be when the command ends.
+    `settled`: seconds until what it wrote was on the disk, too, which it need not be when the command ends. `busy`:
+    user and system seconds of its processors, which other work on the machine changes less.
     """
 
     seconds: float
     settled: float
+    busy: float
     resident: int
     anonymous: int
 
@@ -48,7 +50,7 @@ def run(command: Sequence[str], product: Path | None = None) -> Run:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed")
-    return Run(seconds, settled, usage.ru_maxrss * 1024, anonymous)
+    return Run(seconds, settled, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, anonymous)
 
 
 # What is run, the directory that it reads, and the one that it writes.
