@@ -14,7 +14,6 @@ from verify.witnesses.megatron.options import MegatronOptions
 
 CHECKS = {"CK401": strict_load, "CK402": right_slices, "CK403": all_layers, "CK404": all_regions}
 
-WHOLE: dict[str, Any] = {}
 DENSE: dict[str, dict[str, Any]] = {
     "TP2": {"tp": 2},
     "PP2 uneven": {"pp": 2, "megatron": MegatronOptions(decoder_last_pipeline_num_layers=3)},

@@ -67,8 +67,6 @@ def content(root: Path) -> dict[str, bytes]:
 def words(request: pytest.FixtureRequest, releases: PathOf, converted: PathOf, tmp_path: Path) -> list[str | Path]:
     """A command that writes several files to `out`."""
     out = tmp_path / "out"
-    if request.param == "to INT4":
-        return ["quantize", releases("qwen3_moe"), out, "--group-size", "32"]
     return (
         ["convert", releases("qwen3_moe"), out, "--max-shard-size", "1MB"]
         if request.param == "to Megatron"
@@ -78,7 +76,7 @@ def words(request: pytest.FixtureRequest, releases: PathOf, converted: PathOf, t
 
 @pytest.mark.parametrize(
     ("words", "how"),
-    [("to Megatron", "--overwrite"), ("to HF", "--resume"), ("to INT4", "--overwrite")],
+    [("to Megatron", "--overwrite"), ("to HF", "--resume")],
     indirect=["words"],
 )
 def test_lock_of_a_live_run_refuses_the_second_and_of_a_killed_one_does_not(

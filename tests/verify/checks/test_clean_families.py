@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import CASES, case
-from megatron_layouts import EXPERTS, WHOLE, judge, two_of
+from megatron_layouts import EXPERTS, judge, two_of
 
 from ckptkit.app.api import convert, quantize
 from converters.planner import dims_of
@@ -95,9 +95,10 @@ REFUSED = {
 
 @pytest.mark.usefixtures("served")
 def test_every_rank_of_megatron_holds_its_slice(made: Made) -> None:
+    """At two layouts. test_families.py loads the same models on one rank, and runs them."""
     name, dims = made["hf"].parent.name, dims_of(json.loads((made["hf"] / "config.json").read_text()))
     layouts = {label: EXPERTS[label] for label in two_of(list(CASES).index(name), dims.experts > 0)}
-    for label, sizes in {"1x1x1": WHOLE, **layouts}.items():
+    for label, sizes in layouts.items():
         subject = Subject(made["megatron"], made["hf"], **sizes)
         refused = None
         try:

@@ -25,6 +25,9 @@ SOME = ("qwen2-tied", "qwen3_moe", "deepseek_v3", "gpt_oss")
 WANTED = {SHARED_OUT: CLEAN, CUT: SOME, WHOLE: SOME}
 PARAMS = [(sizes, name) for sizes, names in WANTED.items() for name in names]
 EVERY = [(sizes, name) for sizes, name in PARAMS if name not in REFUSED_IN_PARALLEL.get(sizes, {})]
+# Of these, tensors are lost and exchanged, too: fused and plain experts, draft layers, vision, linear attention.
+BROKEN = {*SOME, *DRAFTS, "llama", "qwen3_vl_moe", "qwen3_next", "glm_moe_dsa"}
+ALSO_BROKEN = [(sizes, name) for sizes, name in EVERY if name in BROKEN]
 
 Runs = Mapping[EngineSizes, Mapping[str, SglangRun]]
 
@@ -47,7 +50,7 @@ def runs(root: Path, folders: Mapping[EngineSizes, Path]) -> Runs:
     found = {}
     for sizes, names in WANTED.items():
         cases = {name: Case(root / name) for name in names} | {
-            f"{name} broken": Case(root / name, alter="lost_on_one_rank") for name in names
+            f"{name} broken": Case(root / name, alter="lost_on_one_rank") for name in names if name in BROKEN
         }
         found[sizes] = run_cases(cases, folders[sizes], sizes=sizes)
     return found
@@ -64,7 +67,7 @@ def test_every_tensor_is_on_some_rank(sizes: EngineSizes, name: str, root: Path,
     assert report.sizes == sizes
 
 
-@pytest.mark.parametrize(("sizes", "name"), EVERY, ids=str)
+@pytest.mark.parametrize(("sizes", "name"), ALSO_BROKEN, ids=str)
 def test_lost_and_exchanged_tensors_are_named_once(sizes: EngineSizes, name: str, root: Path, runs: Runs) -> None:
     report = runs[sizes][f"{name} broken"].report
     assert report is not None, runs[sizes][f"{name} broken"]
@@ -96,7 +99,7 @@ def test_every_tensor_of_a_draft_layer_is_on_some_rank(sizes: EngineSizes, name:
     assert sorted(one.tensor for one in broken.differing) == differing
 
 
-@pytest.mark.parametrize(("sizes", "name"), EVERY, ids=str)
+@pytest.mark.parametrize(("sizes", "name"), ALSO_BROKEN, ids=str)
 def test_what_one_rank_lacks_is_named_with_the_rank(sizes: EngineSizes, name: str, root: Path, runs: Runs) -> None:
     """A norm, and the queries, of which it has a slice unless each rank has the attention whole."""
     report = runs[sizes][f"{name} broken"].report
