@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from dataclasses import replace
@@ -11,8 +12,10 @@ from typing import Any
 
 import models
 import pytest
+from click.testing import CliRunner
 from fixture_types import PathOf
 
+from ckptkit.app.cli import cli
 from converters.megatron.parallel import ParallelSizes
 from verify.check import Outcome, all_checks, run_checks
 from verify.checks.witnesses import megatron_logits
@@ -45,6 +48,22 @@ def test_megatron_computes_in_parallel_what_transformers_does(releases: PathOf, 
     (found, noise) = outcome.facts["log-probabilities in Megatron"]
     assert "in float32 (TP2 PP2 EP2, gloo on the CPU, local spec) from transformers in float64: mean 0.0000" in found
     assert "transformers in float32 from float64: mean 0.0000, largest 0.000" in noise
+
+
+def test_command_line_loads_and_computes(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+    """`verify --against-megatron --logits`, whole; on the CPU the dtype of the checkpoint is not run."""
+    report = tmp_path / "report.json"
+    words = ["verify", converted("qwen2-tied"), "--source", releases("qwen2-tied"), "--against-megatron", "--logits"]
+    result = CliRunner().invoke(cli, [*map(str, words), "--tp", "2", "--report", str(report)])
+    found = json.loads(report.read_text())
+    status = {check["code"]: check["status"] for check in found["checks"]}
+    assert {code: status[code] for code in ("CK401", "CK402", "CK606")} == {
+        "CK401": "passed",
+        "CK402": "passed",
+        "CK606": "passed",
+    }, result.output
+    assert (result.exit_code, found["status"]) == (0, "passed")
+    assert " in float32 (TP2 PP1, gloo on the CPU, " in found["facts"]["log-probabilities in Megatron"][0]
 
 
 def test_a_fault_of_parallel_ranks_alone_is_located(
