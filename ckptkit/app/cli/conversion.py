@@ -10,8 +10,8 @@ import click
 
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.output import echo, echo_json
+from ckptkit.app.cli.verb import Verb
 from ckptkit.core.dtypes import torch_dtype
-from ckptkit.core.unused import refuse_int4_options
 
 if TYPE_CHECKING:
     from ckptkit.app.conversion import ConversionResult
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quant.formats.scheme import QuantScheme
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("src", type=common.PATH_OR_URL)
 @click.argument("dst", type=common.PATH_OR_URL)
 @click.option(
@@ -48,13 +48,11 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
     """
     from ckptkit.app.run_options import run_options
 
-    if not quantization:
-        refuse_int4_options(common.given(common.INT4))
     scheme = _scheme(options, options["like"])
     _run(run_options("convert", src, dst, scheme if quantization else None, **options), as_json)
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("src", type=common.PATH_OR_URL)
 @click.argument("dst", type=common.PATH_OR_URL)
 @common.int4

@@ -11,10 +11,11 @@ import click
 
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.output import echo, echo_json
+from ckptkit.app.cli.verb import Verb
 from quant.selection.readers import ALL_READERS
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("path", type=common.PATH_OR_URL)
 @common.hf
 @click.option(
@@ -60,7 +61,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("path", type=common.PATH)
 @click.option(
     "--reader",
@@ -92,7 +93,7 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, as_json: bool) -> None
         raise SystemExit(1)
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("path", type=common.PATH)
 @click.option(
     "--output",
@@ -118,12 +119,6 @@ def manifest(
 
     `verify --manifest` proves a copy with it, with no source at hand. Signed, it also says who made it.
     """
-    if sign and judge:
-        raise click.UsageError("--sign and --verify-signature are two runs, with two keys")
-    if (sign or judge) != (key is not None):
-        raise click.UsageError("--key goes with --sign or --verify-signature, and they with it")
-    if judge and workers is not None:
-        raise click.UsageError("--workers does nothing with --verify-signature")
     if not judge:
         from ckptkit.app.api import make_manifest
 
