@@ -15,10 +15,12 @@ from importlib import import_module
 import click
 
 from ckptkit.app.cli.output import echo
+from ckptkit.app.cli.status import shown
 from ckptkit.app.cli.verb import anywhere, asked
 from ckptkit.core.allocator import return_freed_memory
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import printable
+from ckptkit.core.shadowed import refuse_shadowed
 
 _MODULES = {
     "convert": "conversion",
@@ -80,7 +82,9 @@ def main() -> None:
         logging.getLogger("verify").setLevel(logging.DEBUG)
     return_freed_memory()
     try:
-        code = cli.main(standalone_mode=False)
+        with shown(said):
+            refuse_shadowed()
+            code = cli.main(standalone_mode=False)
     except click.ClickException as error:
         _show_usage(error)
         code = 2

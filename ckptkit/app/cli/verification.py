@@ -11,6 +11,7 @@ import click
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import LAUNCH, LaunchVerb, Verb
+from ckptkit.core.progress import phase
 from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ def verify(
         "logits": logits,
     }
     against = frozenset(name for name, wanted in asked.items() if wanted)
-    from verify.run import verify as run
+    with phase("loading ckptkit and torch"):
+        from verify.run import verify as run
 
     report = run(checkpoint, against=against, command=sys.argv, readers=readers or None, **options)
     print_report(report, as_json, strict, reports)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -215,9 +216,14 @@ def test_inspect_says_format_tensors_and_arguments(releases: PathOf, converted: 
     assert megatron["args"]["num_layers"] == 12
 
 
-def test_progress_is_quiet_without_a_terminal(releases: PathOf, tmp_path: Path) -> None:
+def test_without_a_terminal_a_run_says_its_time_and_the_next_command_unless_quiet(
+    releases: PathOf, tmp_path: Path
+) -> None:
     done = ckptkit("convert", releases("qwen2-tied"), tmp_path / "out")
-    assert done.stderr == ""
+    wrote, after = done.stderr.splitlines()
+    assert re.fullmatch(r"wrote \d\.\d+ GB in \d+\.\d s", wrote)
+    assert after == f"next: ckptkit verify {tmp_path / 'out'} --source {releases('qwen2-tied')}"
+    assert ckptkit("convert", releases("qwen2-tied"), tmp_path / "out", "--overwrite", "-q").stderr == ""
     shutil.rmtree(tmp_path / "out")
 
 
