@@ -45,6 +45,10 @@ def _print_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def _print_facts(facts: Mapping[str, Any]) -> None:
+    counts = [f"{len(facts['files'])} files"] if "files" in facts else []
+    counts += [f"{facts['tensors']} tensors", f"{_scaled(facts['bytes'], 'B')}"]
+    counts += [f"{_scaled(facts['parameters'], '')}parameters"] if "parameters" in facts else []
+    echo(", ".join(counts))
     for key, value in facts.items():
         if isinstance(value, list):
             echo(f"{key}:", *(f"  {line}" for line in value))
@@ -54,6 +58,14 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
             echo(f"{key}: " + ", ".join(f"{name}={_short(one)}" for name, one in value.items()))
         else:
             echo(f"{key}: {value}")
+
+
+def _scaled(count: int, unit: str) -> str:
+    """`24.6 MB`, and with no unit `11.2 M ` or `11.2 B ` as models are named."""
+    for letter, size in (("T", 10**12), ("G" if unit else "B", 10**9), ("M", 10**6), ("k", 1000)):
+        if count >= size:
+            return f"{count / size:.1f} {letter}{unit or ' '}"
+    return f"{count} {unit}"
 
 
 def _short(value: Any) -> str:
