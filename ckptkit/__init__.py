@@ -1,7 +1,8 @@
 """Converts HF <-> Megatron checkpoints, quantizes them to INT4, and proves what Megatron and SGLang loaded.
 
 `convert`, `quantize`, `inspect`, `make_manifest`, `lint`, `verify`, `preflight`, `diff` and `triage` return data and
-raise `CkptkitError`; the command line is a thin cover over them.
+raise `CkptkitError`; the command line is a thin cover over them. `int4_scheme` makes the `QuantScheme` that `convert`
+and `quantize` take; the other classes are what the functions return.
 """
 
 from __future__ import annotations
@@ -11,19 +12,37 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.errors import CkptkitError
 
 if TYPE_CHECKING:
-    from ckptkit.app.api import convert, make_manifest, quantize
+    from ckptkit.app.api import convert, int4_scheme, make_manifest, quantize
+    from ckptkit.app.conversion import ConversionResult
+    from ckptkit.app.forecast import Forecast
     from ckptkit.app.inspection import inspect
-    from quant.lint.lint import lint
+    from quant.formats.scheme import QuantScheme
+    from quant.lint.lint import LintReport, lint
     from verify.diff.diff import diff
+    from verify.diff.result import Diff
     from verify.launch.preflight import preflight
+    from verify.report import CheckResult, Finding, Report
     from verify.run import verify
-    from verify.triage.triage import triage
+    from verify.triage.triage import Triage, triage
+
+    __version__: str
 
 __all__ = [
+    "CheckResult",
     "CkptkitError",
+    "ConversionResult",
+    "Diff",
+    "Finding",
+    "Forecast",
+    "LintReport",
+    "QuantScheme",
+    "Report",
+    "Triage",
+    "__version__",
     "convert",
     "diff",
     "inspect",
+    "int4_scheme",
     "lint",
     "make_manifest",
     "preflight",
@@ -33,9 +52,19 @@ __all__ = [
 ]
 
 _HOME = {
+    "CheckResult": "verify.report",
+    "ConversionResult": "ckptkit.app.conversion",
+    "Diff": "verify.diff.result",
+    "Finding": "verify.report",
+    "Forecast": "ckptkit.app.forecast",
+    "LintReport": "quant.lint.lint",
+    "QuantScheme": "quant.formats.scheme",
+    "Report": "verify.report",
+    "Triage": "verify.triage.triage",
     "convert": "ckptkit.app.api",
     "diff": "verify.diff.diff",
     "inspect": "ckptkit.app.inspection",
+    "int4_scheme": "ckptkit.app.api",
     "lint": "quant.lint.lint",
     "make_manifest": "ckptkit.app.api",
     "preflight": "verify.launch.preflight",
@@ -47,8 +76,19 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: `import ckptkit` stays cheap, and the layers below can import ckptkit.core.
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("ckptkit")
     if name not in _HOME:
         raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
     from importlib import import_module
 
+    from ckptkit.core.shadowed import refuse_shadowed
+
+    refuse_shadowed()
     return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

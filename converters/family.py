@@ -171,7 +171,7 @@ class ModelFamily:
     with modules of their own, by the stack's name. `carried`: how HF names begin (of a vision tower) that no Megatron
     language model holds; these tensors are kept beside the Megatron weights and come back byte for byte.
     `carried_ends`: the same for endings of names (values that every reader computes for itself, in releases that have
-    them). `dropped`: names that are not converted on purpose. `fused`: what its fused experts look like.
+    them). `fused`: what its fused experts look like.
     `language_models`: the `model_type`s of a language model alone that may be stored under the names of the multimodal
     model, with the `model_type` of that.
 
@@ -187,7 +187,6 @@ class ModelFamily:
     dialects: Mapping[str, Rules] = field(default_factory=dict)
     carried: tuple[str, ...] = ()
     carried_ends: tuple[str, ...] = ()
-    dropped: Callable[[ModelDims], frozenset[str]] = lambda dims: frozenset()
     fused: FusedExperts = FusedExperts()
     language_models: Mapping[str, str] = field(default_factory=dict)
     release: Release | None = Release()

@@ -107,12 +107,12 @@ def to_megatron(source: Checkpoint, where: str, dtype: str | None = None, dialec
     if is_fused(source.specs):
         source = View(source, unfuse(source.specs, source.config, where))
     config = as_stored(source.config, source.specs)
-    family, rules = family_of(config), list(rules_of(config, dialect))
+    rules = list(rules_of(config, dialect))
     require(where, [name for rule in rules for name in rule.hf], source.specs)
     kept = set(passthrough_names(source))
     converted = [name for name in source.specs if name not in kept]
     steps = [_merge_step(rule, source.specs, dtype) for rule in rules]
-    return View(source, Plan(tuple(steps), converted, family.dropped(dims_of(config)), where, config))
+    return View(source, Plan(tuple(steps), converted, where=where, config=config))
 
 
 def to_hf(

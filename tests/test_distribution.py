@@ -10,9 +10,13 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from fixture_types import PathOf
+
+import ckptkit
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("ckptkit", "converters", "quant", "verify", ".ci")
@@ -76,6 +80,7 @@ def test_wheel_and_sdist_hold_the_packages_and_nothing_of_the_machine(clones: tu
     }
     assert {"ckptkit/app/cli/__init__.py", "verify/reports/page.css", "verify/reports/page.html"} <= in_wheel.keys()
     assert "ckptkit-0.1.0.dist-info/licenses/LICENSE" in in_wheel
+    assert {f"{package}/py.typed" for package in ("ckptkit", "converters", "quant", "verify")} <= in_wheel.keys()
     assert {"pyproject.toml", "SECURITY.md", "LICENSE", "verify/reports/page.html"} <= in_sdist.keys()
     assert {(one.uid, one.gid, one.uname, one.gname) for one in members} == {(0, 0, "", "")}
     paths = [bytes(place) for place in (clones[0], clones[1], ROOT)]
@@ -111,3 +116,50 @@ def test_no_text_installs_ckptkit_from_an_index() -> None:
         if path.is_file() and path != Path(__file__).resolve() and wrong.search(path.read_text(errors="replace"))
     ]
     assert found == []
+
+
+def test_every_name_of_the_package_is_found_and_listed() -> None:
+    assert ckptkit.__version__ == version("ckptkit")
+    assert set(ckptkit.__all__) <= set(dir(ckptkit))
+    for name in ckptkit.__all__:
+        assert getattr(ckptkit, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'absent'"):
+        getattr(ckptkit, "absent")  # noqa: B009 - the attribute is not there for mypy either
+
+
+# Without torch and all that needs it: what imports one of these in the installed wheel ends with an ImportError.
+ABSENT = "compressed_tensors huggingface_hub megatron numba ray rich sglang torch transformers"
+
+
+def test_the_installed_wheel_answers_from_headers_without_torch(
+    clones: tuple[Path, Path], releases: PathOf, tmp_path: Path
+) -> None:
+    made = clones[0] / "made here" / NAMES[0]
+    if not made.exists():
+        build(clones[0], 0o022)
+    words = ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--no-index", "--target"]
+    subprocess.run([sys.executable, *words, tmp_path / "installed", made], check=True, timeout=120)
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({ABSENT.split()}))\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'installed'}:{tmp_path}"}
+    where = subprocess.run(
+        [sys.executable, "-c", "import ckptkit, verify; print(ckptkit.__file__, verify.__file__)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env=environment,
+    ).stdout.split()
+    assert all(Path(file).is_relative_to(tmp_path / "installed") for file in where)
+    release = releases("qwen2-tied")
+    for command in (["--help"], ["--version"], ["explain", "CK505"], ["doctor", "--help"], ["inspect", release]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ckptkit", *command],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env=environment,
+            timeout=60,
+        )
+        assert done.returncode == 0, (command, done.stderr)
+        assert done.stdout

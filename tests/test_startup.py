@@ -103,6 +103,7 @@ def test_lint_imports_no_torch(headers: PathOf) -> None:
 def test_header_verbs_import_no_torch_for_a_megatron_checkpoint(releases: PathOf, converted: PathOf) -> None:
     hf, torch_dist = str(releases("glm4_moe")), str(converted("glm4_moe"))
     *_, modules = loaded(
+        ["doctor"],
         ["explain", "CK107"],
         ["inspect", torch_dist, "--json"],
         ["preflight", "--hf-checkpoint", hf, "--ref-load", torch_dist],

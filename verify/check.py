@@ -19,6 +19,7 @@ from pkgutil import walk_packages
 from typing import Literal
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.core.progress import phase
 from verify import checks as packages
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -175,7 +176,8 @@ def run_checks(subject: Subject, checks: Sequence[Check], broken: str | None = N
     """
     outcome = Outcome()
     for one in checks:
-        ran = _run(one, subject, broken)
+        with phase(f"{one.code}: {one.title}"):
+            ran = _run(one, subject, broken)
         outcome.add(ran)
         if ran.checks[0].status == "failed" and one.gate and broken is None:
             broken = one.code

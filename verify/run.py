@@ -164,7 +164,9 @@ def _refuse_legacy(path: Path) -> None:
 def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> None:
     """Raises CkptkitError, before every byte has been read, for what is no matter of the checkpoint."""
     if "megatron" not in subject.against:
-        subject.megatron.refuse()
+        subject.megatron.refuse(subject.vpp)
+    if subject.dp_attention and ("sglang" not in subject.against or subject.tp == 1):
+        raise CkptkitError("--dp-attention has no effect here", "it goes with --against-sglang and a --tp above 1")
     if subject.source_path:
         locate(subject.source_path)
     if hf is not None and "megatron" not in (subject.kind, subject.source_path and subject.source_kind):

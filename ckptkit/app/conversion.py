@@ -12,6 +12,7 @@ from ckptkit.app.forecast import Forecast, forecast
 from ckptkit.app.plan import make_plan
 from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.progress import phase
 from ckptkit.core.specs import fold
 from ckptkit.formats.detect import Location, locate
 from ckptkit.formats.hf.remote import opened
@@ -48,7 +49,8 @@ def run(options: RunOptions) -> ConversionResult:
         location = locate(sources[options.src])
         _check_destination(options, sources, location)
         _check_direction(options, location)
-        plan = make_plan(options, sources)
+        with phase("planning"):
+            plan = make_plan(options, sources)
         if not options.dry_run:
             execute(options, plan, sources)
         specs = plan.view.specs

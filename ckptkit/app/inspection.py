@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.specs import fold
+from ckptkit.core.specs import TensorSpec, fold
 from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import Location, locate
 from ckptkit.formats.hf.reader import HfCheckpoint, stored_names
@@ -25,6 +27,8 @@ from converters.megatron.unsaid import UNSAID, unsaid
 from converters.open import open_checkpoint
 from converters.planner import dims_of
 from converters.stored import as_stored
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def inspect(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
@@ -64,6 +68,9 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
     facts: dict[str, Any] = {"path": str(location.directory), "format": _format(location)}
     facts["tensors"] = len(specs)
     facts["bytes"] = sum(spec.nbytes for spec in specs.values())
+    # Where a tensor is packed, its elements are no parameters.
+    if not isinstance(checkpoint, HfCheckpoint) or not is_quantized(checkpoint.config):
+        facts["parameters"] = sum(math.prod(spec.shape) for spec in specs.values())
     facts["dtypes"] = dict(Counter(spec.dtype for spec in specs.values()))
     if isinstance(checkpoint, HfCheckpoint):
         facts["files"] = {file: len(shard.specs) for file, shard in checkpoint.shards.items()}
@@ -77,7 +84,7 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
             state = training_state(checkpoint.metadata, checkpoint.common)
             facts["training state"] = {"summary": described(state), **state} if state else None
         facts["args"] = _selected(checkpoint.args, lambda value: isinstance(value, (int, float, str, list)))
-    facts["names"] = [f"{name} {_shape_of(name, checkpoint)}" for name in fold(specs)]
+    facts["names"] = _folded(specs)
     return facts
 
 
@@ -105,6 +112,24 @@ def _selected(values: Mapping[str, Any], wanted: Callable[[Any], bool]) -> dict[
     return {key: value for key, value in values.items() if wanted(value)}
 
 
-def _shape_of(folded: str, checkpoint: Checkpoint) -> str:
-    spec = checkpoint.specs.get(folded)
-    return f"{list(spec.shape)} {spec.dtype}" if spec else ""
+def _count(folded: str) -> int:
+    """Of how many tensors a folded name is: `{0..3,7}` stands for 5 numbers."""
+    total = 1
+    for numbers in re.findall(r"\{([\d.,]+)\}", folded):
+        ends = [part.split("..") for part in numbers.split(",")]
+        total *= sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
+    return total
+
+
+def _folded(specs: Mapping[str, TensorSpec]) -> list[str]:
+    """A line for the tensors that differ in layer and expert numbers alone: names, `[shape]`, dtype and their count."""
+    alike: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+    for name, spec in specs.items():
+        pattern = ".".join("" if part.isdecimal() else part for part in name.split("."))
+        alike.setdefault((pattern, spec.shape, spec.dtype), []).append(name)
+    lines = []
+    for (_, shape, dtype), names in alike.items():
+        for folded in fold(names):
+            count = f" x{found}" if (found := _count(folded)) > 1 else ""
+            lines.append(f"{folded} [{','.join(map(str, shape))}] {_SHORT.get(dtype, dtype)}{count}")
+    return lines

@@ -23,6 +23,7 @@ class Joined:
                 f"two checkpoints to join both hold {summarize(both)}", "name the right HF directory with --hf"
             )
         self._parts = (first, second)
+        self._specs = {**first.specs, **second.specs}
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -30,7 +31,7 @@ class Joined:
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        return {**self._parts[0].specs, **self._parts[1].specs}
+        return self._specs
 
     @property
     def groups(self) -> Sequence[tuple[str, ...]]:

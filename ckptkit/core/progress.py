@@ -1,21 +1,56 @@
-"""A progress bar on stderr for whatever takes longer than a second; silent when stderr is no terminal."""
+"""What is being done: steps as records of a logger, and a bar on a terminal for whatever takes longer than a second.
+
+Nothing but the bar is printed unless a handler is added to `LOG`, as the command line does.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+LOG = logging.getLogger("ckptkit.progress")
 _DELAY_S = 1.0
 
 
 @contextmanager
+def phase(label: str, *, bar: bool = False) -> Iterator[None]:
+    """Logs that a step begins and ends. `bar`: it has one, so that nothing else needs to show it on a terminal."""
+    LOG.info("%s", label, extra={"step": "begin", "bar": bar})
+    try:
+        yield
+    finally:
+        LOG.info("%s", label, extra={"step": "end"})
+
+
+def closing(text: str, next_step: str | None = None) -> None:
+    """Logs what a command has come to, and the command to go on with."""
+    LOG.info("%s", text, extra={"next": next_step})
+
+
+@contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call with the number of bytes just done, of `total`."""
-    if not (sys.stderr and sys.stderr.isatty()):  # None in a process without one
-        yield lambda count: None
-        return
+    """Yields a function to call with the number of bytes just done, of `total`. A bar is for terminals."""
+    with phase(label, bar=True):
+        # None in a process without one.
+        if sys.stderr and sys.stderr.isatty() and LOG.isEnabledFor(logging.WARNING):
+            with _bar(label, total) as advance:
+                yield advance
+            return
+        done = 0
+
+        def count_up(count: int) -> None:
+            nonlocal done
+            done += count
+            LOG.info("%s", label, extra={"step": "done", "done": f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"})
+
+        yield count_up
+
+
+@contextmanager
+def _bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
     # Imported here because most runs have no terminal, and this takes a twentieth of a second.
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

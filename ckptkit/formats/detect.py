@@ -109,7 +109,7 @@ def locate(path: str | Path | Directory) -> Location:
     given, root = Path(path), Path(path).absolute()
     refuse_url(path)
     if not root.exists():
-        raise CkptkitError(f"{given} does not exist", "check the path")
+        raise CkptkitError(f"{given} does not exist", _elsewhere(given))
     if not root.is_dir():
         raise CkptkitError(
             f"{given} is a file, not a checkpoint directory", "give the directory that holds config.json or .metadata"
@@ -128,6 +128,13 @@ def locate(path: str | Path | Directory) -> Location:
     if is_hf or any(root.glob("*.safetensors")) or (root / "model.safetensors.index.json").exists():
         return Location("hf", root, root)
     raise CkptkitError(f"{given} holds no checkpoint", _why_not(root))
+
+
+def _elsewhere(given: Path) -> str:
+    """What to do about a path that does not exist: it may be a model's name on the Hub."""
+    if len(given.parts) == 2 and not given.is_absolute() and not given.parent.exists():
+        return f"check the path; of the Hugging Face Hub it is hf://{given}, which inspect, convert and quantize read"
+    return "check the path"
 
 
 def refuse_url(path: str | Path) -> None:

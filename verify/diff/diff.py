@@ -12,7 +12,7 @@ from ckptkit.core.specs import summarize
 from verify.diff.moved import moves_of, whose_bits
 from verify.diff.pairs import Pair, pairs_of
 from verify.diff.result import Diff, badness
-from verify.diff.sides import Sides, config_of, fp32_state, left_behind, opened, tied_names
+from verify.diff.sides import Sides, config_of, fp32_state, opened, tied_names
 
 
 def diff(a: str | Path, b: str | Path, *, hf: str | Path | None = None, exact: bool = False) -> Diff:
@@ -62,7 +62,6 @@ def _redundant(sides: Sides, pairs: Mapping[str, Pair]) -> set[str]:
     alone = {name for name, pair in pairs.items() if pair.state in ("only_a", "only_b")}
     found: set[str] = set()
     for config in (config_of(sides.a), config_of(sides.b)):
-        found |= alone & left_behind(config)
         tied = tied_names(config)
         if tied and tied[0] in alone and tied[1] in pairs:
             head, embedding = (pairs[name] for name in tied)

@@ -150,11 +150,6 @@ def tied_names(config: Mapping[str, Any]) -> tuple[str, str] | None:
     return tied_head(config) if supported(config) else None
 
 
-def left_behind(config: Mapping[str, Any]) -> frozenset[str]:
-    """HF names that Megatron does not hold because they follow from the config, such as rotary frequencies."""
-    return family_of(config).dropped(dims_of(config)) if supported(config) else frozenset()
-
-
 def fp32_state(config: Mapping[str, Any]) -> frozenset[str]:
     """HF names of state that must stay in float32, such as a router's selection bias."""
     return (

@@ -131,9 +131,7 @@ def expected_of(subject: Subject) -> Expected | None:
         shapes, copies = _packed(shapes, names, config), _packed(copies, names, config)
     # A release may repeat tensors under these names, and this one does.
     repeated = frozenset(name for name in copies if name in names or name in subject.hf_files.unknown)
-    return Expected(
-        shapes, frozenset(), fp32, family_of(config).dropped(dims_of(config)) | repeated | _carried(subject, config)
-    )
+    return Expected(shapes, frozenset(), fp32, repeated | _carried(subject, config))
 
 
 def _carried(subject: Subject, config: Mapping[str, Any]) -> frozenset[str]:

@@ -9,14 +9,18 @@ import gc
 import logging
 import sys
 import traceback
+from difflib import get_close_matches
 from importlib import import_module
 
 import click
 
 from ckptkit.app.cli.output import echo
+from ckptkit.app.cli.status import shown
+from ckptkit.app.cli.verb import anywhere, asked
 from ckptkit.core.allocator import return_freed_memory
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import printable
+from ckptkit.core.shadowed import refuse_shadowed
 
 _MODULES = {
     "convert": "conversion",
@@ -28,7 +32,8 @@ _MODULES = {
     "verify": "verification",
     "preflight": "verification",
     "triage": "comparison",
-    "explain": "verification",
+    "explain": "explanation",
+    "doctor": "explanation",
 }
 
 
@@ -46,17 +51,30 @@ class LazyGroup(click.Group):
         found = getattr(import_module(f"{__name__}.{_MODULES[cmd_name]}"), cmd_name)
         return found if isinstance(found, click.Command) else None
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Finds the verb. Raises click.UsageError for a word that is none, with the verb that is nearest."""
+        if args[0] not in _MODULES:
+            near = get_close_matches(args[0], _MODULES, 1)
+            hint = f"did you mean {near[0]}?" if near else f"verbs: {', '.join(sorted(_MODULES))}"
+            raise click.UsageError(f"there is no verb {args[0]!r}: {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ckptkit")
-@click.option("--debug", is_flag=True, help="Show a traceback when something goes wrong.")
-def cli(debug: bool) -> None:
+def cli() -> None:
     """Converts HF <-> Megatron checkpoints, quantizes them to INT4, and proves what Megatron and SGLang loaded."""
+
+
+cli.params += anywhere()
 
 
 def main() -> None:
     """Entry point of the `ckptkit` command."""
-    debug = "--debug" in sys.argv
+    said = asked(sys.argv[1:])
+    debug = "debug" in said
     # Headers of large models are a million objects that stay: collecting at Python's own pace takes half of the time.
     gc.set_threshold(200_000, 10, 10)
     if debug:
@@ -64,7 +82,9 @@ def main() -> None:
         logging.getLogger("verify").setLevel(logging.DEBUG)
     return_freed_memory()
     try:
-        code = cli.main(standalone_mode=False)
+        with shown(said):
+            refuse_shadowed()
+            code = cli.main(standalone_mode=False)
     except click.ClickException as error:
         _show_usage(error)
         code = 2

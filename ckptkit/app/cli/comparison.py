@@ -8,9 +8,10 @@ import click
 
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.output import echo, echo_json
+from ckptkit.app.cli.verb import Verb
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("a", type=common.PATH)
 @click.argument("b", type=common.PATH)
 @common.local_hf
@@ -34,7 +35,7 @@ def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
         raise SystemExit(1)
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("logs", nargs=-1, required=True, metavar="LOG...", type=click.Path(allow_dash=True))
 @common.as_json
 def triage(logs: tuple[str, ...], as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,10 @@ import click
 
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.output import echo, echo_json
+from ckptkit.app.cli.verb import Verb
 from ckptkit.core.dtypes import torch_dtype
-from ckptkit.core.unused import refuse_int4_options
+from ckptkit.core.progress import closing, phase
+from ckptkit.storage.url import is_url
 
 if TYPE_CHECKING:
     from ckptkit.app.conversion import ConversionResult
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from quant.formats.scheme import QuantScheme
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("src", type=common.PATH_OR_URL)
 @click.argument("dst", type=common.PATH_OR_URL)
 @click.option(
@@ -46,15 +49,14 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
 
     A quantized release (FP8, MXFP4, INT4) is dequantized on the way to Megatron.
     """
-    from ckptkit.app.run_options import run_options
+    with phase("loading ckptkit and torch"):
+        from ckptkit.app.run_options import run_options
 
-    if not quantization:
-        refuse_int4_options(common.given(common.INT4))
-    scheme = _scheme(options, options["like"])
+        scheme = _scheme(options, options["like"])
     _run(run_options("convert", src, dst, scheme if quantization else None, **options), as_json)
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("src", type=common.PATH_OR_URL)
 @click.argument("dst", type=common.PATH_OR_URL)
 @common.int4
@@ -66,9 +68,10 @@ def quantize(src: str | Path, dst: str | Path, as_json: bool, **options: Any) ->
     Each may be at a URL: s3://, gs://, hf://. A quantized release (FP8, MXFP4, INT4) is dequantized first; an INT4 one
     keeps its scales where they still give its weights.
     """
-    from ckptkit.app.run_options import run_options
+    with phase("loading ckptkit and torch"):
+        from ckptkit.app.run_options import run_options
 
-    scheme = _scheme(options, options["like"] or src)
+        scheme = _scheme(options, options["like"] or src)
     _run(run_options("quantize", src, dst, scheme, **options), as_json)
 
 
@@ -89,7 +92,8 @@ def _scheme(options: dict[str, Any], reference: str | Path | None) -> QuantSchem
 
 
 def _run(options: RunOptions, as_json: bool) -> None:
-    from ckptkit.app.conversion import run
+    with phase("loading ckptkit and torch"):
+        from ckptkit.app.conversion import run
 
     result = run(options)
     if as_json:
@@ -97,6 +101,10 @@ def _run(options: RunOptions, as_json: bool) -> None:
         echo_json({**vars(result), "layout": dict(result.layout), "forecast": forecast})
     else:
         _print_result(result)
+    if not options.dry_run:
+        next_line = shlex.join(["ckptkit", "verify", str(options.dst), "--source", options.src])
+        remote = is_url(options.dst) or is_url(options.src)
+        closing(f"wrote {result.bytes / 1e9:.3f} GB", next_step=None if remote else next_line)
 
 
 def _print_result(result: ConversionResult) -> None:

@@ -11,10 +11,11 @@ import click
 
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.output import echo, echo_json
+from ckptkit.app.cli.verb import Verb
 from quant.selection.readers import ALL_READERS
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("path", type=common.PATH_OR_URL)
 @common.hf
 @click.option(
@@ -44,6 +45,10 @@ def _print_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def _print_facts(facts: Mapping[str, Any]) -> None:
+    counts = [f"{len(facts['files'])} files"] if "files" in facts else []
+    counts += [f"{facts['tensors']} tensors", f"{_scaled(facts['bytes'], 'B')}"]
+    counts += [f"{_scaled(facts['parameters'], '')}parameters"] if "parameters" in facts else []
+    echo(", ".join(counts))
     for key, value in facts.items():
         if isinstance(value, list):
             echo(f"{key}:", *(f"  {line}" for line in value))
@@ -55,12 +60,20 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
             echo(f"{key}: {value}")
 
 
+def _scaled(count: int, unit: str) -> str:
+    """`24.6 MB`, and with no unit `11.2 M ` or `11.2 B ` as models are named."""
+    for letter, size in (("T", 10**12), ("G" if unit else "B", 10**9), ("M", 10**6), ("k", 1000)):
+        if count >= size:
+            return f"{count / size:.1f} {letter}{unit or ' '}"
+    return f"{count} {unit}"
+
+
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("path", type=common.PATH)
 @click.option(
     "--reader",
@@ -92,7 +105,7 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, as_json: bool) -> None
         raise SystemExit(1)
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("path", type=common.PATH)
 @click.option(
     "--output",
@@ -118,12 +131,6 @@ def manifest(
 
     `verify --manifest` proves a copy with it, with no source at hand. Signed, it also says who made it.
     """
-    if sign and judge:
-        raise click.UsageError("--sign and --verify-signature are two runs, with two keys")
-    if (sign or judge) != (key is not None):
-        raise click.UsageError("--key goes with --sign or --verify-signature, and they with it")
-    if judge and workers is not None:
-        raise click.UsageError("--workers does nothing with --verify-signature")
     if not judge:
         from ckptkit.app.api import make_manifest
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.url import place
@@ -61,17 +60,6 @@ def _writable(context: click.Context, parameter: click.Parameter, paths: tuple[P
             if (fault := fault_of(path)) is not None:
                 raise click.BadParameter(fault)
     return paths
-
-
-def given(names: Collection[str]) -> list[str]:
-    """Which of the options with these parameter names are on the command line, as they are spelled there."""
-    context = click.get_current_context()
-    of_line = [
-        option
-        for option in context.command.params
-        if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
-    ]
-    return [option.opts[0] for option in of_line if option.name in names]
 
 
 def _together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -186,19 +174,6 @@ megatron = _together(
         is_flag=True,
         help="Megatron: load with Megatron-LM's own load_checkpoint, by the tracker in the root, as a trainer does.",
     ),
-)
-INT4 = (
-    "group_size",
-    "grid",
-    "asymmetric",
-    "search",
-    "scale_dtype",
-    "like",
-    "preset",
-    "tp",
-    "readers",
-    "device",
-    "ignore",
 )
 int4 = _together(
     click.option(

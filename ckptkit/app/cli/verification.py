@@ -1,4 +1,4 @@
-"""The verbs that judge: `verify`, `preflight` and `explain`."""
+"""The verbs that judge: `verify` and `preflight`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import click
 
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.output import echo, echo_json
+from ckptkit.app.cli.verb import LAUNCH, LaunchVerb, Verb
+from ckptkit.core.progress import phase
 from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:
     from verify.report import Report
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("checkpoint", type=common.PATH)
 @click.option("--source", type=common.PATH, help="What it was made from, HF or Megatron: every value is compared.")
 @common.local_hf
@@ -102,23 +104,14 @@ def verify(
         "logits": logits,
     }
     against = frozenset(name for name, wanted in asked.items() if wanted)
-    from verify.run import verify as run
+    with phase("loading ckptkit and torch"):
+        from verify.run import verify as run
 
     report = run(checkpoint, against=against, command=sys.argv, readers=readers or None, **options)
     print_report(report, as_json, strict, reports)
 
 
-class _Launched(click.Command):
-    """A command whose words behind `--` are those of a launch."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keeps the words behind the first `--` apart, so that the script before it can be told from them."""
-        at = args.index("--") if "--" in args else len(args)
-        ctx.meta["launch"] = tuple(args[at + 1 :])
-        return super().parse_args(ctx, args[:at])
-
-
-@click.command(cls=_Launched)
+@click.command(cls=LaunchVerb)
 @click.option("--hf-checkpoint", type=common.PATH, help="What the rollout engine loads.")
 @click.option("--load", type=common.PATH, help="What the trainer loads.")
 @click.option("--ref-load", type=common.PATH, help="What the reference model loads.")
@@ -155,22 +148,13 @@ def preflight(
     """
     from verify.launch.preflight import preflight as run
 
-    arguments = context.meta["launch"]
+    arguments = context.meta[LAUNCH]
     paths = [options[name] for name in ("hf_checkpoint", "load", "ref_load")]
     if script is None and not arguments and not any(paths):
         raise click.UsageError("give a launch script, or at least one of --hf-checkpoint, --load and --ref-load")
     if script not in (None, "-") and not Path(str(script)).is_file():
         raise click.UsageError(f"unexpected argument {script!r}: no such script; launch arguments come behind --")
     print_report(run(arguments=arguments, script=script, cache=not no_cache, **options), as_json, strict, reports)
-
-
-@click.command()
-@click.argument("code")
-def explain(code: str) -> None:
-    """Say what a check looks at, why it matters and what to do about a finding."""
-    from verify.explain import explain as run
-
-    echo(*run(code).split("\n"))
 
 
 def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Path, ...]) -> None:

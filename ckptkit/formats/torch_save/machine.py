@@ -323,7 +323,11 @@ class Machine:
         state, target = self._stack.pop(), self._stack[-1]
         if isinstance(target, Record):
             target.set_state(state)
-        elif type(target) is not Items:
+        elif type(target) is Items:
+            # torch hangs `_metadata`, versions of modules, on a state dict. Other attributes would be lost unseen.
+            if not isinstance(state, dict) or state.keys() - {"_metadata"}:
+                raise pickle.UnpicklingError("a state for a dict that is not `_metadata` of a state dict")
+        else:
             raise pickle.UnpicklingError(f"a state for {type(target).__name__}, which has none")
         self._at += 1
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from fixture_types import PathOf
+from models import tensors
 
 
 def ckptkit(*arguments: str | Path, file_limit: int | None = None) -> subprocess.CompletedProcess[str]:
@@ -213,11 +216,22 @@ def test_inspect_says_format_tensors_and_arguments(releases: PathOf, converted: 
     megatron = json.loads(ckptkit("inspect", converted("glm4_moe"), "--json").stdout)
     assert (megatron["format"], megatron["tensors"], megatron["iteration"]) == ("Megatron torch_dist", 371, "release")
     assert megatron["args"]["num_layers"] == 12
+    shapes = {line.partition(" ")[0]: line.partition(" ")[2] for line in hf["names"]}
+    assert shapes["model.embed_tokens.weight"].endswith(" bf16")
+    assert shapes["model.layers.{2..11}.mlp.gate.e_score_correction_bias"] == "[12] fp32 x10"
+    assert hf["parameters"] == sum(math.prod(tensor.shape) for tensor in tensors(releases("glm4_moe")).values())
+    first = ckptkit("inspect", releases("glm4_moe")).stdout.partition("\n")[0]
+    assert re.fullmatch(r"\d+ files, 551 tensors, [\d.]+ MB, [\d.]+ M parameters", first)
 
 
-def test_progress_is_quiet_without_a_terminal(releases: PathOf, tmp_path: Path) -> None:
+def test_without_a_terminal_a_run_says_its_time_and_the_next_command_unless_quiet(
+    releases: PathOf, tmp_path: Path
+) -> None:
     done = ckptkit("convert", releases("qwen2-tied"), tmp_path / "out")
-    assert done.stderr == ""
+    wrote, after = done.stderr.splitlines()
+    assert re.fullmatch(r"wrote \d\.\d+ GB in \d+\.\d s", wrote)
+    assert after == f"next: ckptkit verify {tmp_path / 'out'} --source {releases('qwen2-tied')}"
+    assert ckptkit("convert", releases("qwen2-tied"), tmp_path / "out", "--overwrite", "-q").stderr == ""
     shutil.rmtree(tmp_path / "out")
 
 

@@ -149,3 +149,12 @@ def _doubled(levels: int) -> Any:
 )
 def test_values_without_an_end_are_told(value: Any, bounded: bool) -> None:
     assert is_bounded(value) is bounded
+
+
+def test_an_attribute_of_a_dict_other_than_metadata_is_refused() -> None:
+    kept = OrderedDict(a=1)
+    kept._metadata = OrderedDict(version=1)  # type: ignore[attr-defined]
+    assert unpickle.loads(pickle.dumps(kept)) == {"a": 1}
+    kept.weight = 2  # type: ignore[attr-defined]
+    with pytest.raises(pickle.UnpicklingError, match="not `_metadata` of a state dict"):
+        unpickle.loads(pickle.dumps(kept))

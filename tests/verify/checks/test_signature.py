@@ -237,10 +237,10 @@ def test_signing_without_the_library_names_it(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--sign"], "--key goes with --sign or --verify-signature"),
-        (["--key", "key.pem"], "--key goes with --sign or --verify-signature"),
+        (["--sign"], "--sign: no effect without --key"),
+        (["--key", "key.pem"], "--key: no effect without --sign or --verify-signature"),
         (["--sign", "--verify-signature", "--key", "key.pem"], "are two runs, with two keys"),
-        (["--verify-signature", "--key", "key.pem", "--workers", "2"], "--workers does nothing"),
+        (["--verify-signature", "--key", "key.pem", "--workers", "2"], "leave --workers out"),
     ],
 )
 def test_options_of_signatures_that_do_not_go_together_are_refused(

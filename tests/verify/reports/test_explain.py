@@ -59,9 +59,20 @@ def test_case_and_blanks_do_not_matter() -> None:
     assert "router" in explain("CK301")
 
 
-@pytest.mark.parametrize("code", ["CK999", "", "301", "router"])
+@pytest.mark.parametrize("code", ["CK999", "zebra crossing"])
 def test_an_unknown_code_lists_the_known_ones(code: str) -> None:
     with pytest.raises(CkptkitError) as error:
         explain(code)
     assert repr(code) in error.value.message
     assert "CK101, CK102" in (error.value.hint or "")
+
+
+def test_without_words_every_check_is_listed() -> None:
+    lines = explain().splitlines()
+    assert [line.partition(" ")[0] for line in lines[:-2]] == [check.code for check in all_checks()]
+
+
+def test_words_find_the_checks_that_have_them_all() -> None:
+    found = [line.partition(" ")[0] for line in explain("router Experts").splitlines()[:-2]]
+    assert "CK605" in found
+    assert len(found) < len(explain("router").splitlines()) < len(all_checks())

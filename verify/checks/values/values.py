@@ -16,8 +16,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Set, Sized
 
 from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
-from converters.planner import dims_of, rules_of, tied_head
-from converters.registry import family_of
+from converters.planner import rules_of, tied_head
 from quant.formats.part_names import (
     FP8_SCALE_INV,
     MXFP4_SCALES,
@@ -109,7 +108,7 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for nbytes in values.compared.values():
         tally.compared(nbytes)
     quantized, floats = _judged_by_steps(subject), subject.once(float_weights)
-    dropped = _dropped(subject) | _repeated_head(subject)
+    dropped = _repeated_head(subject)
     extra = [name for name in values.only_here if name not in dropped | floats.parts and not _part_of(name, quantized)]
     lost = [name for name in values.only_source if name not in dropped | floats.judged | quantized]
     yield Issue(
@@ -161,12 +160,6 @@ def _judged_by_steps(subject: Subject) -> Set[str]:
         return frozenset()
     packed = {f"{module}.weight" for module in packed_in(subject.checkpoint.specs)}
     return packed & frozenset(subject.once(read_values).only_source)
-
-
-def _dropped(subject: Subject) -> frozenset[str]:
-    """HF names that a family leaves behind on purpose on the way to Megatron."""
-    config = usable_config(subject)
-    return family_of(config).dropped(dims_of(config)) if config else frozenset()
 
 
 def _repeated_head(subject: Subject) -> frozenset[str]:

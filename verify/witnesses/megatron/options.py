@@ -32,8 +32,8 @@ class MegatronOptions:
             if getattr(self, field.name) != field.default:
                 yield f"--{field.name.replace('_', '-')}"
 
-    def refuse(self) -> None:
-        """Raises CkptkitError where an option is given although Megatron is not asked."""
-        if given := list(self.given()):
+    def refuse(self, vpp: int = 1) -> None:
+        """Raises CkptkitError where an option, or `vpp` stages a rank, is given although Megatron is not asked."""
+        if given := [*["--vpp"] * (vpp != 1), *self.given()]:
             said = f"{', '.join(given)} says how Megatron is launched, and has no effect without --against-megatron"
             raise CkptkitError(said, "add --against-megatron, or leave it out: files and values do not depend on it")

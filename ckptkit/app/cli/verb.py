@@ -1,0 +1,81 @@
+"""What every verb has: options that go anywhere on the line, a refusal of options without effect, and suggestions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from ckptkit.app.cli.effects import RULES, refusal
+
+_SIZES = frozenset({"--pp", "--ep", "--etp", "--vpp", "--cp"})
+_ANYWHERE = (
+    (("-q", "--quiet"), "quiet", "Show neither progress nor the closing line."),
+    (("-v", "--verbose"), "verbose", "A line for each step."),
+    (("--debug",), "debug", "Show a traceback when something goes wrong."),
+)
+LAUNCH = "launch"  # the key in `Context.meta` of the words behind `--`
+
+
+def anywhere() -> list[click.Option]:
+    """The options that go before a verb and behind it. `main` reads them: it begins before any verb is imported."""
+    return [
+        click.Option([*spelled, name], is_flag=True, expose_value=False, help=said) for spelled, name, said in _ANYWHERE
+    ]
+
+
+def asked(words: list[str]) -> frozenset[str]:
+    """Which of the options that go anywhere are among the words of a command line."""
+    own = words[: words.index("--")] if "--" in words else words
+    return frozenset(name for spelled, name, _ in _ANYWHERE if not set(spelled).isdisjoint(own))
+
+
+class Verb(click.Command):
+    """A verb. Raises click.UsageError for options that would do nothing beside the others."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.params += anywhere()
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses, and refuses what is given and has no effect."""
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if self.name == "convert" and error.option_name in _SIZES:
+                message = (
+                    f"convert takes no {error.option_name}: it needs no parallel sizes, and the output loads at any"
+                )
+                raise click.UsageError(message, ctx) from error
+            raise
+        if (said := refusal(RULES[str(self.name)], _given(ctx), _spelled(ctx))) is not None:
+            raise click.UsageError(said, ctx)
+        return rest
+
+
+class LaunchVerb(Verb):
+    """A verb whose words behind `--` are those of a launch."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keeps the words behind the first `--` apart, so that the script before it can be told from them."""
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[LAUNCH] = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
+
+
+def _given(ctx: click.Context) -> set[str]:
+    """The names of the parameters that are on the command line."""
+    found = {
+        str(one.name)
+        for context in filter(None, (ctx.parent, ctx))
+        for one in context.command.params
+        if context.get_parameter_source(str(one.name)) is ParameterSource.COMMANDLINE
+    }
+    return found | ({LAUNCH} if ctx.meta.get(LAUNCH) else set())
+
+
+def _spelled(ctx: click.Context) -> dict[str, str]:
+    """Every parameter by its name as a command line has it: its long option, or its name as an argument."""
+    found = {str(one.name): next(word for word in (*one.opts, "") if len(word) != 2) for one in ctx.command.params}
+    return found | {"script": "SCRIPT", LAUNCH: "launch arguments behind --"}

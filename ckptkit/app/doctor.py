@@ -1,0 +1,156 @@
+"""Says what is installed, what can be asked on this machine, and what to install for the rest. Imports none of it."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from typing import Any
+
+SCHEMA = "ckptkit-doctor/1"
+_MODULE = {"huggingface-hub": "huggingface_hub", "compressed-tensors": "compressed_tensors", "pyyaml": "yaml"} | {
+    "zlib-ng": "zlib_ng",
+    "megatron-core": "megatron.core",
+    "model-signing": "model_signing",
+    "pyopenssl": "OpenSSL",
+}
+# What each part needs beyond ckptkit's own requirements, and what it is for.
+_NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
+    "megatron": (("megatron-core",), "verify --against-megatron"),
+    "sglang": (("sglang",), "verify --against-sglang"),
+    "engine": (("sglang",), "verify --engine, --update, --release-resume, --logits"),
+    "ray": (("ray",), "--ray"),
+    "remote": (("s3fs", "gcsfs"), "s3:// and gs:// (hf:// needs neither)"),
+    "sign": (("model-signing", "pyopenssl"), "manifest --sign, --verify-signature"),
+}
+PARTS = tuple(_NEEDS)
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution, and its version; None: not installed. `broken`: its metadata is here and its module is not."""
+
+    name: str
+    version: str | None
+    broken: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """What can be asked: `usable`, on which `devices`, or `missing` what is to be installed or had."""
+
+    name: str
+    purpose: str
+    usable: bool
+    devices: str
+    missing: str | None
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What this installation and this machine have. `faults` are those of ckptkit's own installation."""
+
+    version: str
+    python: str
+    gpus: Sequence[str]
+    packages: Sequence[Package]
+    parts: Sequence[Part]
+    faults: Sequence[str]
+
+    def broken(self, asked: Iterable[str]) -> bool:
+        """Whether ckptkit's own installation, or a part that is asked for, cannot be used."""
+        wanted = set(asked)
+        return bool(self.faults) or any(part.name in wanted and not part.usable for part in self.parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON: `ckptkit-doctor/1`, which only ever gains keys."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+
+def examine() -> Examination:
+    """Looks at metadata of installed packages and asks nvidia-smi for GPUs. Imports neither torch nor a witness."""
+    base = [_package(name) for name in _requirements()]
+    more = [_package(name) for name in dict.fromkeys(name for names, _ in _NEEDS.values() for name in names)]
+    gpus = _gpus()
+    faults = [f"{one.name} is {'damaged' if one.broken else 'not installed'}" for one in base if not _usable(one)]
+    known = {one.name: one for one in more}
+    parts = [_part(name, [known[one] for one in names], purpose, gpus) for name, (names, purpose) in _NEEDS.items()]
+    return Examination(version("ckptkit"), platform.python_version(), gpus, [*base, *more], parts, faults)
+
+
+def _requirements() -> list[str]:
+    """The names of ckptkit's own requirements, less those of extras."""
+    found = [text for text in requires("ckptkit") or [] if "extra ==" not in text]
+    return [re.split(r"[^\w.-]", text, maxsplit=1)[0].lower() for text in found]
+
+
+def _package(name: str) -> Package:
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return Package(name, None)
+    return Package(name, found, broken=not _is_there(_MODULE.get(name, name)))
+
+
+def _is_there(module: str) -> bool:
+    """Whether a module, or one in a package, can be found; the package is not imported."""
+    parent, _, child = module.partition(".")
+    spec = find_spec(parent)
+    if spec is None or not child:
+        return spec is not None
+    return PathFinder.find_spec(module, spec.submodule_search_locations) is not None
+
+
+def _usable(package: Package) -> bool:
+    return package.version is not None and not package.broken
+
+
+def _gpus() -> list[str]:
+    """The GPUs that NVIDIA's driver lists; none without it."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return []
+    try:
+        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:
+        return []
+    return [line.partition(" (UUID")[0] for line in done.stdout.splitlines() if line.startswith("GPU ")]
+
+
+def _part(name: str, packages: Sequence[Package], purpose: str, gpus: Sequence[str]) -> Part:
+    missing = [one.name for one in packages if not _usable(one)]
+    devices = {
+        "megatron": f"CPU, or one GPU a rank: {len(gpus)} here",
+        "sglang": f"CPU, or one GPU a rank: {len(gpus)} here; "
+        + ("repacks INT4 and FP8" if gpus else "INT4 and FP8 are not repacked without one"),
+        "engine": f"one GPU a rank: {len(gpus)} here",
+    }.get(name, "")
+    if missing:
+        return Part(name, purpose, False, devices, f"pip install {' '.join(missing)}")
+    if name == "engine" and not gpus:
+        return Part(name, purpose, False, devices, "needs an NVIDIA GPU and its driver")
+    return Part(name, purpose, True, devices, None)
+
+
+def lines(found: Examination) -> list[str]:
+    """The examination in words."""
+    text = [f"ckptkit {found.version}, Python {found.python}, {sys.platform}"]
+    text += [f"  {gpu}" for gpu in found.gpus] or ["  no NVIDIA GPU"]
+    text += ["packages"]
+    for one in found.packages:
+        state = "not installed" if one.version is None else f"{one.version}{' (damaged)' * one.broken}"
+        text.append(f"  {one.name:<20} {state}")
+    text += ["can be asked"]
+    for part in found.parts:
+        state = "yes" if part.usable else "no"
+        tail = "; ".join(filter(None, [part.devices, part.missing]))
+        text.append(f"  {part.name:<10} {state:<4} {part.purpose}" + (f": {tail}" if tail else ""))
+    if found.faults:
+        text += ["broken", *(f"  {fault}: install ckptkit again from its checkout or wheel" for fault in found.faults)]
+    return text

@@ -1,0 +1,99 @@
+"""`doctor`: what is installed and usable here, and an exit code that judges only what was asked for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import tomllib
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ckptkit.app import doctor as module
+from ckptkit.app.cli import cli
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli, ["doctor", *words])
+    return done.exit_code, done.output
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without SGLang and without a GPU."""
+
+    def version(name: str) -> str:
+        if name == "sglang":
+            raise PackageNotFoundError(name)
+        return importlib.metadata.version(name)
+
+    monkeypatch.setattr(module, "version", version)
+    monkeypatch.setenv("PATH", "")
+
+
+def test_every_requirement_of_the_project_is_listed_with_its_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {text.partition(">")[0] for text in project["dependencies"]}
+    report = json.loads(run("--json")[1])
+    listed = {one["name"]: one["version"] for one in report["packages"]}
+    assert names <= listed.keys()
+    assert all(listed[name] == importlib.metadata.version(name) for name in names)
+    assert report["faults"] == []
+    assert report["schema"] == "ckptkit-doctor/1"
+
+
+@pytest.mark.usefixtures("without")
+def test_what_is_missing_is_named_and_breaks_nothing_unless_it_is_asked_for() -> None:
+    code, text = run()
+    assert code == 0
+    assert "no NVIDIA GPU" in text
+    assert "pip install sglang" in text
+    assert run("sign")[0] == 0
+    assert [run(part)[0] for part in ("sglang", "engine")] == [2, 2]
+
+
+@pytest.mark.usefixtures("without")
+def test_an_engine_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "version", importlib.metadata.version)
+    parts = {one.name: one for one in module.examine().parts}
+    assert (parts["sglang"].usable, parts["engine"].usable) == (True, False)
+    assert parts["engine"].missing == "needs an NVIDIA GPU and its driver"
+
+
+def test_a_requirement_whose_module_is_gone_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(module._MODULE, "blake3", "no_such_module")
+    code, text = run()
+    assert code == 2
+    assert "blake3 is damaged" in text
+
+
+def test_gpus_are_those_that_the_driver_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert list(module.examine().gpus) == ["GPU 0: NVIDIA H100 80GB HBM3"]
+    assert "1 here; repacks INT4 and FP8" in run()[1]
+
+
+def test_an_unknown_part_is_bad_usage() -> None:
+    code, text = run("cuda")
+    assert code == 2
+    assert "parts: megatron, sglang, engine, ray, remote, sign" in text
+
+
+def test_a_model_of_the_hub_is_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptkit.app.inspection import inspect
+    from ckptkit.core.errors import CkptkitError
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CkptkitError, match="hf://Qwen/Qwen3-30B-A3B"):
+        inspect("Qwen/Qwen3-30B-A3B")
+    (tmp_path / "Qwen").mkdir()
+    with pytest.raises(CkptkitError, match="next: check the path$"):
+        inspect("Qwen/Qwen3-30B-A3B")
