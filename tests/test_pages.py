@@ -76,7 +76,9 @@ def test_site_builds_with_every_link_and_anchor_right(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr + done.stdout
     checks = (tmp_path / "checks.html").read_text()
     assert re.search(r'<h2 id="ck505">.*every router is alive in SGLang', checks)
-    assert "--against-megatron" in (tmp_path / "reference-cli.html").read_text()
+    line = (tmp_path / "reference-cli.html").read_text()
+    assert "--against-megatron" in line
+    assert "Sentinel" not in line
     assert 'id="ckptkit.app.api.convert"' in (tmp_path / "reference-python.html").read_text()
     assert 'id="s17"' in (tmp_path / "symptoms.html").read_text()
 

@@ -179,7 +179,7 @@ def _symptoms() -> dict[str, list[tuple[str, str]]]:
 def command_line() -> str:
     """The reference of the command line, which mkdocs-click reads from click's own objects."""
     directive = ["::: mkdocs-click", "    :module: ckptkit.app.cli", "    :command: cli", "    :prog_name: ckptkit"]
-    return "\n".join(["# Command line", "", *directive, "    :depth: 1", "    :style: table"])
+    return "\n".join(["# Command line", "", *directive, "    :depth: 1", "    :style: plain"])
 
 
 def api() -> str:
