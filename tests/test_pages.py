@@ -80,6 +80,7 @@ def test_site_builds_with_every_link_and_anchor_right(tmp_path: Path) -> None:
     assert "--against-megatron" in line
     assert "Sentinel" not in line
     assert 'id="ckptkit.app.api.convert"' in (tmp_path / "reference-python.html").read_text()
+    assert not re.search(r"<(?:script|link)[^>]+(?:src|href)=.https?:", checks), "nothing is fetched from elsewhere"
     assert 'id="s17"' in (tmp_path / "symptoms.html").read_text()
 
 
