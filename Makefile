@@ -6,6 +6,7 @@ DEMO_OUT ?= demo-out
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 CELLS ?=
+WEIGHTS ?=
 REQUIREMENTS ?=
 INSTALL ?= $(if $(REQUIREMENTS),-r $(REQUIREMENTS),-c constraints.txt)
 
@@ -28,7 +29,7 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 		exit 1; \
 	fi
 
-.PHONY: help setup demo test test-sglang test-interop lint families mutation-report sglang-matrix bench \
+.PHONY: help setup demo test test-sglang test-interop lint docs cards families mutation-report sglang-matrix bench \
 	megatron-layouts dist audit which-python
 
 help:  ## list the targets
@@ -82,6 +83,12 @@ lint: $(stamp)  ## ruff, its formatter, and mypy in strict mode
 	@$(python) -m ruff check
 	@$(python) -m ruff format --check
 	@$(python) -m mypy
+
+docs: $(stamp)  ## build the documentation into build/site, with every link checked
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(python) -W ignore -m mkdocs build --quiet
+
+cards: $(stamp)  ## write docs/cards from headers, or compare with weights: make cards WEIGHTS=MODEL=PATH
+	@PYTHONPATH=.:tests $(python) -W ignore -m releases.cards $(WEIGHTS)
 
 families: $(stamp)  ## write the table of docs/families.md from the registry
 	@PYTHONPATH=.:tests $(python) -W ignore -m families.table

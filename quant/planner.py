@@ -76,9 +76,10 @@ def quantized(
     return View(source, Plan(tuple(steps), source.specs, where=where, config=written))
 
 
-def rl_names(source: Checkpoint) -> frozenset[str]:
+def rl_names(source: Checkpoint) -> dict[str, None]:
     """The names of an INT4 checkpoint that an RL engine can be updated with: only routed experts are packed.
 
+    They are in the source's order, from which that of `ignore` follows: a set's would change with every process.
     SGLang cannot take other INT4 layers a second time, and slime's training rounds nothing else. Raises CkptkitError
     where the model has no routed experts.
     """
@@ -90,7 +91,7 @@ def rl_names(source: Checkpoint) -> frozenset[str]:
             "serve it in BF16, or leave out the preset where the engine is never updated",
         )
     packed = {f"{module}.weight" for module in experts}
-    return frozenset(name.removesuffix(".weight") + PACKED if name in packed else name for name in source.specs)
+    return dict.fromkeys(name.removesuffix(".weight") + PACKED if name in packed else name for name in source.specs)
 
 
 def _check_joined(packed: Sequence[str]) -> None:

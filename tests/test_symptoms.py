@@ -15,7 +15,7 @@ from verify.check import all_checks
 
 ROOT = Path(__file__).resolve().parent.parent
 _ROW = re.compile(
-    r"\*\*S(?P<number>\d+)\.\*\* (?P<symptom>.+?)\n- Causes: (?P<causes>.+?)\n- Command: `(?P<command>.+?)`\n"
+    r"### S(?P<number>\d+)\. (?P<symptom>.+?)\n- Causes: (?P<causes>.+?)\n- Command: `(?P<command>.+?)`\n"
     r"(?:- In the job: (?P<job>.+?)\n)?"
     r"- Checks: (?P<checks>.+?)\n- Test: (?P<tests>.+?)(?=\n\n)",
     re.DOTALL,
@@ -45,7 +45,7 @@ WITHOUT_CHECK = {"convert"}
 
 
 def test_every_row_is_read() -> None:
-    assert [row.number for row in ROWS] == list(range(1, TEXT.count("**S") + 1))
+    assert [row.number for row in ROWS] == list(range(1, TEXT.count("### S") + 1))
     assert len(ROWS) > 30
 
 

@@ -61,8 +61,11 @@ def forecast(options: RunOptions, plan: ConversionPlan) -> Forecast:
     return replace(found, seconds=START + seconds)
 
 
-def forecast_bytes(options: RunOptions, plan: ConversionPlan) -> Forecast:
-    """The bytes and the memory of a run, from its plan. Opens no file."""
+def forecast_bytes(options: RunOptions, plan: ConversionPlan, process: int | None = None) -> Forecast:
+    """The bytes and the memory of a run, from its plan. Opens no file.
+
+    `process`: resident bytes of a process that has planned the run and read no tensor; None: those of this one.
+    """
     read, step = 0, 0
     for output in plan.outputs:
         for names in output.view.groups:
@@ -70,7 +73,8 @@ def forecast_bytes(options: RunOptions, plan: ConversionPlan) -> Forecast:
             read, step = read + of_group, max(step, min(held, STREAM) if may_stream(output.view, names) else held)
     files = [output.files.size(file) for file, output in plan.files().items()]
     # What planning has taken, every worker will hold before it reads a tensor.
-    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if process is None:
+        process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     workers = 1 if options.ray is not None else options.workers or threads(options.memory)
     # One step more than there are threads is in flight, so that none waits; a single one may exceed the limit.
     memory = process + workers * STREAM + max(step, min(options.memory, (workers + 1) * step))

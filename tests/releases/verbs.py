@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptkit.app.api import convert, inspect, model_arguments
 from quant.lint.lint import lint
+from releases.cards import MODELS as CARDS
 from releases.header_only import write
 from releases.record import Release, load
 from verify.launch.preflight import preflight
@@ -33,16 +34,17 @@ def check_every_verb(model: str, root: Path) -> None:
     release = load(model)
     check_against_published_numbers(release)
     path = write(release, root / "release")
-    with _collecting_as_the_command_line_does():
+    with collecting_as_the_command_line_does():
         report = preflight(hf_checkpoint=path)
         assert [f"{one.code} {one.severity}" for one in report.findings] == release.findings.get("preflight", []), (
             "\n".join(map(str, report.findings[:5]))
         )
         assert report.status == "passed"
-        facts = inspect(path)
-        assert (facts["tensors"], facts["bytes"]) == (len(release.tensors_in_order), release.nbytes)
-        assert convert(path, root / "megatron", dry_run=True).tensors > 0
-        assert not (root / "megatron").exists()
+        if model not in CARDS:  # test_cards.py inspects and plans those
+            facts = inspect(path)
+            assert (facts["tensors"], facts["bytes"]) == (len(release.tensors_in_order), release.nbytes)
+            assert convert(path, root / "megatron", dry_run=True).tensors > 0
+            assert not (root / "megatron").exists()
         assert model_arguments(path)["hidden_size"] == text_config(release)["hidden_size"]
         if packs_int4(release):
             linted = [f"{one.kind} {one.severity}" for one in lint(path).findings if one.severity != "note"]
@@ -61,7 +63,7 @@ def check_against_published_numbers(release: Release) -> None:
 
 
 @contextmanager
-def _collecting_as_the_command_line_does() -> Iterator[None]:
+def collecting_as_the_command_line_does() -> Iterator[None]:
     """Looks for garbage as seldom as `ckptkit` itself."""
     before = gc.get_threshold()
     gc.set_threshold(200_000, 10, 10)

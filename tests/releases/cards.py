@@ -1,0 +1,197 @@
+"""`make cards`: pages of releases, made from their published headers alone, and compared with real weights.
+
+The plan, the Megatron arguments and the INT4 decision are those of ckptkit's own verbs; nothing is written by hand.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from difflib import unified_diff
+from pathlib import Path
+from typing import Any
+
+from ckptkit.app.api import inspect, model_arguments
+from ckptkit.app.forecast import START, Forecast, forecast_bytes
+from ckptkit.app.plan import ConversionPlan, make_plan
+from ckptkit.app.run_options import RunOptions, run_options
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.plan import View
+from ckptkit.core.specs import fold
+from ckptkit.formats.hf.remote import opened
+from ckptkit.storage.url import is_url
+from converters.megatron.flags import launch_flags
+from converters.stored import as_stored
+from quant.formats.part_names import PACKED
+from quant.formats.scheme import QuantScheme
+from quant.selection.class_tree import class_tree
+from quant.selection.matrices import matrices_of
+from quant.selection.portable import read_all
+from quant.selection.readers import RULES
+from releases.header_only import write
+from releases.record import Release, load
+from verify.run import verify
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs/cards"
+MODELS = (
+    "Qwen/Qwen2.5-0.5B-Instruct",
+    "Qwen/Qwen3-30B-A3B",
+    "zai-org/GLM-4.5-Air",
+    "deepseek-ai/DeepSeek-V3",
+    "moonshotai/Kimi-K2-Instruct",
+    "openai/gpt-oss-20b",
+)
+KNOWN = {
+    "index": "the published index",
+    "numbers": "transformers' class under the names of the release; the published numbers agree",
+    "parameters": "transformers' class under the names of the release; the published number of elements agrees",
+    "class": "transformers' class",
+}
+WORKERS = 8
+_PROCESS = 600_000_000  # docs/scale.md: Python, torch and their libraries, and 1 KB a tensor for the plan
+_PER_TENSOR = 1000
+
+
+def file_of(model: str) -> Path:
+    """The page of a model."""
+    return FOLDER / f"{model.partition('/')[2]}.md"
+
+
+def card(release: Release, path: str | Path) -> str:
+    """The page of a release, from the headers at `path`, a directory or a URL."""
+    facts = inspect(path)
+    with tempfile.TemporaryDirectory() as empty:
+        lines = [*_head(release, facts), *_megatron(path, Path(empty)), *_int4(path, Path(empty))]
+    return "\n".join(lines) + "\n"
+
+
+def _head(release: Release, facts: dict[str, Any]) -> Iterator[str]:
+    name = release.model.partition("/")[2]
+    dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in sorted(facts["dtypes"].items()))
+    yield from (f"# {name}", "Written by `make cards`; see [all cards](index.md).", "")
+    yield from ("| | |", "| --- | --- |")
+    yield f"| release | [{release.model}](https://huggingface.co/{release.model}) |"
+    yield f"| `model_type` | `{release.config['model_type']}` |"
+    yield f"| tensors | {facts['tensors']:,} ({dtypes}) |"
+    yield f"| size | {facts['bytes']:,} bytes |"
+    yield f"| quantized as | {facts['quantization'] or 'not at all'} |"
+    yield f"| names and shapes from | {KNOWN[release.known]} |"
+    yield from ("", "## Names and shapes", "```text")
+    shapes: dict[str, list[str]] = defaultdict(list)
+    for tensor in release.tensors_in_order:
+        shapes[f"{list(tensor.shape)} {tensor.dtype}"].append(tensor.name)
+    yield from sorted(f"{one}  {shape}" for shape, names in shapes.items() for one in fold(names))
+    yield "```"
+
+
+def _megatron(path: str | Path, empty: Path) -> Iterator[str]:
+    options = run_options("convert", path, empty / "megatron", None, workers=WORKERS)
+    with ExitStack() as stack:
+        plan = make_plan(options, _sources(options, stack))
+        yield from ("", "## To Megatron", f"`ckptkit convert {Path(str(path)).name} DST --workers {WORKERS}` plans", "")
+        yield f"- {len(plan.view.specs):,} tensors: {_kinds(plan.view)}"
+        yield from _forecast(options, plan)
+        yield from (f"- {note}" for note in plan.notes)
+    yield from ("", "Megatron's arguments, as `ckptkit inspect --megatron-args` prints them:", "```text")
+    yield from ("MODEL_ARGS=(", *(f"    {line}" for line in launch_flags(model_arguments(path))), ")", "```")
+
+
+def _sources(options: RunOptions, stack: ExitStack) -> dict[str, Any]:
+    return {source: stack.enter_context(opened(source)) for source in options.sources}
+
+
+def _kinds(view: Checkpoint) -> str:
+    counted = Counter(spec.dtype for spec in view.specs.values())
+    return ", ".join(f"{count:,} {dtype}" for dtype, count in sorted(counted.items()))
+
+
+def _forecast(options: RunOptions, plan: ConversionPlan) -> Iterator[str]:
+    found = forecast_bytes(options, plan, _PROCESS + _PER_TENSOR * len(plan.view.specs))
+    if plan.dequantized:
+        yield f"- dequantized from {plan.dequantized}"
+    yield f"- reads {found.read / 1e9:.1f} GB, writes {found.written / 1e9:.1f} GB"
+    yield f"- needs {found.memory / 1e9:.1f} GB of memory at {WORKERS} workers"
+    yield f"- takes {_time(found, 1e9)} on a disk of 1 GB/s, {_time(found, 5e9)} on one of 5 GB/s"
+
+
+def _time(found: Forecast, rate: float) -> str:
+    seconds = START + (found.read + found.written) / rate
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
+
+
+def _int4(path: str | Path, empty: Path) -> Iterator[str]:
+    yield from ("", "## INT4")
+    for preset, words in (("rl", " --preset rl"), (None, "")):
+        options = run_options(
+            "quantize", path, empty / "int4", QuantScheme(32, "qmax7"), preset=preset, workers=WORKERS
+        )
+        with ExitStack() as stack:
+            try:
+                plan = make_plan(options, _sources(options, stack))
+            except CkptkitError as error:
+                yield from textwrap.wrap(f"`quantize{words}` refuses it: {error.message}.", 118)
+                yield ""
+                continue
+            yield from (f"`ckptkit quantize {Path(str(path)).name} DST{words} --group-size 32` plans", "")
+            yield f"- {len(plan.view.specs):,} tensors: {_kinds(plan.view)}"
+            yield from _forecast(options, plan)
+            yield from _decision(plan)
+        return
+
+
+def _decision(plan: ConversionPlan) -> Iterator[str]:
+    """Every matrix: whether it is packed, else the reason, and who would pack it but for the list."""
+    view = plan.view
+    assert isinstance(view, View)
+    config = as_stored(view.source.config, view.source.specs)
+    ignore = plan.config["quantization_config"]["ignore"]
+    matrices = matrices_of(view.source.specs, class_tree(config), config)
+    packed = [matrix.module + PACKED in view.specs for matrix in matrices]
+    without = read_all(RULES, matrices, (), config)
+    rows: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for index, matrix in enumerate(matrices):
+        why = "INT4" if packed[index] else f"kept: {matrix.kept or 'left out by this preset'}"
+        eager = [reader for reader, reading in without.items() if reading.answers[index] == "packs"]
+        rows[why, ", ".join(eager) or "none"].append(matrix.tensor)
+    yield from ("", "| matrices | decision | who would pack them without the list |", "| --- | --- | --- |")
+    for (why, eager), names in sorted(rows.items()):
+        shown = "<br>".join(f"`{name}`" for name in fold(names))
+        yield f"| {shown} | {why} | {eager} |"
+    yield from ("", "The `ignore` list that all readers read alike:", "```text", *ignore, "```")
+
+
+def header_only_card(model: str) -> str:
+    """The page of a release, from its record."""
+    release = load(model)
+    with tempfile.TemporaryDirectory() as root:
+        return card(release, write(release, Path(root) / release.model.partition("/")[2]))
+
+
+def main(given: Sequence[str]) -> int:
+    """Writes all pages; or compares the page of each `MODEL=PATH` with the weights there. Returns an exit code."""
+    if not given:
+        for model in MODELS:
+            file_of(model).write_text(header_only_card(model))
+        return 0
+    return max([_against_weights(*one.split("=", 1)) for one in given])
+
+
+def _against_weights(model: str, path: str) -> int:
+    page, made = file_of(model), card(load(model), path)
+    lines = list(unified_diff(page.read_text().splitlines(), made.splitlines(), page.name, path, lineterm=""))
+    print("\n".join(lines) or f"{path}: its headers give {page.name}, word for word")
+    if is_url(path):
+        print(f"{path}: no weights were read, since verify reads directories only")
+        return int(bool(lines))
+    report = verify(path)
+    print(f"{path}: verify {report.status}, {report.counts}")
+    return int(bool(lines) or report.status != "passed")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
