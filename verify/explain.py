@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
 from verify.check import all_checks
 
 
@@ -11,5 +12,5 @@ def explain(code: str) -> str:
     known = {check.code: check for check in all_checks()}
     check = known.get(code.strip().upper())
     if check is None:
-        raise CkptkitError(f"there is no check {code!r}", f"known: {', '.join(known)}")
+        raise CkptkitError(f"there is no check {shortened(code)}", f"known: {', '.join(known)}")
     return f"{check.code}: {check.title}\n\nWhy it matters\n  {check.rationale}\n\nWhat to do\n  {check.fix}"
