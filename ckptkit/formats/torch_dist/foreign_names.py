@@ -81,7 +81,13 @@ def _is_empty(state: Any) -> bool:
     if isinstance(state, list):
         return len(state) <= 1 and not any(isinstance(one, list) or not _is_empty(one) for one in state)
     if isinstance(state, Record) and state.kind == "_io.BytesIO":
-        return not state.args and (not isinstance(state.state, tuple) or not state.state[:1] or not state.state[0])
+        content = state.state[0] if isinstance(state.state, tuple) and state.state else b""
+        return not state.args and (not content or (isinstance(content, Record) and _is_no_bytes(content)))
     if isinstance(state, Record) and state.kind == "torch._utils._rebuild_tensor_v2":
         return len(state.args) > 2 and isinstance(state.args[2], tuple) and 0 in state.args[2]
     return not state
+
+
+def _is_no_bytes(content: Record) -> bool:
+    """Whether this is what pickles of protocol 2 have for no bytes: a call of `bytes` without arguments."""
+    return content.kind == "builtins.bytes" and not content.args
