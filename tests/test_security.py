@@ -22,7 +22,7 @@ BOUNDS = [
     (blob._MOST_READ, blob._MOST_DIRECTORY),
     (reader.MOST_METADATA, reader._MOST_NAMES, reader._MOST_COMPARED, reader._MOST_BYTES),
     (detect._MOST_TRACKER, detect._MOST_DIGITS),
-    (side_files._MOST_BYTES,),
+    (side_files.MOST_BYTES_BESIDE,),
     (signature._MOST_SIGNATURE, signature._MOST_KEY),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
 from verify.check import Check, all_checks
 
 
@@ -19,7 +20,7 @@ def explain(words: str = "") -> str:
     wanted = words.lower().split()
     found = [one for one in known.values() if all(word in _text(one) for word in wanted)]
     if not found:
-        raise CkptkitError(f"there is no check {words!r}, and none whose text has these words", _hint(known))
+        raise CkptkitError(f"there is no check {shortened(words)}, and none whose text has these words", _hint(known))
     if len(found) == 1:
         return explain(found[0].code)
     return "\n".join([*(f"{one.code}  {one.title}" for one in found), "", "next: `ckptkit explain CODE`"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -27,6 +28,7 @@ def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> None
     What a run that is cut off has finished is kept for --resume, except at a URL.
     """
     with _destination(options, sources) as (partial, journal):
+        lineage = lineage_of(plan.source)  # before the work, which would be lost where it cannot be read
         _write_side_files(plan, partial)
         if options.ray is None:
             # An error in `prepare` comes again in `finish`.
@@ -40,7 +42,7 @@ def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> None
             write_on_ray(options, plan, partial, journal)
         for output in plan.outputs:
             output.files.finish(partial)
-        _write_manifest(options, plan, partial, journal)
+        _write_manifest(options, plan, lineage, partial, journal)
         for source in sources.values():
             check_unchanged(source)
 
@@ -62,12 +64,14 @@ def _write_side_files(plan: ConversionPlan, partial: Path) -> None:
         (partial / FOLDER / "config.json").write_text(json.dumps(dict(output.view.config), indent=2) + "\n")
 
 
-def _write_manifest(options: RunOptions, plan: ConversionPlan, partial: Path, journal: Journal) -> None:
+def _write_manifest(
+    options: RunOptions, plan: ConversionPlan, lineage: Mapping[str, str], partial: Path, journal: Journal
+) -> None:
     """Writes the manifest of what has been written, digests included, in the order of names."""
     digests: dict[str, TensorDigest] = {}
     for file in plan.outputs[0].files.names:
         digests |= journal.recorded(file) or {}
-    more = {"source": plan.side_files.path.name, "lineage": lineage_of(plan.source), "hf_layout": dict(plan.layout)}
+    more = {"source": plan.side_files.path.name, "lineage": lineage, "hf_layout": dict(plan.layout)}
     written = Location(plan.kind, partial / "release" if plan.kind == "megatron" else partial, partial)
     tensors = {name: digests[name] for name in sorted(digests)}
     files = described_files(written, [partial / FOLDER])

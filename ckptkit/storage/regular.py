@@ -42,7 +42,10 @@ def read_regular(path: Path, limit: int) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         # Files of /proc may have nothing to give at the moment: reading then gives None.
-        content = b"" if size > limit else file.read(limit + 1) or b""
+        # No more memory is asked for than the file has bytes, unless it grows or is one of /proc, which has no size.
+        content = b"" if size > limit else file.read(size + 1) or b""
+        if len(content) > size:
+            content += file.read(limit + 1 - len(content)) or b""
     if max(size, len(content)) > limit:
         raise OSError(errno.EFBIG, f"{max(size, len(content))} bytes, and at most {limit} are read", str(path))
     return content

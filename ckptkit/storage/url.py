@@ -134,11 +134,17 @@ class Store:
         with _explained(self.at(name)):
             filesystem.get_file(f"{root}/{name}", str(target))
 
-    def read(self, name: str) -> bytes:
-        """The content of a small file."""
+    def read(self, name: str, limit: int) -> bytes:
+        """The content of a file of at most `limit` bytes. Raises CkptkitError for a larger one."""
         filesystem, root = self._opened
         with _explained(self.at(name)):
-            content: bytes = filesystem.cat_file(f"{root}/{name}")
+            size = int(filesystem.info(f"{root}/{name}")["size"])
+            content: bytes = b"" if size > limit else filesystem.cat_file(f"{root}/{name}")
+        if max(size, len(content)) > limit:
+            raise CkptkitError(
+                f"{self.at(name)}: {max(size, len(content))} bytes, and at most {limit} are read",
+                "no such file of a checkpoint is that large: copy the right one there",
+            )
         return content
 
     def read_into(self, name: str, buffer: memoryview, offset: int) -> int:

@@ -22,7 +22,7 @@ from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import LOADED, Location
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.shard import MAX_HEADER
-from ckptkit.formats.hf.side_files import MANIFEST, side_files
+from ckptkit.formats.hf.side_files import MANIFEST, pieces_of, side_files
 from ckptkit.formats.torch_dist.reader import MOST_METADATA
 from ckptkit.storage.digest import TensorDigest, is_blake3
 from ckptkit.storage.regular import open_regular, read_regular
@@ -88,14 +88,10 @@ def described_files(location: Location, beside: Sequence[Path] = ()) -> dict[str
 
 
 def file_digest(path: Path) -> str:
-    """BLAKE3 of a file in hexadecimal. Raises CkptkitError when it cannot be read."""
+    """BLAKE3 of a file beside weights in hexadecimal. Raises CkptkitError when it cannot be read, or is too large."""
     digest = blake3()
-    try:
-        with open_regular(path) as file:
-            while piece := file.read(1 << 20):
-                digest.update(piece)
-    except OSError as error:
-        raise CkptkitError(f"{path}: {error.strerror}", "it belongs to the checkpoint; make it readable") from error
+    for piece in pieces_of(path):
+        digest.update(piece)
     return digest.hexdigest()
 
 
@@ -117,11 +113,14 @@ def lineage_of(location: Location) -> dict[str, str]:
 
 
 def _header(path: Path) -> bytes:
-    if path.suffix != ".safetensors":
-        return read_regular(path, MOST_METADATA) if path.name == ".metadata" else b""
-    with open_regular(path) as file:
-        length = int.from_bytes(file.read(8), "little")
-        return file.read(min(length, MAX_HEADER))
+    try:
+        if path.suffix != ".safetensors":
+            return read_regular(path, MOST_METADATA) if path.name == ".metadata" else b""
+        with open_regular(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+            return file.read(min(length, MAX_HEADER))
+    except OSError as error:
+        raise CkptkitError(f"{path}: {error.strerror}", "remove it, or copy it again") from error
 
 
 def replaceable_manifest(target: Path, chosen: bool, checkpoint: str | Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from os.path import lexists  # a link to nothing is a file that cannot be read
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,14 @@ class SideFiles:
         if isinstance(stated, list):
             return [" ".join(map(str, one)) if isinstance(one, list) else str(one) for one in stated]
         path = self.root / "merges.txt"
-        lines = _text(path).splitlines() if path.exists() else []
+        lines = _text(path).splitlines() if lexists(path) else []
         return [line for line in lines if line and not line.startswith("#version")]
 
     @cached_property
     def sentencepiece(self) -> str | None:
         """The SHA-256 of tokenizer.model, which only its own library can read; None where there is none."""
         path = self.root / _SENTENCEPIECE
-        return hashlib.sha256(_content(path)).hexdigest() if path.exists() else None
+        return hashlib.sha256(_content(path)).hexdigest() if lexists(path) else None
 
     @cached_property
     def special_flags(self) -> Mapping[str, bool]:
@@ -85,7 +86,7 @@ class SideFiles:
     def has_vocabulary(self) -> bool:
         """Whether a file is there from which token ids can be read."""
         files = (TOKENIZER, "vocab.json", _TIKTOKEN)
-        return any((self.root / file).exists() for file in files) or bool(self.vocabularies)
+        return any(lexists(self.root / file) for file in files) or bool(self.vocabularies)
 
     @cached_property
     def vocabularies(self) -> Mapping[str, Mapping[str, int]]:
@@ -130,7 +131,7 @@ class SideFiles:
     def _tiktoken(self) -> Mapping[str, int]:
         """Ranks of a tiktoken file: one line a token, its bytes in base64 and its rank. Tokens stand here in base64."""
         path = self.root / _TIKTOKEN
-        if not path.exists():
+        if not lexists(path):
             return {}
         parts = [line.split() for line in _text(path).splitlines() if line]
         if any(len(part) != 2 or not part[1].isdecimal() for part in parts):
@@ -155,7 +156,7 @@ class SideFiles:
         """File and text of each template."""
         files = sorted((self.root / _MORE_TEMPLATES).glob("*.jinja"))
         named = {path.stem: (f"{_MORE_TEMPLATES}/{path.name}", _text(path)) for path in files}
-        if (self.root / _TEMPLATE).exists():
+        if lexists(self.root / _TEMPLATE):
             return {"default": (_TEMPLATE, _text(self.root / _TEMPLATE)), **named}
         own = self._json(_TEMPLATE_JSON).get("chat_template")
         file, content = (_TEMPLATE_JSON, own) if own else (TOKENIZER_CONFIG, self.tokenizer_config.get("chat_template"))
@@ -173,7 +174,7 @@ class SideFiles:
         return None
 
     def _json(self, file: str) -> Mapping[str, Any]:
-        return read_json(self.root / file) if (self.root / file).exists() else {}
+        return read_json(self.root / file) if lexists(self.root / file) else {}
 
 
 def _text(path: Path) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.json_text import MOST_BYTES, MOST_VALUES, parse
+from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import other_weights
 from ckptkit.formats.hf.shard import Shard, read_shard
@@ -24,6 +25,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # A config is read for many questions. The largest name every layer that is not quantized: some ten thousand.
 _CONFIG, _MOST_IN_CONFIG = "config.json", 250_000
+_LONGEST_NAME = 255  # bytes of a file's name, on every file system of Linux
 
 
 def read_json(path: Path, shown: str | None = None) -> dict[str, Any]:
@@ -53,13 +55,17 @@ def shard_names(root: Path | Directory) -> dict[str, str] | None:
     if not index.exists():
         return None
     weight_map = read_json(index, shown).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
+    ):
         raise CkptkitError(f"{shown} has no weight_map of names to files", "restore it from the release")
     for file in set(weight_map.values()):
-        if Path(file).name != file or file in {"", ".", ".."}:
+        if Path(file).name != file or file in {"", ".", ".."} or "\0" in file or len(file.encode()) > _LONGEST_NAME:
             name = next(name for name, home in weight_map.items() if home == file)
             raise CkptkitError(
-                f"{shown} puts {name} into {file!r}, which is not a file of this directory",
+                f"{shown} puts {name} into {shortened(file)}, which is not a file of this directory",
                 "restore the index from the release",
             )
     return weight_map

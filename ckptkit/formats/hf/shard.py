@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MOST_BYTES = 1 << 60  # of a tensor; what is larger is a mistake
+_MOST_AXES = 64  # as torch has it
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
 
 
@@ -205,7 +206,7 @@ def _sound_spans(header: Mapping[str, Any]) -> list[_Span] | None:
         ]
     except (TypeError, ValueError, LookupError):
         return None
-    shapes_are_lists = {list}.issuperset({type(entry[2]) for entry in entries})
+    shapes_are_lists = all(type(entry[2]) is list and len(entry[2]) <= _MOST_AXES for entry in entries)
     sound = shapes_are_lists and {int}.issuperset(map(type, numbers)) and min(numbers, default=0) >= 0
     return spans if sound and max([*numbers, *(span[2] for span in spans)], default=0) < _MOST_BYTES else None
 
@@ -223,7 +224,7 @@ def _entry(name: str, entry: Any) -> _Span | Fault:
             actual = f"its header entry for {name} has {shortened(values)} where whole numbers must be"
             return Fault(expected, actual, name)
     small = len(offsets) == 2 and all(0 <= number < _MOST_BYTES for number in (*shape, *offsets))
-    if not small or math.prod(shape) >= _MOST_BYTES:
+    if not small or len(shape) > _MOST_AXES or math.prod(shape) >= _MOST_BYTES:
         return Fault(expected, f"its header entry for {name} is not valid: {shortened(entry)}", name)
     spec = TensorSpec(name, tuple(shape), DTYPE_OF_CODE[dtype])
     return offsets[0], offsets[1], spec.nbytes, spec

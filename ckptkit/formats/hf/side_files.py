@@ -14,12 +14,12 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
+from ckptkit.formats.detect import LOADED, SIGNATURE_ENDING
 from ckptkit.formats.detect import MANIFEST as MANIFEST
-from ckptkit.formats.detect import SIGNATURE_ENDING
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.storage.regular import open_regular
 
-_MOST_BYTES = 16 << 30
+MOST_BYTES_BESIDE = 16 << 30  # of a file beside weights
 _OWN = {Path(MANIFEST), Path(MANIFEST + SIGNATURE_ENDING)}
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp")
 
@@ -27,14 +27,15 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 def side_files(root: Path) -> Iterator[Path]:
     """Every file of an HF directory that is no weight, relative to it; hidden files and folders are left out.
 
-    Raises CkptkitError for a link to nothing, a pipe or a device: a tokenizer would be lost without a word.
+    Raises CkptkitError for a link to nothing, a pipe or a device, and a folder with the name of a file that loaders
+    read: a tokenizer would be lost without a word.
     """
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root)
         hidden = is_hidden(str(relative))
         if not hidden and path.is_symlink() and not path.exists():
             raise CkptkitError(f"{path} is a link to nothing", "download or copy it again, or remove the link")
-        if not hidden and not path.is_file() and not path.is_dir():
+        if not hidden and not path.is_file() and (not path.is_dir() or str(relative) in LOADED):
             raise CkptkitError(f"{path} is no regular file", "remove it, or put the file of the release in its place")
         if path.is_file() and not hidden and not is_weight(path.name) and relative not in _OWN:
             yield relative
@@ -55,16 +56,20 @@ def copy_side_files(root: Path, target: Path) -> None:
     for relative in side_files(root):
         (target / relative).parent.mkdir(parents=True, exist_ok=True)
         with (target / relative).open("wb") as copied:
-            for piece in _pieces(root / relative):
+            for piece in pieces_of(root / relative):
                 copied.write(piece)
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
+def pieces_of(path: Path) -> Iterator[bytes]:
+    """The bytes of a file beside weights, 1 MiB at a time.
+
+    Raises CkptkitError when it cannot be read, or is larger than any such file.
+    """
     try:
         with open_regular(path) as file:
-            if (size := os.fstat(file.fileno()).st_size) > _MOST_BYTES:
+            if (size := os.fstat(file.fileno()).st_size) > MOST_BYTES_BESIDE:
                 raise OSError(
-                    errno.EFBIG, f"{size} bytes, and at most {_MOST_BYTES} are copied of a file beside weights"
+                    errno.EFBIG, f"{size} bytes, and at most {MOST_BYTES_BESIDE} are read of a file beside weights"
                 )
             while piece := file.read(1 << 20):
                 yield piece

@@ -138,7 +138,8 @@ class _Storage:
         if name not in self.files:
             if Path(name).name != name or "\0" in name:
                 raise CkptkitError(
-                    f"{self.path / '.metadata'} puts {key} into {name!r}, which is not a file of this directory"
+                    f"{self.path / '.metadata'} puts {key} into {name!r}, which is not a file of this directory",
+                    "the file is damaged or was made to mislead; copy the checkpoint again",
                 )
             self.files[name] = self.path / name
         offset, length = _shape((info.offset, info.length)) or (0, 0)
@@ -146,9 +147,12 @@ class _Storage:
 
 
 def _stored(storage: _Storage, key: str, entry: Any) -> StoredTensor:
+    shape = _shape(entry.size) or ()
     boxes = [(_shape(chunk.offsets) or (), _shape(chunk.sizes) or ()) for chunk in entry.chunks]
+    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
+        raise TypeError(f"{key} has {len(shape)} axes, and its chunks have others")
     chunks = tuple([Chunk(offsets, sizes, storage.blob(key, offsets)) for offsets, sizes in boxes])
-    return StoredTensor(key, _shape(entry.size) or (), _dtype(entry.properties), chunks)
+    return StoredTensor(key, shape, _dtype(entry.properties), chunks)
 
 
 def _dtype(properties: Any) -> str:

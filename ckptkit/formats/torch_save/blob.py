@@ -227,6 +227,9 @@ def _zip_problem(found: Sequence[zipfile.ZipInfo], names: int, length: int) -> s
     if names != len(found):
         return "two entries have one name"
     end = 0
+    if found and min(info.header_offset for info in found):
+        # Other readers count from the start of the file, and could find other entries there.
+        return "its first entry is not at its start"
     for info in sorted(found, key=attrgetter("header_offset")):
         if info.header_offset < end:
             return f"entry {info.filename!r:.80} overlaps another"

@@ -14,8 +14,9 @@ from remote_servers import KEYS, Bucket, free_port, refusing, serving, use_s3
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import locate
+from ckptkit.formats.hf import remote
 from ckptkit.formats.hf.remote import opened
-from ckptkit.storage.url import is_url
+from ckptkit.storage.url import Store, is_url
 from ckptkit.transfer.upload import Upload
 
 
@@ -191,3 +192,20 @@ def test_url_that_is_no_store_is_refused(
 )
 def test_is_url_tells_urls_from_paths(text: str | Path, expected: bool) -> None:
     assert is_url(text) is expected
+
+
+def test_a_file_of_a_store_that_is_too_large_is_refused_before_it_is_read() -> None:
+    store = Store("memory://bounded")
+    store.write("config.json", b"x" * 100)
+    assert store.read("config.json", 100) == b"x" * 100
+    with pytest.raises(CkptkitError, match="config.json: 100 bytes, and at most 99 are read"):
+        store.read("config.json", 99)
+
+
+def test_a_side_file_of_a_store_that_is_too_large_is_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store("memory://large")
+    for name, content in (("config.json", b"{}"), ("tokenizer.json", b"x" * 1000)):
+        store.write(name, content)
+    monkeypatch.setattr(remote, "MOST_BYTES", 999)
+    with pytest.raises(CkptkitError, match="tokenizer.json: 1000 bytes, and at most 999 are read"):
+        reading(store.url)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges
 from ckptkit.formats.hf.side_files import main_dtype
+from ckptkit.formats.torch_dist.foreign_names import refuse_foreign_names
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.formats.torch_dist.tracker import not_found
 from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, with_chunks, with_remainder
@@ -122,6 +123,7 @@ def run_megatron(subject: Subject) -> MegatronRun:
     """
     sizes = sizes_of(subject)
     _check_release(subject)
+    refuse_foreign_names(subject.location.path)
     if subject.source is not None and subject.source_kind == "hf":
         to_megatron(subject.source, str(subject.source_path))
     trainer = subject.megatron.trainer_loader
@@ -237,6 +239,7 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
     sizes = sizes_of(subject)
     _check_release(subject)
     check_reference(subject, prompts)
+    refuse_foreign_names(subject.location.path)
     gpu = _on_gpus(sizes)
     with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
         jobs = [_logits_job(subject, sizes, rank, Path(scratch), gpu, prompts, dtype) for rank in range(sizes.world)]

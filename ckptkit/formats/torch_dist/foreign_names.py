@@ -1,0 +1,93 @@
+"""Refuses a torch_dist checkpoint whose pickles name anything but what megatron-core and torch write into them.
+
+Readers of torch_dist unpickle `.metadata`, `common.pt` and saved objects without restriction, so what a pickle names is
+run. Before one of them opens a checkpoint it is read here, where nothing is run.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.torch_dist.reader import MOST_METADATA, read_metadata
+from ckptkit.formats.torch_save import unpickle
+from ckptkit.formats.torch_save.blob import Blob
+from ckptkit.formats.torch_save.records import NotAllowed, Record
+from ckptkit.storage.regular import read_regular
+
+_HINT = "nothing in it was run; where you trust it, load it with Megatron itself, leave that out and save it again"
+_DCP = "torch.distributed.checkpoint."
+# Source: torch `distributed/checkpoint/metadata.py` and `filesystem.py`.
+_METADATA = {
+    *(f"{_DCP}metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *(f"{_DCP}metadata.{name}" for name in ("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata")),
+    *(f"{_DCP}metadata._MEM_FORMAT_ENCODING", f"{_DCP}filesystem._StorageInfo"),
+    *("torch.Size", "torch.serialization._get_layout"),
+    *(f"torch.{dtype}" for dtype in ITEMSIZE),
+}
+# Source: `SAFE_GLOBALS` in megatron-core's `safe_globals.py`, and what torch writes for a tensor.
+_OBJECTS = {
+    *("argparse.Namespace", "types.SimpleNamespace", "pathlib.PosixPath", "signal.Signals", "_io.BytesIO"),
+    *("collections.OrderedDict", "collections.defaultdict", "builtins.dict", "builtins.set", "builtins.bytes"),
+    *("torch.Size", "torch.device", "torch._utils._rebuild_tensor_v2", "torch.ByteStorage"),
+    *(f"torch.{dtype}" for dtype in ITEMSIZE),
+    *(f"torch.{name}" for name in STORAGE_CLASS.values()),
+    *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype"),
+    *("numpy.dtypes.UInt32DType", "_codecs.encode"),
+    *("megatron.core.enums.ModelType", "megatron.core.optimizer.optimizer_config.OptimizerConfig"),
+    *(f"megatron.core.rerun_state_machine.{name}" for name in ("RerunDiagnostic", "RerunMode", "RerunState")),
+    *(
+        f"megatron.core.transformer.enums.{name}"
+        for name in ("AttnBackend", "CudaGraphModule", "CudaGraphScope", "InferenceCudaGraphScope", "AttnMaskType")
+    ),
+    "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout",
+    "megatron.core.transformer.enums.LayerType",
+}
+_EXTRA_STATE = "._extra_state"
+
+
+def refuse_foreign_names(path: Path) -> None:
+    """Raises CkptkitError where a pickle in the torch_dist directory `path` names anything else, or is damaged.
+
+    Of an `_extra_state`, which Transformer Engine unpickles once more, the bytes inside are looked at too.
+    """
+    file = path / ".metadata"
+    try:
+        unpickle.loads(read_regular(file, MOST_METADATA), _METADATA.__contains__)
+    except NotAllowed as error:
+        raise CkptkitError(f"{file} names {error.kind}, which torch does not write", _HINT) from error
+    except OSError as error:
+        raise CkptkitError(f"{file}: {error.strerror}", "a torch_dist checkpoint needs it") from error
+    except pickle.UnpicklingError as error:
+        raise CkptkitError(f"{file} cannot be unpickled: {error}", "the file is damaged; copy it again") from error
+    blobs = dict(read_metadata(path).objects)
+    common = path / "common.pt"
+    if common.exists():
+        blobs[common.name] = Blob(common, 0, common.stat().st_size)
+    for key, blob in blobs.items():
+        found = blob.object(_OBJECTS.__contains__)
+        if _EXTRA_STATE in key and not _is_empty(found):
+            raise CkptkitError(
+                f"{blob}: {key} holds bytes that Transformer Engine would unpickle", "save it without FP8 state"
+            )
+
+
+def _is_empty(state: Any) -> bool:
+    """Whether an extra state has nothing in it that could be unpickled once more."""
+    # megatron-core puts the state of a rank into a list of one; Transformer Engine makes streams and tensors of bytes.
+    if isinstance(state, list):
+        return len(state) <= 1 and not any(isinstance(one, list) or not _is_empty(one) for one in state)
+    if isinstance(state, Record) and state.kind == "_io.BytesIO":
+        content = state.state[0] if isinstance(state.state, tuple) and state.state else b""
+        return not state.args and (not content or (isinstance(content, Record) and _is_no_bytes(content)))
+    if isinstance(state, Record) and state.kind == "torch._utils._rebuild_tensor_v2":
+        return len(state.args) > 2 and isinstance(state.args[2], tuple) and 0 in state.args[2]
+    return not state
+
+
+def _is_no_bytes(content: Record) -> bool:
+    """Whether this is what pickles of protocol 2 have for no bytes: a call of `bytes` without arguments."""
+    return content.kind == "builtins.bytes" and not content.args

@@ -1,0 +1,97 @@
+"""What real Megatron would unpickle is refused before it starts, unless megatron-core and torch write such names."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixture_types import CopyOf, PathOf
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.torch_dist.foreign_names import refuse_foreign_names
+from verify.run import verify
+
+
+class Evil:
+    """Pickles as a call of os.system."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch ran",)
+
+
+@pytest.fixture
+def release(converted: PathOf, copy_of: CopyOf) -> Path:
+    return copy_of(converted("qwen2-tied")) / "release"
+
+
+def test_every_save_of_real_megatron_is_let_through(saved: Path) -> None:
+    found = [file.parent for file in saved.rglob(".metadata")]
+    assert len(found) > 5
+    for path in found:
+        refuse_foreign_names(path)
+
+
+def test_training_arguments_are_let_through(release: Path) -> None:
+    args = argparse.Namespace(params_dtype=torch.bfloat16, seed=1, more=collections.OrderedDict(a=torch.zeros(2)))
+    torch.save({"args": args, "iteration": 1}, release / "common.pt")
+    refuse_foreign_names(release)
+
+
+def test_a_call_in_common_pt_is_refused_before_megatron_starts(
+    release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"args": Evil()}, release / "common.pt")
+    with pytest.raises(CkptkitError, match=r"common\.pt holds posix\.system, which is no plain data"):
+        refuse_foreign_names(release)
+    with pytest.raises(CkptkitError, match="posix.system"):
+        verify(release.parent, against=frozenset({"megatron"}))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_call_in_metadata_is_refused(release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    metadata = pickle.loads((release / ".metadata").read_bytes())
+    metadata.planner_data = Evil()
+    (release / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CkptkitError, match=r"\.metadata names posix\.system, which torch does not write"):
+        refuse_foreign_names(release)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "refused"),
+    [
+        (None, False),
+        ([None], False),
+        (io.BytesIO(), False),
+        (torch.empty(0, dtype=torch.uint8), False),
+        ([io.BytesIO(b"\x80\x02N.")], True),
+        (io.BytesIO(b"\x80\x02N."), True),
+        (torch.ones(4, dtype=torch.uint8), True),
+        (b"x", True),
+    ],
+)
+def test_an_extra_state_with_a_pickle_inside_is_refused(release: Path, state: object, refused: bool) -> None:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+    key = "decoder.layers.0.mlp.linear_fc1._extra_state/shard_0_1"
+    torch.save(state, release / "extra.distcp")
+    metadata = pickle.loads((release / ".metadata").read_bytes())
+    metadata.state_dict_metadata[key] = BytesStorageMetadata()
+    size = (release / "extra.distcp").stat().st_size
+    metadata.storage_data[MetadataIndex(key)] = _StorageInfo("extra.distcp", 0, size)
+    (release / ".metadata").write_bytes(pickle.dumps(metadata))
+    if refused:
+        with pytest.raises(CkptkitError, match="Transformer Engine would unpickle"):
+            refuse_foreign_names(release)
+    else:
+        refuse_foreign_names(release)

@@ -1,0 +1,7 @@
+"""All hostile inputs."""
+
+from __future__ import annotations
+
+from hostile import json_cases, kinds, texts, weights
+
+ALL = [*kinds.cases(), *json_cases.cases(), *weights.cases(), *texts.cases()]

@@ -1,0 +1,106 @@
+"""What is no file in place of every kind of file: pipes, directories, devices, links, sockets, endless files."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from hostile.case import Case
+
+_TERABYTE = 1 << 40
+# Each file: its base, and the verbs that read it.
+FILES = {
+    "config": ("hf", "config.json", None, ()),
+    "index": ("hf", "model.safetensors.index.json", None, ("arguments",)),
+    "shard": (
+        "hf",
+        "model-00001-of-00005.safetensors",
+        ("convert", "inspect", "quantize", "verify", "diff", "preflight", "manifest"),
+        (),
+    ),
+    "tokenizer": ("hf", "tokenizer.json", ("convert", "quantize", "verify", "preflight", "manifest"), ()),
+    "generation config": ("hf", "generation_config.json", ("convert", "quantize", "manifest"), ()),
+    "INT4 config": ("int4", "config.json", ("lint", "like", "quantize"), ()),
+    "tracker": ("megatron", "latest_checkpointed_iteration.txt", None, ()),
+    "metadata": ("megatron", "release/.metadata", None, ()),
+    "distcp": ("megatron", "release/__0_0.distcp", ("convert", "verify", "diff", "manifest"), ()),
+    "common": ("megatron", "release/common.pt", ("inspect", "convert", "verify", "preflight"), ("convert",)),
+    "manifest": ("manifest", "ckptkit.json", None, ()),
+    "signature": ("signature", "ckptkit.json.sig", None, ()),
+    "public key": ("signature", "key.pub", None, ()),
+    "legacy rank": ("legacy", "mp_rank_00/model_optim_rng.pt", None, ()),
+    "launch script": ("script", "run.sh", None, ()),
+    "YAML": ("yaml", "job.yaml", None, ()),
+    "log": ("log", "log.txt", None, ()),
+    "rollout": ("rollout", "rollout.pt", None, ()),
+}
+
+
+def _pipe(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def _socket(file: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        folder = os.open(file.parent, os.O_RDONLY)
+        one.bind(f"/proc/self/fd/{folder}/{file.name}")  # a socket's path has at most 107 bytes
+        os.close(folder)
+
+
+def _directory(file: Path) -> None:
+    file.mkdir()
+
+
+def _device(file: Path) -> None:
+    file.symlink_to("/dev/zero")
+
+
+def _loop(file: Path) -> None:
+    file.symlink_to(file.name)
+
+
+def _dangling(file: Path) -> None:
+    file.symlink_to("nowhere")
+
+
+def _endless(file: Path) -> None:
+    with file.open("wb") as sparse:
+        sparse.truncate(_TERABYTE)
+
+
+def _empty(file: Path) -> None:
+    file.touch()
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "pipe": _pipe,
+    "socket": _socket,
+    "directory": _directory,
+    "device": _device,
+    "link to itself": _loop,
+    "link to nothing": _dangling,
+    "terabyte of zeros": _endless,
+    "empty file": _empty,
+}
+# What there may be without harm: an iteration without common.pt has its state elsewhere; an empty file of words.
+_HARMLESS = {("empty file", "tokenizer"), ("empty file", "generation config"), ("empty file", "common")}
+
+
+def _replaced(name: str, make: Callable[[Path], None], root: Path) -> None:
+    file = root / name
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    make(file)
+
+
+def cases() -> Iterator[Case]:
+    """Each kind in place of each file."""
+    for what, (base, name, verbs, passing) in FILES.items():
+        for kind, make in KINDS.items():
+            if (kind, what) in _HARMLESS:
+                continue
+            said = name.rpartition("/")[2].replace(".", r"\.")
+            yield Case(f"{kind} as {what}", base, partial(_replaced, name, make), said, verbs, passing)

@@ -1,0 +1,193 @@
+"""Every verb on inputs that are made to harm: a clean error, no code run, nothing outside touched, little used."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click import Context
+from processes import environment
+
+from ckptkit.app.cli import LazyGroup, cli
+from hostile import cases
+from hostile.bases import COMMANDS, WITHOUT_CONTROL, commands, linked, make_bases
+from hostile.case import RAN, Case
+
+CASES = {one.name: one for one in cases.ALL}
+_EACH = 2  # verbs of a case: a fork costs more than what most verbs do
+ALL_VERBS = "CKPTKIT_ALL_VERBS" in os.environ
+Tree = dict[str, tuple[int, int, int]]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a verb ended: exit code, all that it printed, and what it did that no verb may do."""
+
+    code: int
+    said: str
+    seen: list[str]
+    seconds: float
+
+
+class Runner:
+    """The process that runs verbs."""
+
+    def __init__(self, sound: Path, scratch: Path) -> None:
+        self.sound, self._scratch = sound, scratch
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "hostile.server"],
+            env=environment(OMP_NUM_THREADS="1", MALLOC_ARENA_MAX="1", HF_HUB_OFFLINE="1"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        warming = [words for base in COMMANDS if base not in WITHOUT_CONTROL for words in self._warming(base)]
+        self._send(warming)
+
+    def _warming(self, base: str) -> Iterator[list[str]]:
+        for verb, words in commands(base, self.sound).items():
+            if verb == "like":  # it starts threads of torch, which forks have no use of
+                continue
+            out = f"{self._scratch}/{base}-{verb}-"
+            yield [
+                word.replace("in/", f"{self.sound}/{base}/")
+                if word.startswith("in/")
+                else f"{self.sound}/{base}"
+                if word == "in"
+                else word.replace("out/", out)
+                for word in words
+            ]
+
+    def _send(self, request: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+
+    def run(self, words: list[str], root: Path) -> Ran:
+        """Runs `ckptkit WORDS...` in a directory."""
+        self._send([words, str(root)])
+        assert self._process.stdout is not None
+        return Ran(**json.loads(self._process.stdout.readline()))
+
+    def end(self) -> None:
+        """Ends the process."""
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    root = tmp_path_factory.mktemp("hostile")
+    sound, scratch = root / "sound", root / "scratch"
+    sound.mkdir()
+    scratch.mkdir()
+    make_bases(sound)
+    running = Runner(sound, scratch)
+    yield running
+    running.end()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Path]:
+    """The directory in which verbs run: they may write into `out` and `tmp`, and may not look into `outside`."""
+    for name in ("out", "tmp", "outside"):
+        (tmp_path / name).mkdir()
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+def tree(root: Path) -> Tree:
+    """Kind, size and time of last change of everything below a directory but `out`."""
+    found: Tree = {}
+    for folder, folders, files in os.walk(root):
+        if folder == str(root):
+            folders.remove("out")
+        for name in [*folders, *files]:
+            one = os.lstat(os.path.join(folder, name))
+            size = 0 if name in folders else one.st_size
+            found[os.path.join(folder, name)] = (one.st_mode, size, one.st_mtime_ns)
+    del found[str(root / "tmp")]
+    return found
+
+
+def faults(ran: Ran, here: Path, before: Tree) -> list[str]:
+    """What no verb may do on any input, as lines for people."""
+    found = [f"exit code {ran.code}"] if ran.code not in (0, 1, 2) else []
+    found += ran.seen
+    found += [word for word in ("Traceback", "an error inside") if word in ran.said]
+    found += ["an error without a next step"] if "error: " in ran.said and "next" not in ran.said else []
+    found += ["control characters"] if re.search(r"[\x00-\x08\x0b-\x1f\x7f]", ran.said) else []
+    found += ["more than 20000 characters"] if len(ran.said) > 20_000 and ran.code else []
+    found += ["the payload ran"] if (here / RAN).exists() else []
+    after = tree(here)
+    found += [f"changed: {path}" for path in sorted({*before.items()} ^ {*after.items()})]
+    if ran.code:
+        found += [f"left: {path.name}" for path in (here / "out").iterdir()]
+    return found
+
+
+def refused(one: Case, verb: str, ran: Ran) -> list[str]:
+    """What is wrong with what a verb says of a hostile input."""
+    if ran.code == 0:
+        return [] if verb in one.passing else ["it passed"]
+    return [] if re.search(one.said, ran.said) or verb in one.passing else [f"it does not say {one.said!r}"]
+
+
+@pytest.mark.parametrize("base", [base for base in COMMANDS if base not in WITHOUT_CONTROL])
+def test_sound_input_passes_every_verb(base: str, runner: Runner, here: Path) -> None:
+    linked(runner.sound / base, here / "in")
+    before = tree(here)
+    wrong = {}
+    for verb, words in commands(base, runner.sound).items():
+        ran = runner.run(words, here)
+        if found := faults(ran, here, before) + ([f"exit code {ran.code}"] if ran.code else []):
+            wrong[verb] = found, ran.said[-1500:]
+        shutil.rmtree(here / "out")
+        (here / "out").mkdir()
+    assert wrong == {}
+
+
+def chosen(one: Case) -> list[str]:
+    """The verbs that a case is given to: two in turn, so that every verb has many; all of them with ALL_VERBS."""
+    verbs = list(one.verbs or COMMANDS[one.base])
+    first = list(CASES).index(one.name) * _EACH
+    return verbs if ALL_VERBS else list(dict.fromkeys(verbs[(first + more) % len(verbs)] for more in range(_EACH)))
+
+
+def test_every_verb_is_given_many_hostile_inputs() -> None:
+    given = Counter(words.split()[0] for one in CASES.values() for words in _words(one))
+    assert set(given) == set(LazyGroup().list_commands(Context(cli)))
+    assert min(given.values()) >= 5
+    assert len(CASES) >= 150
+
+
+def _words(one: Case) -> list[str]:
+    return [COMMANDS[one.base][verb] for verb in chosen(one)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hostile_input_is_refused_cleanly(name: str, runner: Runner, here: Path) -> None:
+    one = CASES[name]
+    linked(runner.sound / one.base, here / "in")
+    values = one.make(here / "in")
+    before = tree(here)
+    wrong: dict[str, object] = {}
+    said = values if isinstance(values, dict) else {}
+    every = commands(one.base, runner.sound, **said)
+    for verb in chosen(one):
+        words = every[verb]
+        ran = runner.run(words, here)
+        if found := faults(ran, here, before) + refused(one, verb, ran):
+            wrong[verb] = found, ran.said[-1500:]
+        shutil.rmtree(here / "out")
+        (here / "out").mkdir()
+    assert wrong == {}

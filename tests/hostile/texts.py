@@ -1,0 +1,121 @@
+"""Launch scripts, YAML, logs and words of the command line that are made to run code, to hang or to fill memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from hostile.case import RAN, Case, put
+
+_TRAIN = "\npython3 train.py --hf-checkpoint in $A\n"
+SCRIPTS: dict[str, bytes] = {
+    "command substitution": f"A=$(touch {RAN}){_TRAIN}".encode(),
+    "backquotes": f"A=`touch {RAN}`{_TRAIN}".encode(),
+    "rm of the root": f"A=$(rm -rf --no-preserve-root in; touch {RAN}){_TRAIN}".encode(),
+    "process substitution": f"source <(echo 'touch {RAN}'){_TRAIN}".encode(),
+    "eval": f"eval 'touch {RAN}'\nA=$X{_TRAIN}".encode(),
+    "substitution in arithmetic": f"A=$((a[$(touch {RAN})])){_TRAIN}".encode(),
+    "substitution in a default": f"A=${{X:-$(touch {RAN})}}{_TRAIN}".encode(),
+    "unfinished quote": b"A='x" + _TRAIN.encode(),
+    "unfinished double quote": b'A="x' + _TRAIN.encode(),
+    "unfinished here-document": b"cat <<EOF\nA=1" + _TRAIN.encode(),
+    "script that reads itself": b"source in/run.sh" + _TRAIN.encode(),
+    "function that calls itself": b"f() { f; }\nf" + _TRAIN.encode(),
+    "two functions that call each other": b"f() { g; g; }\ng() { f; f; }\nf" + _TRAIN.encode(),
+    "brace bomb": b"A={1..1000000000}" + _TRAIN.encode(),
+    "nested braces": b"A=" + b"{a,b}" * 60 + _TRAIN.encode(),
+    "power tower": b"A=$((10**10**10))" + _TRAIN.encode(),
+    "array bomb": b"B=(x)\n" + b'B=("${B[@]}" "${B[@]}")\n' * 60 + b"A=${B[*]}" + _TRAIN.encode(),
+    "doubling": b"A=xxxxxxxx\n" + b"A=$A$A\n" * 60 + _TRAIN.encode(),
+    "endless loop": b"while true; do A=x$A; done" + _TRAIN.encode(),
+    "counting loop": b"for ((i=0;i<10**18;i++)); do A=$i; done" + _TRAIN.encode(),
+    "10000 brackets": b"A=" + b"$(" * 10_000 + b"x" + b")" * 10_000 + _TRAIN.encode(),
+    "10000 ifs": b"if true; then\n" * 10_000 + _TRAIN.encode() + b"fi\n" * 10_000,
+    "line of 900 KB": b"A=" + b"x" * 900_000 + _TRAIN.encode(),
+    "2 MB": b"# " + b"x" * 2_000_000 + _TRAIN.encode(),
+    "bytes of all values": bytes(range(256)) * 100,
+    "an ELF file": b"\x7fELF\x02\x01\x01" + bytes(1000),
+    "UTF-16": "A=1\npython3 train.py --hf-checkpoint in $A\n".encode("utf-16"),
+    "case of patterns": b"case aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa in " + b"*a" * 30 + b"b) A=1;; esac" + _TRAIN.encode(),
+    "pattern in a variable": b"B=" + b"a" * 5000 + b"\nA=${B##" + b"*a" * 30 + b"b}" + _TRAIN.encode(),
+    "terminal escapes": b"A=\x1b]0;owned\x07\x1b[2J" + _TRAIN.encode(),
+    "no trainer": b"echo hello\n",
+    "sizes of 10^99": b"python3 train.py --hf-checkpoint in --num-layers "
+    + b"9" * 99
+    + b" --tensor-model-parallel-size 0\n",
+}
+YAML: dict[str, bytes] = {
+    "billion laughs": b"a0: &a0 [x]\n"
+    + b"".join(b"a%d: &a%d [%s]\n" % (n, n, b",".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 12)),
+    "python object": f"a: !!python/object/apply:os.system ['touch {RAN}']\n".encode(),
+    "python name": b"a: !!python/name:os.system\n",
+    "merge cycle": b"a: &a\n  <<: *a\n  b: 1\n",
+    "list in itself": b"a: &a [*a]\n",
+    "nested lists": b"a: " + b"[" * 50_000,
+    "nested mappings": b"a: " + b"{a: " * 50_000,
+    "deep indentation": b"".join(b" " * n + b"a:\n" for n in range(500)),
+    "key twice": b"a: 1\na: 2\n",
+    "unknown anchor": b"a: *nowhere\n",
+    "tabs": b"a:\n\t- b\n",
+    "two documents": b"a: 1\n---\nb: 2\n",
+    "NUL": b"a: \0\n",
+    "invalid UTF-8": b"a: \xff\xfe\n",
+    "2 MB": b"a: " + b"x" * 2_000_000,
+    "100000 keys": b"".join(b"k%d: 1\n" % n for n in range(100_000)),
+    "a list": b"- 1\n",
+    "a word": b"x\n",
+    "interpolation of itself": b"actor_rollout_ref: {model: {path: '${actor_rollout_ref.model.path}'}}\n",
+    "interpolation of a resolver": f"actor_rollout_ref: {{model: {{path: '${{oc.eval:touch {RAN}}}'}}}}\n".encode(),
+    "defaults outside": b"defaults: [../../../../etc/passwd]\nactor_rollout_ref: {model: {path: in}}\n",
+    "defaults of itself": b"defaults: [job]\nactor_rollout_ref: {model: {path: in}}\n",
+}
+LOGS: dict[str, bytes] = {
+    "line of 30 MB": b"x" * 30_000_000,
+    "a symptom in a line of 10 MB": b"y" * 10_000_000 + b"CUDA out of memory" + b"y" * 100,
+    "bytes of all values": bytes(range(256)) * 10_000,
+    "terminal escapes": b"\x1b]0;owned\x07\x1b[2J CUDA out of memory\x1b[31m\n" * 1000,
+    "escapes without an end": b"\x1b]" + b"0" * 3_000_000,
+    "million empty lines": b"\n" * 1_000_000,
+    "NULs": bytes(1_000_000),
+    "UTF-16": ("CUDA out of memory\n" * 1000).encode("utf-16"),
+    "carriage returns": b"a\rb\r" * 100_000,
+    "a symptom on every line": b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n" * 20_000,
+    "right to left": "\u202e\u2066CUDA out of memory\n".encode() * 100,
+}
+CODES = {
+    "terminal escapes": "\x1b[2J",
+    "a path": "../../../etc/passwd",
+    "100000 characters": "C" * 100_000,
+    "a lone surrogate": "CK\udcff",
+    "a format": "%s%s%n{0.__class__}",
+    "a newline": "CK101\nCK102",
+    "code": "__import__('os').system('touch ran')",
+}
+
+
+def _at(name: str, content: bytes, root: Path) -> None:
+    put(root / name, content)
+
+
+def _code(text: str, root: Path) -> dict[str, str]:
+    return {"code": text}
+
+
+def cases() -> Iterator[Case]:
+    """Texts for preflight, triage and explain. What is harmless may pass: the harness judges what was done."""
+    for what, content in SCRIPTS.items():
+        yield Case(
+            f"script: {what}",
+            "script",
+            partial(_at, "run.sh", content),
+            "run.sh|line|hf-checkpoint|train.py|in",
+            None,
+            ("preflight",),
+        )
+    for what, content in YAML.items():
+        yield Case(f"YAML: {what}", "yaml", partial(_at, "job.yaml", content), r"job\.yaml|model\.path|command line")
+    for what, content in LOGS.items():
+        yield Case(f"log: {what}", "log", partial(_at, "log.txt", content), r"log\.txt", None, ("triage", "json"))
+    for what, text in CODES.items():
+        yield Case(f"explain: {what}", "code", partial(_code, text), "code|CK")

@@ -1,0 +1,320 @@
+"""Shards, indexes, pickles, zips and `.metadata` that lie about what they hold."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hostile.case import RAN, Case, put
+
+_INDEX = "model.safetensors.index.json"
+_FIRST = "model-00001-of-00005.safetensors"
+
+
+def _header(change: Callable[[dict[str, Any]], object], root: Path, more: bytes = b"") -> None:
+    """Changes the header of the first shard."""
+    content = (root / _FIRST).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    put(root / _FIRST, struct.pack("<Q", len(text)) + text + content[8 + length :] + more)
+
+
+def _first(header: dict[str, Any]) -> dict[str, Any]:
+    return next(entry for name, entry in header.items() if name != "__metadata__")
+
+
+def _second(header: dict[str, Any]) -> dict[str, Any]:
+    return [entry for name, entry in header.items() if name != "__metadata__"][1]
+
+
+HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "offsets of 2^63": lambda header: _first(header).update(data_offsets=[0, 1 << 63]),
+    "negative offsets": lambda header: _first(header).update(data_offsets=[-8, 8]),
+    "offsets turned round": lambda header: _first(header).update(data_offsets=_first(header)["data_offsets"][::-1]),
+    "offsets that are text": lambda header: _first(header).update(data_offsets=["0", "8"]),
+    "one offset": lambda header: _first(header).update(data_offsets=[0]),
+    "no offsets": lambda header: _first(header).pop("data_offsets"),
+    "two tensors in one place": lambda header: _second(header).update(data_offsets=_first(header)["data_offsets"]),
+    "a hole": lambda header: header.pop(next(name for name in header if name != "__metadata__")),
+    "unknown dtype": lambda header: _first(header).update(dtype="os.system"),
+    "dtype that is a list": lambda header: _first(header).update(dtype=["BF16"]),
+    "negative shape": lambda header: _first(header).update(shape=[-1, -64]),
+    "shape beyond 2^64": lambda header: _first(header).update(shape=[1 << 40, 1 << 40, 1 << 40]),
+    "shape of floats": lambda header: _first(header).update(shape=[64.0]),
+    "shape of true": lambda header: _first(header).update(shape=[True]),
+    "shape of 100000 axes": lambda header: _first(header).update(shape=[1] * 100_000),
+    "shape with zero": lambda header: _first(header).update(shape=[0, 1 << 62]),
+    "entry that is a number": lambda header: header.update(x=1),
+    "metadata that is a list": lambda header: header.update(__metadata__=[1]),
+    "name with a newline": lambda header: header.update({"a\nb\x1b[2J": dict(_first(header))}),
+}
+
+
+def _raw(content: bytes, root: Path) -> None:
+    put(root / _FIRST, content)
+
+
+def _trailing(root: Path) -> None:
+    put(root / _FIRST, (root / _FIRST).read_bytes() + bytes(64))
+
+
+def _cut(root: Path) -> None:
+    put(root / _FIRST, (root / _FIRST).read_bytes()[:-1])
+
+
+RAW: dict[str, bytes] = {
+    "length beyond the file": struct.pack("<Q", 1 << 30) + b"{}",
+    "length of 2^64 - 1": b"\xff" * 8 + b"{}",
+    "three bytes": b"\1\2\3",
+    "length 0": bytes(8),
+    "a header of spaces": struct.pack("<Q", 1000) + b" " * 1000,
+    "nested header": struct.pack("<Q", 200_000) + b"[" * 200_000,
+    "key twice in header": (lambda text: struct.pack("<Q", len(text)) + text)(b'{"a": {}, "a": {}}'),
+    "UTF-16 header": (lambda text: struct.pack("<Q", len(text)) + text)('{"a": {}}'.encode("utf-16")),
+    "200000 entries": (lambda text: struct.pack("<Q", len(text)) + text)(
+        b"{" + b",".join(b'"%d":{}' % number for number in range(200_000)) + b"}"
+    ),
+    "a pickle": pickle.dumps({"a": 1}),
+    "HTML": b"<!DOCTYPE html><html>",
+}
+
+
+def _weight_map(change: Callable[[dict[str, Any]], object], root: Path) -> None:
+    index = json.loads((root / _INDEX).read_bytes())
+    change(index)
+    put(root / _INDEX, json.dumps(index))
+
+
+def _home(file: Any) -> Callable[[dict[str, Any]], object]:
+    def change(index: dict[str, Any]) -> None:
+        index["weight_map"][next(iter(index["weight_map"]))] = file
+
+    return change
+
+
+INDEXES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "parent folder": _home("../outside/secret.safetensors"),
+    "absolute path": _home("/etc/passwd"),
+    "NUL": _home("model\0.safetensors"),
+    "empty name": _home(""),
+    "dot": _home("."),
+    "dots": _home(".."),
+    "name of 10000 characters": _home("x" * 10_000),
+    "number": _home(7),
+    "list": _home(["model"]),
+    "missing shard": _home("model-99999-of-00005.safetensors"),
+    "control characters": _home("\x1b]0;owned\x07.safetensors"),
+    "right to left": _home("\u202egnp.safetensors"),
+    "backslashes": _home("..\\outside\\secret.safetensors"),
+    "weight_map is a list": lambda index: index.update(weight_map=[1]),
+    "weight_map is absent": lambda index: index.pop("weight_map"),
+    "weight_map is text": lambda index: index.update(weight_map="model"),
+    "empty weight_map": lambda index: index.update(weight_map={}),
+    "ghost names": lambda index: index["weight_map"].update({f"ghost.{n}\x1b[2J": _FIRST for n in range(10_000)}),
+}
+
+
+# Pickles. Each would make the file RAN where a machine runs it, or never end.
+
+
+def _global(module: str, name: str, argument: str) -> bytes:
+    return b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"X" + struct.pack("<I", len(argument)) + argument.encode()
+
+
+_TOUCH = f"touch {RAN}"
+_WRITE = f"open('{RAN}', 'w')"
+_SHARED = b"".join(b"\x94" + b"(" + b"h" + bytes([n]) + b"h" + bytes([n]) + b"t" for n in range(60))
+PICKLES: dict[str, bytes] = {
+    "os.system by REDUCE": _global("os", "system", _TOUCH) + b"\x85R.",
+    "posix.system by REDUCE": _global("posix", "system", _TOUCH) + b"\x85R.",
+    "eval by REDUCE": _global("builtins", "eval", _WRITE) + b"\x85R.",
+    "exec by REDUCE": _global("__builtin__", "exec", _WRITE) + b"\x85R.",
+    "subprocess by NEWOBJ": _global("subprocess", "Popen", _TOUCH) + b"\x85\x81.",
+    "os.system by NEWOBJ_EX": _global("os", "system", _TOUCH) + b"\x85}\x92.",
+    "os.system by OBJ": b"\x80\x02(cos\nsystem\nX" + struct.pack("<I", len(_TOUCH)) + _TOUCH.encode() + b"o.",
+    "os.system by INST": b"(X" + struct.pack("<I", len(_TOUCH)) + _TOUCH.encode() + b"ios\nsystem\n.",
+    "getattr chain": b"\x80\x02cbuiltins\ngetattr\ncos\nsystem\nX\x08\x00\x00\x00__call__\x86R.",
+    "setstate by BUILD": b"\x80\x02cos\nenviron\n}X\x01\x00\x00\x00aX\x01\x00\x00\x00bsb.",
+    "torch.load by REDUCE": _global("torch", "load", "/dev/zero") + b"\x85R.",
+    "extension code": b"\x80\x02\x82\x01.",
+    "persistent id of text": b"Pos.system\n.",
+    "memo index of 2^31": b"\x80\x02Nr\xff\xff\xff\x7f.",
+    "memo that is not there": b"\x80\x02j\xff\xff\xff\x7f.",
+    "hash of nested tuples": b"\x80\x04}" + b")" + b"\x94h\x00\x86" * 200 + b"Ns.",
+    "billion laughs": b"\x80\x04]" + b"".join(b"\x94]h%ch%ce" % (bytes([n]), bytes([n])) for n in range(0)) + b".",
+    "integer of 2 GiB": b"\x80\x02\x8b\xff\xff\xff\x7f.",
+    "text of 2^63 bytes": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 63) + b".",
+    "bytes of 4 GiB": b"\x80\x03B\xff\xff\xff\xff.",
+    "frame of 2^63": b"\x80\x04\x95" + struct.pack("<Q", 1 << 63) + b"N.",
+    "100000 marks": b"\x80\x02" + b"(" * 100_000 + b".",
+    "nested 100000 deep": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "list in itself": b"\x80\x04]\x94h\x00a.",
+    "no STOP": b"\x80\x02N",
+    "empty stack": b"\x80\x02.",
+    "protocol 255": b"\x80\xffN.",
+    "out of band buffer": b"\x80\x05\x97.",
+    "names that are no text": b"\x80\x04K\x01K\x02\x93.",
+    "10000 names": b"\x80\x02(" + b"".join(b"cm%d\nn\n" % number for number in range(10_000)) + b"t.",
+    "text that is not UTF-8": b"\x80\x02X\x02\x00\x00\x00\xff\xfe.",
+    "decimal of a million digits": b"L" + b"9" * 1_000_000 + b"L\n.",
+    "a number": pickle.dumps(7),
+    "random": bytes(range(256)) * 20,
+}
+PICKLES["billion laughs"] = (
+    b"\x80\x04]\x94" + b"".join(b"]\x94(h%ch%ch%ch%ce" % ((number,) * 4) for number in range(60)) + b"."
+)
+
+
+def _zip(data: bytes, entries: dict[str, bytes] | None = None, method: int = zipfile.ZIP_STORED) -> bytes:
+    """A torch.save file with this pickle."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", method) as archive:
+        for name, content in ({"data.pkl": data, "byteorder": b"little", "version": b"3\n"} | (entries or {})).items():
+            archive.writestr(f"archive/{name}", content)
+    return made.getvalue()
+
+
+_PLAIN = pickle.dumps({"args": None, "iteration": 1}, 2)
+_GOOD = _zip(_PLAIN)
+
+
+def _twice() -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        for name in ("archive/data.pkl", "archive/data.pkl2"):
+            archive.writestr(name, _PLAIN)
+    return made.getvalue().replace(b"data.pkl2", b"data.pkl\0")
+
+
+ZIPS: dict[str, bytes] = {
+    "compressed": _zip(_PLAIN, method=zipfile.ZIP_DEFLATED),
+    "a bomb": _zip(bytes(1 << 26), method=zipfile.ZIP_DEFLATED),
+    "bzip2": _zip(_PLAIN, method=zipfile.ZIP_BZIP2),
+    "no data.pkl": _GOOD.replace(b"data.pkl", b"dota.pkl"),
+    "one name twice": _twice(),
+    "parent folder": _GOOD.replace(b"archive/data.pkl", b"../../../out/ran"),
+    "big endian": _zip(_PLAIN).replace(b"little", b"biggie"),
+    "cut off": _GOOD[:-30],
+    "no directory": _GOOD[: _GOOD.index(b"PK\1\2")],
+    "entry beyond the file": _GOOD.replace(struct.pack("<II", len(_PLAIN), len(_PLAIN)), b"\xff\xff\xff\x7f" * 2),
+    "directory of 4 GiB": _GOOD[:-10] + b"\xff\xff\xff\xfe" + _GOOD[-6:],
+    "directory elsewhere": _GOOD[:-6] + b"\xff\xff\xff\x7f\0\0",
+    "zip in a zip": _zip(_GOOD),
+    "a damaged byte": _GOOD.replace(b"iteration", b"iteratiom"),
+    "text": b"hello",
+    "tar": b"pickle\0" * 100,
+}
+
+
+def _common(content: bytes, root: Path) -> None:
+    put(root / "release" / "common.pt", content)
+
+
+def _legacy(content: bytes, root: Path) -> None:
+    (root / "mp_rank_00").mkdir()
+    put(root / "mp_rank_00" / "model_optim_rng.pt", content)
+
+
+def _metadata(content: bytes, root: Path) -> None:
+    put(root / "release" / ".metadata", content)
+
+
+def _dcp(change: Callable[[Any], object], root: Path) -> None:
+    file = root / "release" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    change(metadata)
+    put(file, pickle.dumps(metadata))
+
+
+def _entry(metadata: Any) -> Any:
+    return metadata.state_dict_metadata[_weight(metadata)]
+
+
+def _weight(metadata: Any) -> str:
+    return next(key for key, entry in metadata.state_dict_metadata.items() if len(getattr(entry, "size", ())) == 2)
+
+
+def _info(metadata: Any) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == _weight(metadata))
+
+
+def _set(target: Any, **values: Any) -> None:
+    for name, value in values.items():
+        object.__setattr__(target, name, value)
+
+
+def _chunks(metadata: Any, change: Callable[[list[Any]], list[Any]]) -> None:
+    entry = _entry(metadata)
+    _set(entry, chunks=change(list(entry.chunks)))
+
+
+METADATA: dict[str, Callable[[Any], object]] = {
+    "chunk twice": lambda found: _chunks(found, lambda chunks: chunks * 2),
+    "no chunks": lambda found: _chunks(found, lambda chunks: []),
+    "10000 chunks in one place": lambda found: _chunks(found, lambda chunks: chunks * 10_000),
+    "chunks that are numbers": lambda found: _chunks(found, lambda chunks: [1, 2]),
+    "chunk offset of 2^63": lambda found: _set(_entry(found).chunks[0], offsets=(1 << 63, 0)),
+    "negative chunk": lambda found: _set(_entry(found).chunks[0], offsets=(-1, 0)),
+    "chunk of text": lambda found: _set(_entry(found).chunks[0], sizes=("a", "b")),
+    "size of 2^62": lambda found: _set(_entry(found), size=(1 << 62, 1 << 62)),
+    "size of five axes": lambda found: _set(_entry(found), size=(1, 1, 1, 1, 1)),
+    "size None": lambda found: _set(_entry(found), size=None),
+    "file outside": lambda found: _set(_info(found), relative_path="../../outside/secret.distcp"),
+    "file at a path": lambda found: _set(_info(found), relative_path="/etc/passwd"),
+    "file with NUL": lambda found: _set(_info(found), relative_path="a\0b"),
+    "file that is missing": lambda found: _set(_info(found), relative_path="__99_0.distcp"),
+    "file with control characters": lambda found: _set(_info(found), relative_path="\x1b[2J.distcp"),
+    "file that is a number": lambda found: _set(_info(found), relative_path=7),
+    "file that is the directory": lambda found: _set(_info(found), relative_path="."),
+    "offset of 2^63": lambda found: _set(_info(found), offset=1 << 63),
+    "offset of 2^59": lambda found: _set(_info(found), offset=1 << 59),
+    "negative offset": lambda found: _set(_info(found), offset=-1),
+    "length of 2^59": lambda found: _set(_info(found), length=1 << 59),
+    "length 0": lambda found: _set(_info(found), length=0),
+    "length text": lambda found: _set(_info(found), length="1"),
+    "transformed": lambda found: _set(_info(found), transform_descriptors=["zstd"]),
+    "no places": lambda found: found.storage_data.clear(),
+    "places None": lambda found: _set(found, storage_data=None),
+    "entries None": lambda found: _set(found, state_dict_metadata=None),
+    "no entries": lambda found: found.state_dict_metadata.clear(),
+    "key with control characters": lambda found: found.state_dict_metadata.update({"\x1b[2J\n": _entry(found)}),
+    "key that is a number": lambda found: found.state_dict_metadata.update({7: _entry(found)}),
+    "key that is a path": lambda found: found.state_dict_metadata.update({"../../x": _entry(found)}),
+}
+_MEGATRON = ("inspect", "convert", "verify", "preflight")
+
+
+def cases() -> Iterator[Case]:
+    """Every such file, given to what reads weights."""
+    (few, shard) = ("inspect", "convert", "verify"), "model-00001"
+    for what, change in HEADERS.items():
+        yield Case(f"shard with {what}", "hf", partial(_header, change), shard, few)
+    for what, content in RAW.items():
+        yield Case(f"shard of {what}", "hf", partial(_raw, content), shard, few)
+    yield Case("shard with trailing bytes", "hf", _trailing, shard, few)
+    yield Case("shard without its last byte", "hf", _cut, shard, few)
+    for what, change in INDEXES.items():
+        yield Case(
+            f"index with {what}", "hf", partial(_weight_map, change), _INDEX + "|shard|" + _FIRST, (*few, "quantize")
+        )
+    for what, content in PICKLES.items():
+        yield Case(f".metadata: {what}", "megatron", partial(_metadata, content), r"\.metadata", _MEGATRON)
+        yield Case(f"legacy rank: {what}", "legacy", partial(_legacy, _zip(content)), "model_optim_rng|mp_rank")
+    for what, content in ZIPS.items():
+        yield Case(
+            f"common.pt is a zip: {what}", "megatron", partial(_common, content), "common", ("inspect", "verify")
+        )
+        yield Case(f"legacy rank is a zip: {what}", "legacy", partial(_legacy, content), "model_optim_rng")
+    for what, change in METADATA.items():
+        said = r"\.metadata|release|distcp"
+        # inspect opens no file of weights.
+        yield Case(f".metadata with {what}", "megatron", partial(_dcp, change), said, _MEGATRON, ("inspect",))
