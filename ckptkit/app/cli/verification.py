@@ -77,6 +77,7 @@ if TYPE_CHECKING:
 @common.ray
 @common.reports
 @common.strict
+@common.every
 @common.as_json
 def verify(
     checkpoint: Path,
@@ -89,6 +90,7 @@ def verify(
     readers: tuple[str, ...],
     reports: tuple[Path, ...],
     strict: bool,
+    every: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -105,7 +107,7 @@ def verify(
     from verify.run import verify as run
 
     report = run(checkpoint, against=against, command=sys.argv, readers=readers or None, **options)
-    print_report(report, as_json, strict, reports)
+    print_report(report, as_json, strict, reports, every)
 
 
 class _Launched(click.Command):
@@ -126,6 +128,7 @@ class _Launched(click.Command):
 @common.parallel
 @common.reports
 @common.strict
+@common.every
 @common.as_json
 @click.option(
     "--no-cache",
@@ -141,6 +144,7 @@ def preflight(
     no_cache: bool,
     reports: tuple[Path, ...],
     strict: bool,
+    every: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -161,7 +165,8 @@ def preflight(
         raise click.UsageError("give a launch script, or at least one of --hf-checkpoint, --load and --ref-load")
     if script not in (None, "-") and not Path(str(script)).is_file():
         raise click.UsageError(f"unexpected argument {script!r}: no such script; launch arguments come behind --")
-    print_report(run(arguments=arguments, script=script, cache=not no_cache, **options), as_json, strict, reports)
+    report = run(arguments=arguments, script=script, cache=not no_cache, **options)
+    print_report(report, as_json, strict, reports, every)
 
 
 @click.command()
@@ -173,7 +178,7 @@ def explain(code: str) -> None:
     echo(*run(code).split("\n"))
 
 
-def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Path, ...]) -> None:
+def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Path, ...], every: bool = False) -> None:
     """Prints a report, writes it to the files `reports`, and raises SystemExit where its status is not `passed`."""
     from verify.reports import write_report
     from verify.reports.render import render
@@ -186,11 +191,13 @@ def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Pat
         if as_json:
             echo_json(report.to_json())
         else:
-            render(report)
+            render(report, every=every)
     skipped = [check.code for check in report.checks if check.status == "skipped"]
     if strict and skipped:
         echo(f"--strict: skipped {', '.join(skipped)}", err=True)
-    if report.status == "failed" or (strict and skipped and report.status == "passed"):
+    if strict and report.warnings:
+        echo(f"--strict: warnings: {report.warnings}", err=True)
+    if report.status == "failed" or (strict and (skipped or report.warnings) and report.status == "passed"):
         raise SystemExit(1)
     if report.status == "inconclusive":
         raise SystemExit(2)
