@@ -39,7 +39,7 @@ def render(report: Report, console: Console | None = None, *, every: bool = Fals
 def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Line]:
     """Yields the lines that `render` prints."""
     found = [
-        _entry(report, group.title, anchor, finding)
+        _entry(report, group.title, anchor, finding, every)
         for group in groups(report, len(report.findings))
         for anchor, finding in group.shown
     ]
@@ -55,9 +55,12 @@ def _verdict(report: Report) -> Line:
     return report.verdict, f"  {report.checkpoint}{source}"
 
 
-def _entry(report: Report, title: str, anchor: str, finding: Finding) -> Entry:
+def _entry(report: Report, title: str, anchor: str, finding: Finding, every: bool) -> Entry:
+    tensors = subject_of(finding) if finding.tensor else None
+    if finding.tensor and ", " in finding.tensor and not every:
+        tensors = f"{finding.tensor.split(', ')[0]} and others ({finding.count} tensors)"
     fields = {
-        "tensor": subject_of(finding) if finding.tensor else None,
+        "tensor": tensors,
         "file": finding.file,
         "rank": finding.rank,
         "expected": finding.expected,
@@ -69,10 +72,11 @@ def _entry(report: Report, title: str, anchor: str, finding: Finding) -> Entry:
 
 
 def _about(report: Report, finding: Finding) -> str:
-    """The tensors; else the name of the file, if that is not the checkpoint itself."""
-    if finding.tensor or not finding.file or finding.file == report.checkpoint:
-        return subject_of(finding) if finding.tensor else ""
-    return Path(finding.file).name
+    """In few words: a tensor, or how many; else the name of the file, if it is not the checkpoint itself."""
+    if finding.tensor:
+        return f"{finding.count} tensors" if ", " in finding.tensor else finding.tensor
+    itself = not finding.file or Path(finding.file).absolute() == Path(report.checkpoint).absolute()
+    return "" if itself else Path(str(finding.file)).name
 
 
 def _sections(report: Report, every: bool) -> dict[str, Sequence[str]]:

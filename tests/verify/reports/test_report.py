@@ -335,7 +335,7 @@ def test_text_says_findings_first_and_the_verdict_last() -> None:
     assert (
         text_of(REPORT)
         == """\
-error    CK203  model.layers.{2..11}.mlp.gate.e_score_correction_bias …
+error    CK203  model.layers.{2..11}.mlp.gate.e_score_correction_bias: bfloat16
 warning  CK107  two
 
 CK203-1 error: dtypes
