@@ -29,8 +29,8 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 		exit 1; \
 	fi
 
-.PHONY: help setup demo test test-sglang test-interop lint docs cards families mutation-report sglang-matrix bench \
-	megatron-layouts dist audit which-python
+.PHONY: help setup demo test test-sglang test-interop lint docs cards failures families mutation-report \
+	sglang-matrix bench megatron-layouts dist audit which-python
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -99,6 +99,9 @@ mutation-report: $(stamp)  ## break checkpoints in every known way and print whi
 # With CUDA it also passes through SGLang's repacking. CELLS takes --only REGEX and --limit N.
 sglang-matrix: $(stamp)  ## load every test model in every format into SGLang (an hour) and print what came out
 	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(python) -W ignore -m sglang_matrix $(CELLS)
+
+failures: $(stamp)  ## make docs/failures.md again: what verify prints of the commonest failures
+	@$(python) docs/examples/failures.py
 
 examples: $(stamp)  ## make the reports of docs/examples again
 	@$(python) docs/examples/make.py

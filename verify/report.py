@@ -45,6 +45,7 @@ class CheckResult:
 class Report:
     """Everything one command found. `facts` is printed but not judged, such as the layers of each pipeline stage.
 
+    `model` names the model in a few words, and `date` says when the report was made (UTC, ISO 8601), where known.
     `reasons` says what was asked for and could not be looked at. `heat` is as `verify.reports.heat.heat_map` returns
     it: layer -> kind of tensor -> what was compared there.
     """
@@ -58,14 +59,20 @@ class Report:
     facts: Mapping[str, Sequence[str]]
     heat: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     reasons: Sequence[str] = ()
+    model: str | None = None
+    date: str | None = field(default=None, compare=False)
 
     @property
     def status(self) -> Literal["passed", "failed", "inconclusive"]:
         """`failed` with any error or failed check, else `inconclusive` when something asked for was not looked at."""
-        errors = any(finding.severity == "error" for finding in self.findings)
-        if errors or any(check.status == "failed" for check in self.checks):
+        if self.errors or any(check.status == "failed" for check in self.checks):
             return "failed"
         return "inconclusive" if self.reasons else "passed"
+
+    @property
+    def errors(self) -> int:
+        """How many findings are errors."""
+        return sum(finding.severity == "error" for finding in self.findings)
 
     @property
     def warnings(self) -> int:
@@ -74,9 +81,10 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The status as the first word of a report for people, with the number of warnings behind it."""
-        said = f" with {self.warnings} warning{'s' * (self.warnings != 1)}" if self.warnings else ""
-        return f"{self.status.upper()}{said}"
+        """The status in capitals, with the numbers of errors and warnings behind it: `FAILED with 2 errors`."""
+        counts = (("error", self.errors), ("warning", self.warnings))
+        said = " and ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts if count)
+        return f"{self.status.upper()} with {said}" if said else self.status.upper()
 
     def to_json(self) -> dict[str, Any]:
         """The report in the `ckptkit-report/2` format, which other programs depend on."""
@@ -92,6 +100,8 @@ class Report:
             "command": list(self.command),
             "checkpoint": self.checkpoint,
             "source": self.source,
+            "model": self.model,
+            "date": self.date,
             "status": self.status,
             "reasons": list(self.reasons),
             "counts": {

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import TRACKER, is_legacy, locate, refuse_url, tracked
+from converters.planner import dims_of
 from quant.selection.readers import readers_of
 from verify.check import WITNESSES, Check, Skip, all_checks, run_checks
 from verify.checks.values.manifest import manifest_verifier
-from verify.evidence.expected import usable_config
+from verify.evidence.expected import stated_config_of, usable_config
 from verify.evidence.float_rounding import float_rounding_of, float_weights
 from verify.evidence.reading import read_values
 from verify.evidence.rounding import rounding_of
@@ -123,7 +125,22 @@ def verify(
         facts=outcome.facts | ({"not applicable": left_out} if left_out else {}),
         heat=_heat(subject, outcome.findings),
         reasons=outcome.reasons,
+        model=model_of(subject),
+        date=now(),
     )
+
+
+def model_of(subject: Subject) -> str | None:
+    """The model in a few words, by its config; None where that cannot be read, which CK101 says."""
+    with suppress(CkptkitError):
+        config = stated_config_of(subject)
+        return f"{config.get('model_type')}, {dims_of(config).layers} layers"
+    return None
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _implied(subject: Subject) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 import unicodedata
 from typing import Any
@@ -11,11 +12,19 @@ from typing import Any
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
+# What CI systems take for a command in a log: `::error::` where a line begins, of which wrapping may make any word;
+# `##[error]` and `##vso[...]` anywhere (GitHub Actions, Azure Pipelines, TeamCity).
+_COMMAND = re.compile(r"(?<!\S)::|##(?=\w*\[)")
+
+
 def printable(text: str) -> str:
-    """The text on one line: characters that cannot be seen, line breaks too, become escapes (`\\x1b`)."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(char if unicodedata.category(char) not in _HIDDEN else _escape(char) for char in text)
+    """The text on one line: characters that cannot be seen, line breaks too, become escapes (`\\x1b`).
+
+    So does the first character of what a CI system would take for a command.
+    """
+    if not text.isascii() or not text.isprintable():
+        text = "".join(char if unicodedata.category(char) not in _HIDDEN else _escape(char) for char in text)
+    return _COMMAND.sub(lambda found: _escape(found[0][0]) + found[0][1:], text)
 
 
 def _escape(char: str) -> str:
@@ -35,6 +44,21 @@ def shortened(value: Any) -> str:
     return _SHORT.repr(value)
 
 
+# What `json.dumps` leaves that a terminal or a CI system acts upon, or that no JSON text can hold.
+_RAW = re.compile(r"[^\n -~]|##(?=\w*\[)")
+
+
 def json_text(content: Any) -> str:
-    """Indented JSON of characters that a terminal shows as they are. Python's leaves DEL alone."""
-    return json.dumps(content, indent=2).replace("\x7f", "\\u007f")
+    """Indented JSON in ASCII, of which no terminal and no CI system takes anything for a command.
+
+    Half of a surrogate pair, which other parsers refuse, becomes the text of its escape (`\\\\ud800`).
+    """
+    return _RAW.sub(_json_escape, json.dumps(content, indent=2, ensure_ascii=False))
+
+
+def _json_escape(found: re.Match[str]) -> str:
+    first, rest = found[0][0], found[0][1:]
+    if unicodedata.category(first) == "Cs":
+        return f"\\\\u{ord(first):04x}"
+    units = first.encode("utf-16-be").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)) + rest

@@ -51,12 +51,13 @@ def broken_int4(int4: Path, path: Path) -> None:
 def example(path: str, source: str) -> Report:
     """The report of `ckptkit verify PATH --source SOURCE`, run in the working directory.
 
-    Its paths are relative to that, and seconds are 0.
+    Its paths are relative to that, seconds are 0, and its date is always the same.
     """
     command = ["ckptkit", "verify", path, "--source", source, "--report", "report.html"]
     report = verify(path, source=source, command=command)
     return replace(
         report,
+        date="2026-01-01T00:00:00+00:00",
         checks=[replace(check, seconds=0.0) for check in report.checks],
         findings=[replace(one, file=one.file and os.path.relpath(one.file)) for one in report.findings],
     )
@@ -79,6 +80,7 @@ def main() -> None:
     """Makes all the examples, in this file's directory."""
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
+        Path(".git").mkdir()  # SARIF names files relative to a repository
         make_release("glm4_moe", MOE, Path("moe"), "8MB")
         quantize("moe", "moe-int4", QuantScheme(32, "qmax7"))
         broken_int4(Path("moe-int4"), Path("moe-broken"))

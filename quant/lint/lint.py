@@ -43,8 +43,13 @@ class LintReport:
 
     @property
     def failed(self) -> bool:
-        """Whether any finding is worse than a note."""
-        return any(finding.severity != "note" for finding in self.findings)
+        """Whether any finding is an error."""
+        return any(finding.severity == "error" for finding in self.findings)
+
+    @property
+    def warnings(self) -> int:
+        """How many findings are warnings."""
+        return sum(finding.severity == "warning" for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as JSON values."""

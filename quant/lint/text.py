@@ -1,32 +1,49 @@
-"""Formats a lint report as lines of text."""
+"""Formats a lint report as lines of text: findings, the table of entries, the portable list, and the verdict last."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 
+from ckptkit.core.findings_text import Entry, TextReport, lay_out, plain
 from quant.lint.lint import LintReport
 from quant.lint.rules import LintFinding
 
 _SHOWN = 4  # folded tensors in a line
 
 
-def lines(report: LintReport) -> Iterator[str]:
-    """Yields the table of entries, the findings, and the portable list where it differs."""
-    yield f"{report.path}: {report.packed} of {report.tensors} matrices are INT4 (names from {report.names})"
-    for pattern, covers in report.patterns.items():
-        yield f"  {pattern}"
-        yield from _row(covers)
-    for finding in report.findings:
-        yield from _finding(finding)
+def lines(report: LintReport, width: int | None = None) -> Iterator[str]:
+    """Yields the report for people; `width` None is that of the terminal."""
+    sections: dict[str, Sequence[str]] = {
+        "entries of `ignore`, and what each reader takes them for": [
+            line for pattern, covers in report.patterns.items() for line in (pattern, *_row(covers))
+        ]
+    }
+    if report.portable is not None and report.portable != tuple(report.patterns):
+        sections["portable ignore list"] = report.portable
+    text = TextReport(
+        [_entry(finding) for finding in report.findings], _verdict(report), sections, list(_closing(report))
+    )
+    yield from plain(lay_out(text, width or shutil.get_terminal_size().columns, every=True))
+
+
+def _closing(report: LintReport) -> Iterator[str]:
+    yield f"{report.packed} of {report.tensors} matrices are INT4 (names from {report.names})"
     if report.fixed:
-        yield "fixed: config.json has the list below; the original is config.json.orig"
+        yield "fixed: config.json has the list above; the original is config.json.orig"
     if report.portable is None:
         yield "no ignore list makes all readers agree on what is packed"
-    elif report.portable != tuple(report.patterns):
-        yield "portable ignore list:"
-        yield from (f"  {entry}" for entry in report.portable)
-    if not report.findings:
-        yield "all readers agree"
+
+
+def _verdict(report: LintReport) -> tuple[str, str]:
+    counts = (
+        ("error", sum(finding.severity == "error" for finding in report.findings)),
+        ("warning", report.warnings),
+    )
+    said = " and ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts if count)
+    status = "FIXED" if report.fixed else "FAILED" if report.failed else "PASSED"
+    agreed = "" if report.findings else ": all readers agree"
+    return (f"{status} with {said}" if said and not report.fixed else status), f"  {report.path}{agreed}"
 
 
 def _row(covers: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -35,14 +52,14 @@ def _row(covers: Mapping[str, Sequence[str]]) -> Iterator[str]:
     for reader, tensors in covers.items():
         readers.setdefault(tuple(tensors), []).append(reader)
     for tensors, who in readers.items():
-        yield f"      {', '.join(who)}: {_shortened(tensors)}"
+        yield f"    {', '.join(who)}: {_shortened(tensors)}"
 
 
-def _finding(finding: LintFinding) -> Iterator[str]:
-    yield f"{finding.severity}: {finding.message} [{finding.kind}]"
-    if finding.tensors:
-        yield f"  {_shortened(finding.tensors)} ({finding.count} tensors)"
-    yield f"  next: {finding.hint}"
+def _entry(finding: LintFinding) -> Entry:
+    count = f" ({finding.count} tensors)" if finding.count > 1 else ""
+    fields = [("tensor", _shortened(finding.tensors) + count)] if finding.tensors else []
+    fields += [("actual", finding.message), ("next", finding.hint)]
+    return Entry(finding.kind, finding.severity, "", finding.message, fields)
 
 
 def _shortened(tensors: Sequence[str]) -> str:

@@ -1,10 +1,12 @@
-"""Formats a diff as lines of text: the verdict, what was compared, and each kind of difference, the worst first."""
+"""Formats a diff as lines of text: each kind of difference, the worst first, what was compared, the verdict."""
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from ckptkit.core.findings_text import Entry, TextReport, lay_out, plain
 from ckptkit.core.specs import summarize
 from verify.diff.pairs import Pair
 from verify.diff.result import Diff, Kind
@@ -13,22 +15,34 @@ from verify.reports.text import size
 _SHOWN = 20  # lines of a kind of difference
 
 
-def lines(found: Diff) -> Iterator[str]:
-    """Yields the report for people."""
-    yield verdict(found)
-    yield f"  A  {found.a} ({found.formats[0]})"
-    yield f"  B  {found.b} ({found.formats[1]})"
+def lines(found: Diff, width: int | None = None) -> Iterator[str]:
+    """Yields the report for people; `width` None is that of the terminal."""
     counts = found.counts
-    said = (f"{counts[key]} {words}" for key, words in _WORDS.items())
-    yield f"  {', '.join(said)}; {size(found.nbytes)} read"
-    for note in found.notes:
-        yield f"note: {note}"
-    yield from _section("moved", _moves(found))
-    yield from _section("differing, the worst first: d = A - B; mean/std in standard deviations of A", _kinds(found))
-    yield from _section("cast to another dtype, otherwise equal", _dtypes(found.cast))
-    yield from _section("only in A", _names(found.only_a))
-    yield from _section("only in B", _names(found.only_b))
-    yield from _section("only on one side, and following from the rest", [_folded(found.redundant)])
+    closing = [f"A  {found.a} ({found.formats[0]})", f"B  {found.b} ({found.formats[1]})"]
+    if found.kinds:
+        closing.append("d = A - B; mean/std in standard deviations of A")
+    said = ", ".join(f"{counts[key]} {words}" for key, words in _WORDS.items() if counts[key])
+    closing.append(f"{said}; {size(found.nbytes)} read")
+    word, rest = verdict(found).split("  ", 1)
+    sections = {"notes": found.notes} if found.notes else {}
+    text = TextReport(list(_entries(found)), (word, f"  {rest}"), sections, closing)
+    yield from plain(lay_out(text, width or shutil.get_terminal_size().columns, every=True))
+
+
+def _entries(found: Diff) -> Iterator[Entry]:
+    """The differences, and then what is only to be known: casts and redundant tensors."""
+    for kind, body in (
+        ("moved", _moves(found)),
+        ("differing", _kinds(found)),
+        ("only in A", _names(found.only_a)),
+        ("only in B", _names(found.only_b)),
+        ("cast", _dtypes(found.cast)),
+        ("redundant", [_folded(found.redundant)] if found.redundant else []),
+    ):
+        severity = "note" if kind == "redundant" or (kind == "cast" and not found.exact) else "error"
+        yield from (Entry(kind, severity, "", line) for line in body[:_SHOWN])
+        if len(body) > _SHOWN:
+            yield Entry(kind, severity, "", f"and {len(body) - _SHOWN} lines more, all of them in --json")
 
 
 _WORDS = {
@@ -52,14 +66,6 @@ def verdict(found: Diff) -> str:
     wrong = ["moved", "differing", "only_a", "only_b", *(["cast"] if found.exact else [])]
     said = ", ".join(f"{counts[key]} {_WORDS[key]}" for key in wrong if counts[key])
     return f"DIFFERENT  {said}, of {total} tensors"
-
-
-def _section(title: str, body: Sequence[str]) -> Iterator[str]:
-    if any(body):
-        yield f"{title}:"
-        yield from (f"  {line}" for line in body[:_SHOWN])
-        if len(body) > _SHOWN:
-            yield f"  and {len(body) - _SHOWN} lines more, all of them in --json"
 
 
 def _folded(names: Sequence[str], limit: int = 5) -> str:

@@ -15,7 +15,7 @@ from verify.evidence.subject import Subject
 from verify.launch.kept import kept_outcome
 from verify.launch.sides import Side
 from verify.report import CheckResult, Report
-from verify.run import choose
+from verify.run import choose, model_of, now
 
 
 def judged(
@@ -55,6 +55,8 @@ def judged(
         facts={"what would be loaded": [str(side) for side in sides]}
         | {key: lines for key, lines in outcome.facts.items() if key in (STAGES, TRAINING_STATE, NOTES, NOT_READ)},
         reasons=outcome.reasons,
+        model=next(filter(None, map(model_of, directories)), None),
+        date=now(),
     )
 
 

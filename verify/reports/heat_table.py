@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_LEVELS = 4  # shades of a cell that is not wrong
+# Shades of a cell that is not wrong, by its largest error: what each begins above, whatever the other cells are. Half a
+# quantization step is what rounding does, and no difference from the source is none, so neither is shaded.
+_STEPS = (0.55, 1.0, 2.0, 4.0)
+_ERRORS = (0.0, 1e-4, 1e-2, 1.0)
 _MEANINGS = {
     "✗ N": "N tensors are wrong",
     "!": "a warning names it",
@@ -41,13 +43,12 @@ def heat_table(heat: Mapping[str, Mapping[str, Mapping[str, Any]]], targets: Map
     """The map of a report as a table; `targets` says where a link to a finding leads."""
     kinds = list(dict.fromkeys(kind for cells in heat.values() for kind in cells))
     every = [cell for cells in heat.values() for cell in cells.values()]
-    worst = {key: max((cell[key] or 0.0 for cell in every), default=0.0) for key in ("max_error", "max_steps")}
 
     def shown(layer: str, kind: str) -> HeatCell | None:
         if (cell := heat[layer].get(kind)) is None:
             return None
         link = next((found for anchor in cell["findings"] if (found := _target(anchor, targets))), None)
-        return HeatCell(_word(cell), _style(cell, worst), f"{layer}, {kind}: {_described(cell)}", link)
+        return HeatCell(_word(cell), _style(cell), f"{layer}, {kind}: {_described(cell)}", link)
 
     words = {_pattern(_word(cell)) for cell in every}
     legend = [(word, meaning) for word, meaning in _MEANINGS.items() if word in words]
@@ -75,11 +76,12 @@ def _target(anchor: str, targets: Mapping[str, str]) -> str | None:
     return targets.get(anchor) or targets.get(f"{anchor.rpartition('-')[0]} more")
 
 
-def _style(cell: Mapping[str, Any], worst: Mapping[str, float]) -> str:
+def _style(cell: Mapping[str, Any]) -> str:
     if cell["failed"] or cell["findings"]:
         return "failed" if cell["failed"] else "warning"
-    key = "max_steps" if cell["max_steps"] is not None else "max_error"
-    level = math.ceil((cell[key] or 0.0) / worst[key] * _LEVELS) if worst[key] else 0
+    by_steps = cell["max_steps"] is not None
+    size = (cell["max_steps"] if by_steps else cell["max_error"]) or 0.0
+    level = sum(size > least for least in (_STEPS if by_steps else _ERRORS))
     return f"heat-{level}" if level else ""
 
 

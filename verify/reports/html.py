@@ -10,13 +10,13 @@ from ckptkit.core.printable import printable
 from verify.check import all_checks
 from verify.report import SCHEMA, Report
 from verify.reports.heat_table import heat_table
-from verify.reports.text import Group, groups, rest, subject_of, totals
+from verify.reports.text import Group, groups, headline, rest, subject_of, totals
 
 _SHOWN = 100  # findings of one code
 
 
 def html(report: Report) -> str:
-    """The page: status, heat map, findings with cause and fix, checks, facts.
+    """The page: verdict, findings with fix and cause, heat map, facts, checks.
 
     Its content security policy lets no script or style run but its own.
     """
@@ -30,6 +30,7 @@ def html(report: Report) -> str:
     return environment.from_string(_asset("page.html")).render(
         report=report,
         schema=SCHEMA,
+        headline=headline(report),
         totals=totals(report),
         heat=heat_table(report.heat, targets),
         groups=shown,

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from ckptkit.core.printable import printable
 from verify.check import all_checks
 from verify.report import CheckResult, Report
-from verify.reports.text import Group, groups, rest, subject_of
+from verify.reports.text import Group, groups, rest, said_of, subject_of
 
 _SHOWN = 100  # findings of one code
 _CLASSES = {"headers": "files", "launch": "configuration"}  # of the stages that are named otherwise here
@@ -55,13 +55,17 @@ def _case(suite: ElementTree.Element, check: CheckResult, found: list[Group]) ->
         ElementTree.SubElement(case, "skipped", message=_xml(check.reason or ""))
     errors = [group for group in found if group.severity == "error"]
     if check.status == "failed":
-        count = sum(len(group.shown) + group.more for group in errors)
-        failure = ElementTree.SubElement(
-            case, "failure", type=check.code, message=f"{count} finding{'s' * (count != 1)}"
-        )
+        failure = ElementTree.SubElement(case, "failure", type=check.code, message=_xml(_message(errors)))
         failure.text = _text(errors)
     if warnings := [group for group in found if group.severity == "warning"]:
         ElementTree.SubElement(case, "system-out").text = _text(warnings)
+
+
+def _message(errors: list[Group]) -> str:
+    """The first finding, and how many more there are."""
+    others = sum(len(group.shown) + group.more for group in errors) - 1
+    more = f" (and {others} more finding{'s' * (others != 1)})" if others > 0 else ""
+    return f"{said_of(errors[0].shown[0][1])}{more}" if errors else "a check failed"
 
 
 def _unlooked(suite: ElementTree.Element, reason: str) -> None:

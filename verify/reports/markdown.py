@@ -6,31 +6,33 @@ import re
 
 from ckptkit.core.printable import printable
 from verify.report import CheckResult, Finding, Report
-from verify.reports.text import Group, groups, rest, totals
+from verify.reports.text import Group, groups, headline, rest, subject_of, totals
 
 _SHOWN = 20  # findings of one code
 
 
 def markdown(report: Report) -> str:
-    """Status first, then a table of checks, the findings by code, and the facts."""
-    source = f" against {_code(report.source)}" if report.source else ""
-    lines = [
-        f"# ckptkit: {report.verdict}",
-        "",
-        f"{_code(report.checkpoint)}{source}",
-        "",
-        *_reasons(report),
-        f"{totals(report)}.",
-        "",
-    ]
-    lines += ["| code | check | status | compared | seconds |", "| --- | --- | --- | ---: | ---: |"]
-    lines += [_row(check) for check in report.checks]
-    for group in groups(report, _SHOWN):
-        lines += ["", f"## {group.code} {group.severity}: {_plain(group.title)}", "", *_findings(group)]
+    """Findings, the worst first, a line each; their details by code; facts and checks; the verdict as the last line."""
+    shown, source = groups(report, _SHOWN), f" against {_code(report.source)}" if report.source else ""
+    lines = [f"# ckptkit: {report.verdict}", "", f"{_code(report.checkpoint)}{source}", "", *_reasons(report)]
+    if shown:
+        lines += [*(f"- {group.severity} {_line(anchor, one)}" for group in shown for anchor, one in group.shown), ""]
+    for group in shown:
+        lines += [f"## {group.code} {group.severity}: {_plain(group.title)}", "", *_findings(group), ""]
     for name, facts in report.facts.items():
-        lines += ["", f"## {_plain(name)}", "", *(f"- {_plain(fact)}" for fact in facts)]
-    lines += ["", f"Made by ckptkit {_plain(report.version)} with {_code(' '.join(report.command))}."]
+        lines += [f"## {_plain(name)}", "", *(f"- {_plain(fact)}" for fact in facts), ""]
+    lines += ["<details>", f"<summary>{totals(report)}</summary>", ""]
+    lines += ["| code | check | status | compared | seconds |", "| --- | --- | --- | ---: | ---: |"]
+    lines += [*(_row(check) for check in report.checks), "", "</details>", ""]
+    about = [_plain(text) for text in (report.model, report.date) if text]
+    made = f"Made by ckptkit {_plain(report.version)} with {_code(' '.join(report.command))}"
+    lines += [f"{' · '.join([*about, made])}.", "", f"**{report.verdict}**: {_plain(headline(report))}"]
     return "\n".join(lines) + "\n"
+
+
+def _line(anchor: str, finding: Finding) -> str:
+    about = subject_of(finding)
+    return f"**{anchor}** {_code(about) + ': ' if about else ''}{_plain(finding.actual)}"
 
 
 def _reasons(report: Report) -> list[str]:

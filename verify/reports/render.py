@@ -1,83 +1,115 @@
-"""A report for people (in a terminal or piped) and for programs (JSON)."""
+"""Prints a report for people, in a terminal or piped."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from ckptkit.core.printable import printable
+from ckptkit.core.findings_text import Entry, Line, TextReport, lay_out
 from verify.report import Finding, Report
-from verify.reports.text import groups, rest, totals
+from verify.reports.text import groups, subject_of, totals
 
 _COLOR = {
-    "passed": "green",
-    "failed": "red",
-    "inconclusive": "yellow",
-    "skipped": "yellow",
+    "PASSED": "green",
+    "FAILED": "red",
+    "INCONCLUSIVE": "yellow",
     "error": "red",
     "warning": "yellow",
 }
-_SHOWN = 20  # findings of one code
+# Facts that a table of everything has, and that a verdict does without.
+_BACKGROUND = ("tensors per layer", "not applicable")
 
 
-def render(report: Report, console: Console | None = None) -> None:
-    """Prints status, checks, the first findings of each code, and facts; to stdout unless a console is given."""
+def render(report: Report, console: Console | None = None, *, every: bool = False) -> None:
+    """Prints findings, the worst first, then facts, the passed checks in a line, and the verdict as the last line.
+
+    `every` adds the table of checks, all details and all facts. Goes to stdout unless a console is given.
+    """
+    width = console.width if console else shutil.get_terminal_size().columns
     console = console or Console(highlight=False)
-    source = f" against {report.source}" if report.source else ""
-    console.print(
-        Text.assemble((report.verdict, f"bold {_COLOR[report.status]}"), printable(f"  {report.checkpoint}{source}")),
-        soft_wrap=True,
+    for head, tail in report_lines(report, width, every):
+        color = next((color for word, color in _COLOR.items() if word in head), "")
+        console.print(Text.assemble((head, f"bold {color}".strip()), tail), soft_wrap=True)
+
+
+def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Line]:
+    """Yields the lines that `render` prints."""
+    found = [
+        _entry(report, group.title, anchor, finding, every)
+        for group in groups(report, len(report.findings))
+        for anchor, finding in group.shown
+    ]
+    return lay_out(
+        TextReport(found, _verdict(report), _sections(report, every), _closing(report, every), "--all shows them"),
+        width,
+        every,
     )
-    for reason in report.reasons:
-        console.print(Padding(Text(printable(f"not looked at: {reason}")), (0, 0, 0, 2), expand=False))
-    console.print(Text(f"{totals(report)}\n"))
-    console.print(_table(report))
-    for group in groups(report, _SHOWN):
-        console.print(
-            Text.assemble(
-                ("\n" + group.code, f"bold {_COLOR[group.severity]}"), f" {group.severity}: ", printable(group.title)
-            )
-        )
-        for _, finding in group.shown:
-            _finding(console, finding)
-        if group.more:
-            console.print(Padding(Text(f"… {rest(group)}"), (0, 0, 1, 2), expand=False))
-    for name, lines in report.facts.items():
-        console.print(Text(f"\n{printable(name)}", "bold"))
-        for line in lines:
-            console.print(Padding(Text(printable(line)), (0, 0, 0, 2), expand=False))
 
 
-def _table(report: Report) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("code", no_wrap=True)
-    table.add_column("check")
-    table.add_column("status", no_wrap=True)
-    table.add_column("compared", justify="right", no_wrap=True)
-    table.add_column("s", justify="right", no_wrap=True)
-    for check in report.checks:
-        title = check.title if check.reason is None else f"{check.title} ({check.reason})"
-        status = Text(check.status, style=_COLOR[check.status])
-        table.add_row(check.code, Text(printable(title)), status, str(check.tensors_compared), f"{check.seconds:.1f}")
-    return table
+def _verdict(report: Report) -> Line:
+    source = f" against {report.source}" if report.source else ""
+    return report.verdict, f"  {report.checkpoint}{source}"
 
 
-def _finding(console: Console, finding: Finding) -> None:
-    count = f" ({finding.count} tensors)" if finding.count > 1 else ""
-    lines = {
-        "tensor": f"{finding.tensor}{count}" if finding.tensor else None,
+def _entry(report: Report, title: str, anchor: str, finding: Finding, every: bool) -> Entry:
+    tensors = subject_of(finding) if finding.tensor else None
+    if finding.tensor and ", " in finding.tensor and not every:
+        tensors = f"{finding.tensor.split(', ')[0]} and others ({finding.count} tensors)"
+    fields = {
+        "tensor": tensors,
         "file": finding.file,
         "rank": finding.rank,
         "expected": finding.expected,
         "actual": finding.actual,
         "next": finding.hint,
     }
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(no_wrap=True, min_width=9)
-    grid.add_column(overflow="fold")
-    for label, value in lines.items():
-        if value:
-            grid.add_row(label, Text(printable(value)))
-    console.print(Padding(grid, (0, 0, 1, 2), expand=False))
+    said = [(label, text) for label, text in fields.items() if text]
+    return Entry(finding.code, finding.severity, _about(report, finding), finding.actual, said, anchor, title)
+
+
+def _about(report: Report, finding: Finding) -> str:
+    """In few words: a tensor, or how many; else the name of the file, if it is not the checkpoint itself."""
+    if finding.tensor:
+        return f"{finding.count} tensors" if ", " in finding.tensor else finding.tensor
+    itself = not finding.file or Path(finding.file).absolute() == Path(report.checkpoint).absolute()
+    return "" if itself else Path(str(finding.file)).name
+
+
+def _sections(report: Report, every: bool) -> dict[str, Sequence[str]]:
+    said: dict[str, Sequence[str]] = {"not looked at": report.reasons} if report.reasons else {}
+    return said | {name: lines for name, lines in report.facts.items() if every or name not in _BACKGROUND}
+
+
+def _closing(report: Report, every: bool) -> list[str]:
+    lines = _table(report) if every else []
+    if not every:
+        skipped: dict[str, list[str]] = {}
+        for check in report.checks:
+            if check.status == "skipped":
+                skipped.setdefault(check.reason or "", []).append(check.code)
+        lines += [f"skipped: {_span(codes)} ({reason})" for reason, codes in skipped.items()]
+    lines.append(totals(report))
+    more = [] if every else ["`--all` lists the checks"]
+    if report.findings:
+        code = groups(report, 1)[0].code
+        more.append(f"`ckptkit explain {code}` says what to do about it")
+    if more:
+        lines.append("; ".join(more))
+    return lines
+
+
+def _span(codes: Sequence[str]) -> str:
+    return ", ".join(codes) if len(codes) <= 3 else f"{len(codes)} checks, {codes[0]} to {codes[-1]}"
+
+
+def _table(report: Report) -> list[str]:
+    """A line for each check: code, how it ended, seconds, comparisons, title and reason."""
+    return [
+        f"{check.code}  {check.status:<7}  {check.seconds:>6.1f} s  {check.tensors_compared:>7}  {check.title}"
+        + (f" ({check.reason})" if check.reason else "")
+        for check in report.checks
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from verify.check import Check, all_checks
 from verify.report import CheckResult, Finding, Report, anchors
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+
+# What GitHub and others take for the root of the repository.
+_ROOT = "%SRCROOT%"
 
 
 def sarif(report: Report) -> str:
@@ -66,7 +70,7 @@ def _result(anchor: str, finding: Finding, report: Report, places: dict[str, int
     about = f"{finding.tensor}{count}: " if finding.tensor else ""
     rank = f" on rank {finding.rank}" if finding.rank else ""
     location: dict[str, Any] = {
-        "physicalLocation": {"artifactLocation": {"uri": _uri(finding.file or _first_path(report))}}
+        "physicalLocation": {"artifactLocation": _artifact(finding.file or _first_path(report), Path.cwd())}
     }
     if finding.tensor:
         location["logicalLocations"] = [{"fullyQualifiedName": printable(finding.tensor), "kind": "object"}]
@@ -88,7 +92,15 @@ def _first_path(report: Report) -> str:
     return report.checkpoint.partition(", ")[0] if list(preflight) == ["preflight"] else report.checkpoint
 
 
-def _uri(path: str) -> str:
-    """A file URI, or for a relative path a relative reference, with everything percent-encoded that needs it."""
-    quoted = quote(path, safe="/", errors="backslashreplace")
-    return f"file://{quoted}" if Path(path).is_absolute() else quoted
+def _artifact(path: str, start: Path) -> dict[str, str]:
+    """Where a file lies: relative to the git repository that `start` is in, if it is there too; else a file URI."""
+    whole = Path(os.path.normpath(start / path))
+    root = next((folder for folder in (start, *start.parents) if (folder / ".git").exists()), None)
+    if root is None or not whole.is_relative_to(root):
+        return {"uri": f"file://{_quoted(str(whole))}"}
+    return {"uri": _quoted(str(whole.relative_to(root))), "uriBaseId": _ROOT}
+
+
+def _quoted(path: str) -> str:
+    """The path with everything percent-encoded that a URI needs so."""
+    return quote(path, safe="/", errors="backslashreplace")

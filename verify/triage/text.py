@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
+from ckptkit.core.findings_text import Entry, TextReport, lay_out, plain
 from verify.triage.triage import Sign, Triage
 
 
-def lines(found: Triage) -> Iterator[str]:
-    """Yields the report for people."""
+def lines(found: Triage, width: int | None = None) -> Iterator[str]:
+    """Yields the report for people; `width` None is that of the terminal."""
     where = f"{', '.join(found.logs)} ({found.lines} line{'s' * (found.lines > 1)})"
-    if not found.found:
-        yield f"no known symptom in {where}"
-        yield "  This says nothing about the checkpoint: `ckptkit preflight` and `ckptkit verify` look at the files."
-    else:
-        count = len(found.causes) + len(found.effects)
-        yield f"{count} known symptom{'s' * (count > 1)} in {where}"
-    for sign in found.causes:
-        yield from _sign(sign)
-    if found.effects:
-        yield "effects, whose cause stands earlier:"
-        for sign in found.effects:
-            yield from _sign(sign)
-    if found.loaded:
-        yield "what was loaded, as the logs say:"
-        yield from (f"  {place}" for place in found.loaded)
+    count = len(found.causes) + len(found.effects)
+    nothing = "This says nothing about the checkpoint: `ckptkit preflight` and `ckptkit verify` look at the files."
+    text = TextReport(
+        [_entry(sign) for sign in (*found.causes, *found.effects)],
+        ("", f"{count} known symptom{'s' * (count > 1)} in {where}" if count else f"no known symptom in {where}"),
+        {"what was loaded, as the logs say": [str(place) for place in found.loaded]} if found.loaded else {},
+        [] if found.found else [nothing],
+    )
+    yield from plain(lay_out(text, width or shutil.get_terminal_size().columns, every=True))
 
 
-def _sign(sign: Sign) -> Iterator[str]:
+def _entry(sign: Sign) -> Entry:
     symptom, rest = sign.symptom, sign.count - len(sign.places)
-    yield f"{symptom.title} [{symptom.key}]"
-    yield from (f"  {place}" for place in sign.places)
-    if rest:
-        yield f"  and {rest} more line{'s' * (rest > 1)}"
-    yield f"  meaning  {symptom.meaning}"
     codes = f"  ({', '.join(symptom.codes)})" if symptom.codes else ""
-    yield f"  next     {symptom.command}{codes}"
+    fields = [("line", str(place)) for place in sign.places]
+    fields += [("", f"and {rest} more line{'s' * (rest > 1)}")] if rest else []
+    fields += [("meaning", symptom.meaning), ("next", f"{symptom.command}{codes}")]
+    severity = "effect" if symptom.effect else "cause"
+    return Entry(symptom.key, severity, "", symptom.title, fields, "", symptom.title)

@@ -87,8 +87,9 @@ def _short(value: Any) -> str:
     is_flag=True,
     help="Write the list that all readers take alike into config.json; the original stays as config.json.orig.",
 )
+@common.strict
 @common.as_json
-def lint(path: Path, readers: tuple[str, ...], fix: bool, as_json: bool) -> None:
+def lint(path: Path, readers: tuple[str, ...], fix: bool, strict: bool, as_json: bool) -> None:
     """Say how every reader takes the `ignore` list of the INT4 checkpoint at PATH. Reads no weights.
 
     A lone config.json is enough.
@@ -101,7 +102,9 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, as_json: bool) -> None
         echo_json(report.to_json())
     else:
         echo(*lines(report))
-    if report.failed and not report.fixed:
+    if strict and report.warnings:
+        echo(f"--strict: warnings: {report.warnings}", err=True)
+    if (report.failed or (strict and report.warnings)) and not report.fixed:
         raise SystemExit(1)
 
 

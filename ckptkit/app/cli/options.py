@@ -92,7 +92,8 @@ ray = click.option(
     help="Work on a Ray cluster: the one at ADDRESS or at hand, or a new one on this machine.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
-strict = click.option("--strict", is_flag=True, help="Exit 1 when a check was skipped.")
+strict = click.option("--strict", is_flag=True, help="Exit 1 also when there are warnings or a check was skipped.")
+every = click.option("--all", "every", is_flag=True, help="Print every check, and all details of all findings.")
 reports = click.option(
     "--report",
     "reports",

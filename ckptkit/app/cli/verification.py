@@ -79,6 +79,7 @@ if TYPE_CHECKING:
 @common.ray
 @common.reports
 @common.strict
+@common.every
 @common.as_json
 def verify(
     checkpoint: Path,
@@ -91,6 +92,7 @@ def verify(
     readers: tuple[str, ...],
     reports: tuple[Path, ...],
     strict: bool,
+    every: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -108,7 +110,7 @@ def verify(
         from verify.run import verify as run
 
     report = run(checkpoint, against=against, command=sys.argv, readers=readers or None, **options)
-    print_report(report, as_json, strict, reports)
+    print_report(report, as_json, strict, reports, every)
 
 
 @click.command(cls=LaunchVerb)
@@ -119,6 +121,7 @@ def verify(
 @common.parallel
 @common.reports
 @common.strict
+@common.every
 @common.as_json
 @click.option(
     "--no-cache",
@@ -134,6 +137,7 @@ def preflight(
     no_cache: bool,
     reports: tuple[Path, ...],
     strict: bool,
+    every: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -154,10 +158,11 @@ def preflight(
         raise click.UsageError("give a launch script, or at least one of --hf-checkpoint, --load and --ref-load")
     if script not in (None, "-") and not Path(str(script)).is_file():
         raise click.UsageError(f"unexpected argument {script!r}: no such script; launch arguments come behind --")
-    print_report(run(arguments=arguments, script=script, cache=not no_cache, **options), as_json, strict, reports)
+    report = run(arguments=arguments, script=script, cache=not no_cache, **options)
+    print_report(report, as_json, strict, reports, every)
 
 
-def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Path, ...]) -> None:
+def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Path, ...], every: bool = False) -> None:
     """Prints a report, writes it to the files `reports`, and raises SystemExit where its status is not `passed`."""
     from verify.reports import write_report
     from verify.reports.render import render
@@ -170,11 +175,13 @@ def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Pat
         if as_json:
             echo_json(report.to_json())
         else:
-            render(report)
+            render(report, every=every)
     skipped = [check.code for check in report.checks if check.status == "skipped"]
     if strict and skipped:
         echo(f"--strict: skipped {', '.join(skipped)}", err=True)
-    if report.status == "failed" or (strict and skipped and report.status == "passed"):
+    if strict and report.warnings:
+        echo(f"--strict: warnings: {report.warnings}", err=True)
+    if report.status == "failed" or (strict and (skipped or report.warnings) and report.status == "passed"):
         raise SystemExit(1)
     if report.status == "inconclusive":
         raise SystemExit(2)

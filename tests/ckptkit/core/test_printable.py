@@ -31,9 +31,9 @@ REPORTS = (".json", ".md", ".xml", ".sarif", ".html")
 def assert_harmless(text: str) -> None:
     found = sorted({f"{ord(char):#x}" for char in text if char != "\n" and unicodedata.category(char) in HIDDEN})
     assert found == [], text
-    lines = text.split("\n")
-    # The verdict, which is the first line.
-    rest = lines[1:] if VERDICT.fullmatch(lines[0]) else lines
+    # The verdict, which is the last line.
+    lines = text.rstrip("\n").split("\n")
+    rest = lines[:-1] if VERDICT.fullmatch(lines[-1]) else lines
     assert [line for line in rest if line.startswith("PASSED")] == []
 
 

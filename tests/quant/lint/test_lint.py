@@ -53,7 +53,7 @@ def test_kimi_k2_thinking(tmp_path: Path, index: bool) -> None:
     dense = tuple(f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
     covered = report.patterns[KIMI_LIST[3]]
     assert {reader: sorted(tensors) for reader, tensors in covered.items()} == dict.fromkeys(BY_NAME, sorted(dense))
-    assert report.failed
+    assert (report.failed, report.warnings) == (False, 2)
 
 
 def test_the_fixed_list_is_clean(tmp_path: Path) -> None:
@@ -266,8 +266,10 @@ def test_the_command(tmp_path: Path) -> None:
     write(tmp_path, QWEN, QWEN_LIST)
     shown = CliRunner().invoke(cli, ["lint", str(tmp_path)])
     assert shown.exit_code == 1
-    assert "error: slime would pack it, because of how it reads 're:.*mlp.gate$'" in shown.output
-    assert "model.layers.{0..3}.mlp.gate.weight (4 tensors)" in shown.output
+    assert "error  exposed  slime would pack it, because of how it reads" in shown.output
+    assert "tensor    model.layers.{0..3}.mlp.gate.weight (4 tensors)" in shown.output
+    assert shown.output.splitlines()[-1] == f"FAILED with 2 errors  {tmp_path}"
+    assert all(len(line) <= 80 and line == line.rstrip() for line in shown.output.splitlines()[:-1])
     content = json.loads(CliRunner().invoke(cli, ["lint", str(tmp_path), "--json"]).output)
     assert content["schema"] == "ckptkit-lint/1"
     assert content["portable"] == ["lm_head", "model.embed_tokens", ROUTER]
@@ -275,9 +277,16 @@ def test_the_command(tmp_path: Path) -> None:
     assert CliRunner().invoke(cli, ["lint", str(tmp_path), "--reader", "sglang", "--reader", "vllm"]).exit_code == 0
     fixed = CliRunner().invoke(cli, ["lint", str(tmp_path), "--fix"])
     assert (fixed.exit_code, "the original is config.json.orig" in fixed.output) == (0, True)
-    assert CliRunner().invoke(cli, ["lint", str(tmp_path)]).output.endswith("all readers agree\n")
+    assert CliRunner().invoke(cli, ["lint", str(tmp_path)]).output.endswith(": all readers agree\n")
     assert isinstance(CliRunner().invoke(cli, ["lint", str(tmp_path / "none")]).exception, CkptkitError)
     assert ckptkit.lint is lint
+
+
+def test_a_warning_exits_1_only_with_strict_as_in_verify(tmp_path: Path) -> None:
+    path = str(write(tmp_path, KIMI, KIMI_LIST, kimi_names()))
+    assert CliRunner().invoke(cli, ["lint", path]).exit_code == 0
+    strict = CliRunner().invoke(cli, ["lint", path, "--strict"])
+    assert (strict.exit_code, strict.stderr) == (1, "--strict: warnings: 2\n")
 
 
 def test_a_report_that_has_no_portable_list(tmp_path: Path) -> None:

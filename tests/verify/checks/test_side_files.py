@@ -211,7 +211,24 @@ def test_special_tokens_without_a_majority_name_every_file(
 def test_eos_token_id_beyond_the_embedding_is_found(number: int, hf: Path, alone: RunAlone) -> None:
     write(hf, "generation_config.json", {"eos_token_id": [350, number]})
     _, (finding,) = alone("CK707", hf)
-    assert (finding.expected, finding.actual) == ("eos_token_id below 352, the rows of the embedding", str(number))
+    assert (finding.expected, finding.actual) == (
+        "eos_token_id below 352, the rows of the embedding",
+        f"eos_token_id {number}",
+    )
+
+
+def test_file_with_an_id_beyond_the_embedding_is_blamed_alone(hf: Path, alone: RunAlone) -> None:
+    write(hf, "config.json", json.loads((hf / "config.json").read_text()) | {"eos_token_id": 500})
+    _, (finding,) = alone("CK707", hf)
+    assert (finding.file, finding.actual) == (str(hf / "config.json"), "eos_token_id 500")
+
+
+@pytest.mark.parametrize("value", ["350", True, 350.0, {"id": 350}])
+def test_token_id_that_is_no_whole_number_is_found(value: object, hf: Path, alone: RunAlone) -> None:
+    write(hf, "config.json", json.loads((hf / "config.json").read_text()) | {"eos_token_id": value})
+    _, (finding,) = alone("CK707", hf)
+    assert (finding.expected, finding.file) == ("eos_token_id as a whole number", str(hf / "config.json"))
+    assert finding.actual == f"eos_token_id {value!r}"
 
 
 def test_pad_token_id_of_minus_one_means_none(hf: Path, alone: RunAlone) -> None:
@@ -354,7 +371,9 @@ def test_no_tokenizer_at_all_is_a_warning_and_an_error_beside_a_source_that_has_
     path = copy_of(releases("qwen2-tied"))
     (path / "tokenizer_config.json").unlink()
     _, (finding,) = alone("CK720", path)
-    assert (finding.severity, finding.actual) == ("warning", "none")
+    assert (finding.severity, finding.actual) == ("warning", "no file of a tokenizer")
+    for engine in ("sglang", "engine"):
+        assert alone("CK720", path, against=frozenset({engine}))[1][0].severity == "error"
     _, (finding,) = alone("CK720", path, source_path=releases("qwen2-tied"))
     assert (finding.severity, finding.hint) == ("error", f"copy the tokenizer files from {releases('qwen2-tied')}")
     bare = tmp_path / "bare"

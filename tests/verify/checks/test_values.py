@@ -302,3 +302,13 @@ def test_megatron_alone_is_judged_too(releases: PathOf, copy_of: CopyOf, tmp_pat
     convert(path, tmp_path / "megatron")
     finding = only(verify(tmp_path / "megatron"))
     assert (finding.code, finding.tensor) == ("CK205", "decoder.layers.9.mlp.router.weight")
+
+
+def test_constant_tensor_says_whether_the_source_has_it_too(
+    releases: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    path, name = copy_of(releases("qwen2-tied")), "model.layers.4.mlp.up_proj.weight"
+    models.edit(path, name, torch.zeros_like(models.tensors(path)[name]))
+    (finding,) = (one for one in verify(path, source=releases("qwen2-tied")).findings if one.code == "CK205")
+    assert finding.hint.startswith("take it from the release again")
+    assert only(verify(path, source=path)).hint.startswith("the source holds the same")

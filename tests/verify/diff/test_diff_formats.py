@@ -194,7 +194,7 @@ def test_command_prints_verdict_or_json_and_exits_by_it(releases: PathOf, conver
     name = "model.layers.3.mlp.up_proj.weight"
     models.edit(path, name, models.tensors(path)[name] * 2)
     done = ckptkit_command("diff", path, converted("qwen2-tied"))
-    assert (done.returncode, done.stdout.splitlines()[0]) == (1, "DIFFERENT  1 differing, of 146 tensors")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "DIFFERENT  1 differing, of 146 tensors")
     done = ckptkit_command("diff", path, path, "--json")
     report = json.loads(done.stdout)
     assert (done.returncode, report["schema"], report["status"]) == (0, "ckptkit-diff/1", "equal")

@@ -54,6 +54,7 @@ def test_json_is_the_contract() -> None:
     assert content["command"] == ["ckptkit", "verify", "/data/a"]
     assert content["checkpoint"] == "/data/a"
     assert content["source"] == "/data/b"
+    assert (content["model"], content["date"]) == (None, None)
     assert content["status"] == "failed"
     assert content["reasons"] == []
     assert content["counts"] == {
@@ -121,6 +122,8 @@ def test_json_is_the_contract() -> None:
         "command",
         "checkpoint",
         "source",
+        "model",
+        "date",
         "status",
         "reasons",
         "counts",
@@ -226,10 +229,9 @@ def test_report_with_a_check_that_could_not_look_is_inconclusive() -> None:
     report = report_of(passing, unable, unable)
     assert report.status == report.to_json()["status"] == "inconclusive"
     assert report.to_json()["reasons"] == ["CK701, CK702: no GPU"]
-    assert text_of(report).splitlines()[:2] == [
-        "INCONCLUSIVE  /data/a against /data/b",
-        "  not looked at: CK701, CK702: no GPU",
-    ]
+    lines = text_of(report).splitlines()
+    assert lines[:2] == ["not looked at:", "  CK701, CK702: no GPU"]
+    assert lines[-1] == "INCONCLUSIVE  /data/a against /data/b"
 
 
 def finding_then(error: Exception, severity: Severity = "error") -> Run:
@@ -280,7 +282,7 @@ def test_report_with_an_error_of_our_own_is_inconclusive_and_says_where() -> Non
 def test_report_with_findings_stays_failed_where_something_was_not_looked_at() -> None:
     report = report_of(failing, unable)
     assert report.status == "failed"
-    assert "not looked at: CK701: no GPU" in text_of(report)
+    assert "not looked at:\n  CK701: no GPU\n" in text_of(report)
 
 
 def test_report_that_only_skips_what_nobody_asked_for_passes() -> None:
@@ -288,7 +290,8 @@ def test_report_that_only_skips_what_nobody_asked_for_passes() -> None:
 
 
 def test_verdict_counts_warnings() -> None:
-    assert text_of(report_of(warning, warning)).startswith("PASSED with 2 warnings  /data/a")
+    assert text_of(report_of(warning, warning)).splitlines()[-1].startswith("PASSED with 2 warnings  /data/a")
+    assert report_of(warning, failing, failing).verdict == "FAILED with 2 errors and 1 warning"
 
 
 def test_inconclusive_report_is_an_error_in_junit_and_an_unsuccessful_run_in_sarif() -> None:
@@ -322,38 +325,63 @@ def test_note_is_a_fact_and_no_finding() -> None:
     assert (report.status, report.facts) == ("passed", {"notes": ["the head is the embedding"]})
 
 
-def text_of(report: Report, width: int | None = 80) -> str:
+def text_of(report: Report, width: int | None = 80, *, every: bool = False) -> str:
     stream = io.StringIO()
-    render(report, Console(file=stream, width=width, highlight=False))
+    render(report, Console(file=stream, width=width, highlight=False), every=every)
     return stream.getvalue()
 
 
-def test_text_says_status_first_and_everything_else_below() -> None:
-    text = text_of(REPORT)
-    lines = text.splitlines()
-    assert lines[0] == "FAILED with 1 warning  /data/a against /data/b"
-    assert lines[1] == "3 checks: 1 passed, 1 failed, 1 skipped; 13 comparisons, 480 bytes"
-    order = [
-        "CK101",
-        "CK203",
-        "CK501",
-        "CK203 error: dtypes",
-        "CK107 warning:",
-        "pipeline stages",
-        "stage 1: layers {6..11}",
+def test_text_says_findings_first_and_the_verdict_last() -> None:
+    assert (
+        text_of(REPORT)
+        == """\
+error    CK203  model.layers.{2..11}.mlp.gate.e_score_correction_bias: bfloat16
+warning  CK107  two
+
+CK203-1 error: dtypes
+  tensor    model.layers.{2..11}.mlp.gate.e_score_correction_bias (10 tensors)
+  file      /data/model-00001.safetensors
+  rank      tp0pp1
+  expected  float32
+  actual    bfloat16
+  next      convert again
+
+CK107-1 warning
+  expected  one dtype
+  actual    two
+  next      look
+
+pipeline stages:
+  stage 0: layers {0..5}
+  stage 1: layers {6..11}
+
+skipped: CK501 (sglang is not installed)
+3 checks: 1 passed, 1 failed, 1 skipped; 13 comparisons, 480 bytes
+`--all` lists the checks; `ckptkit explain CK203` says what to do about it
+FAILED with 1 error and 1 warning  /data/a against /data/b
+"""
+    )
+
+
+def test_text_gives_details_of_the_first_finding_of_three_codes_and_of_all_if_asked() -> None:
+    findings = [Finding(f"CK20{code}", "a", f"b{code}{number}", "c") for code in range(5) for number in range(7)]
+    lines = text_of(replace(REPORT, findings=findings)).splitlines()
+    assert [line for line in lines if line.startswith("error  CK")] == [
+        f"error  {one.code}  {one.actual}" for one in findings[:20]
     ]
-    places = [text.index(part, 40) for part in order]
-    assert places == sorted(places)
-    for part in (
-        "sglang is not installed",
-        "(10 tensors)",
-        "tp0pp1",
-        "float32",
-        "bfloat16",
-        "convert again",
-        "/data/model-00001.safetensors",
-    ):
-        assert part in text
+    assert lines[20] == "and 15 more findings"
+    assert [line for line in lines if line.startswith("CK20")] == [
+        f"CK20{code}-1 error" + ": dtypes" * (code == 3) for code in range(3)
+    ]
+    assert "Details of 32 more findings: --all shows them." in lines
+    every = text_of(replace(REPORT, findings=findings), every=True).splitlines()
+    assert (
+        sum(line.startswith("error  CK") for line in every)
+        == sum(line.startswith("CK20") and "-" in line for line in every)
+        == 35
+    )
+    assert "CK101  passed      0.1 s        3  config" in every
+    assert lines[-1] == every[-1] == "FAILED with 35 errors  /data/a against /data/b"
 
 
 def test_text_fits_eighty_columns_and_loses_nothing(releases: PathOf, copy_of: CopyOf) -> None:
@@ -361,19 +389,20 @@ def test_text_fits_eighty_columns_and_loses_nothing(releases: PathOf, copy_of: C
     shard = sorted(path.glob("*.safetensors"))[4]
     os.truncate(shard, shard.stat().st_size - 1)
     report = verify(path)
-    text = text_of(report)
-    assert all(len(line) <= 80 for line in text.splitlines()[1:])
-    joined = "".join(text.split())
-    for finding in report.findings:
-        for part in (finding.expected, finding.actual, finding.hint, finding.file or ""):
-            assert "".join(part.split()) in joined
+    text = text_of(report, every=True)
+    words = {word for finding in report.findings for word in vars(finding).values() if isinstance(word, str)}
+    words = {word for text in words for word in text.split()}
+    for line in text.splitlines()[:-1]:
+        assert line == line.rstrip()
+        assert len(line) <= 80 or len(line.split()) <= 2  # a label and a name that is longer
+    assert words <= {*text.split(), *(word.rstrip(":") for word in text.split())}
     assert "\x1b" not in text
 
 
 def test_text_is_plain_when_piped(capsys: pytest.CaptureFixture[str]) -> None:
     render(REPORT)
     out = capsys.readouterr().out
-    assert out.startswith("FAILED with 1 warning  /data/a")
+    assert out.splitlines()[-1].startswith("FAILED with 1 error and 1 warning  /data/a")
     assert "\x1b" not in out
 
 

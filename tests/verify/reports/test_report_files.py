@@ -46,13 +46,20 @@ REPORT = Report(
 
 def test_markdown() -> None:
     lines = text_of(REPORT, ".md").splitlines()
-    assert lines[:5] == [
-        "# ckptkit: FAILED with 1 warning",
+    assert lines[:7] == [
+        "# ckptkit: FAILED with 1 error and 1 warning",
         "",
         "`/data/a b` against `/data/b`",
         "",
-        "3 checks: 1 passed, 1 failed, 1 skipped; 13 comparisons, 480 bytes.",
+        "- error **CK203-1** `model.layers.{2..11}.mlp.gate.bias (10 tensors)`: bfloat16",
+        "- warning **CK101-1** two",
+        "",
     ]
+    assert "<summary>3 checks: 1 passed, 1 failed, 1 skipped; 13 comparisons, 480 bytes</summary>" in lines
+    assert lines[-1] == (
+        "**FAILED with 1 error and 1 warning**: Not fit for use: "
+        "model.layers.{2..11}.mlp.gate.bias (10 tensors): bfloat16."
+    )
     assert "| CK203 | dtypes \\| are kept | failed | 10 | 1.5 |" in lines
     assert "| CK501 | SGLang loads the checkpoint (sglang is not installed) | skipped | 0 | 0.0 |" in lines
     start = lines.index("## CK203 error: dtypes \\| are kept")
@@ -89,8 +96,13 @@ def test_junit() -> None:
     )
     failure = failed.find("failure")
     assert failure is not None
-    assert (failure.get("type"), failure.get("message")) == ("CK203", "1 finding")
-    assert failure.text == (
+    text = failure.text
+    about = "model.layers.{2..11}.mlp.gate.bias (10 tensors): bfloat16"
+    assert (failure.get("type"), failure.get("message")) == ("CK203", about)
+    two = replace(REPORT, findings=[REPORT.findings[0]] * 2)
+    (failure,) = ElementTree.fromstring(text_of(two, ".xml")).iter("failure")  # noqa: S314 - our own
+    assert failure.get("message") == f"{about} (and 1 more finding)"
+    assert text == (
         "CK203-1 error: model.layers.{2..11}.mlp.gate.bias (10 tensors)\n  file: /data/a b/1.safetensors\n"
         "  rank: tp0pp1\n"
         "  expected: float32\n  actual: bfloat16\n  next: convert <again>"

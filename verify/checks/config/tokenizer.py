@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import locate
 from converters.planner import dims_of
 from verify.check import Skip, Tally, check
@@ -129,18 +130,20 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     hint = "take config.json, generation_config.json and the tokenizer from one release"
     for kind, by_file in stated.items():
+        sound = dict(by_file)
         for file, numbers in by_file.items():
             tally.compared(0)
             if strange := sorted(
                 number for number in numbers if not (0 <= number < rows or (kind == "pad" and number == -1))
             ):
-                yield Issue(
-                    f"{kind}_token_id below {rows}, the rows of the embedding",
-                    f"{strange[0]}",
-                    hint,
-                    file=side.root / file,
-                )
-        yield from _disagreements(kind, by_file, side.root, hint)
+                del sound[file]
+                expected = f"{kind}_token_id below {rows}, the rows of the embedding"
+                yield Issue(expected, f"{kind}_token_id {strange[0]}", hint, file=side.root / file)
+        # A file that is known to be wrong has no vote on the others.
+        yield from _disagreements(kind, sound, side.root, hint)
+    for kind, file, value in _unread(side):
+        tally.compared(0)
+        yield Issue(f"{kind}_token_id as a whole number", f"{kind}_token_id {value}", hint, file=side.root / file)
     for kind, text in unknown:
         yield Issue(
             f"{kind}_token in the vocabulary", f"{text!r} is no token of it", hint, file=side.root / TOKENIZER_CONFIG
@@ -151,18 +154,31 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _stated(side: SideFiles, kind: str) -> Iterator[tuple[str, set[int]]]:
     """The ids that each file states."""
+    for file, values in _values(side, kind):
+        numbers = {number for number in values if type(number) is int}
+        if numbers:
+            yield file, numbers
+    token = side.special(kind)
+    if token is not None and token in side.ids:
+        yield TOKENIZER_CONFIG, {side.ids[token]}
+
+
+def _values(side: SideFiles, kind: str) -> Iterator[tuple[str, list[Any]]]:
+    """What config and generation_config have as ids of a token, without null."""
     text = side.config.get("text_config")
     inner = text.get(f"{kind}_token_id") if isinstance(text, Mapping) else None
     for file, value in (
         ("config.json", side.config.get(f"{kind}_token_id", inner)),
         (GENERATION, side.generation.get(f"{kind}_token_id")),
     ):
-        numbers = {number for number in (value if isinstance(value, list) else [value]) if type(number) is int}
-        if numbers:
-            yield file, numbers
-    token = side.special(kind)
-    if token is not None and token in side.ids:
-        yield TOKENIZER_CONFIG, {side.ids[token]}
+        yield file, [one for one in (value if isinstance(value, list) else [value]) if one is not None]
+
+
+def _unread(side: SideFiles) -> Iterator[tuple[str, str, str]]:
+    """Kind, file and value of ids that are no whole numbers, which engines refuse or never meet."""
+    for kind in _KINDS:
+        for file, values in _values(side, kind):
+            yield from ((kind, file, shortened(one)) for one in values if type(one) is not int)
 
 
 def _disagreements(kind: str, by_file: Mapping[str, set[int]], root: Path, hint: str) -> Iterator[Issue]:
@@ -261,7 +277,7 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
     unless=lambda subject: None if subject.kind == "hf" else "Megatron loads no tokenizer from its checkpoint",
 )
 def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Any file of a tokenizer; without one an error where the source has one, else a warning."""
+    """Any file of a tokenizer; without one an error where the source has one or an engine is asked, else a warning."""
     tally.compared(0)
     if side_of(subject).has_tokenizer:
         return
@@ -275,8 +291,8 @@ def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     where = str(subject.path)
     yield Issue(
         "files of a tokenizer, which an engine loads from here",
-        "none",
+        "no file of a tokenizer",
         hint,
         file=where,
-        severity="error" if known else "warning",
+        severity="error" if known or subject.against & {"sglang", "engine"} else "warning",
     )

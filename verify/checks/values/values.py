@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Set, Sized
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set, Sized
 
 from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from converters.planner import rules_of, tied_head
@@ -38,7 +38,7 @@ from verify.evidence.moved.stages import stages_of
 from verify.evidence.packed import format_of
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
-from verify.evidence.values import Difference
+from verify.evidence.values import Difference, Values
 from verify.issue import Issue
 from verify.report import Severity
 
@@ -284,8 +284,23 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if (verdict := _constant(name, stats)) is not None:
             verdicts[verdict].append(name)
     for (severity, actual), found in verdicts.items():
-        hint = "compare with the release: was this tensor ever loaded?"
-        yield Issue("values that vary", actual, hint, names=found, file=subject.path, severity=severity)
+        for names, hint in _whence(found, subject.once(read_values)):
+            yield Issue("values that vary", actual, hint, names=names, file=subject.path, severity=severity)
+
+
+def _differs(values: Values, name: str) -> bool:
+    difference = values.differences.get(name)
+    return difference is not None and difference.unequal > 0
+
+
+def _whence(found: Sequence[str], values: Values) -> Iterator[tuple[list[str], str]]:
+    """The tensors that a source shares, and the others, each with the next move."""
+    shared = [name for name in found if name in values.compared and not _differs(values, name)]
+    own = [name for name in found if name not in shared]
+    if shared:
+        yield shared, "the source holds the same: compare that with the release that it was made from"
+    if own:
+        yield own, "take it from the release again; a hole in a file, as of an interrupted copy, reads as zeros"
 
 
 def _constant(name: str, stats: Extremes) -> tuple[Severity, str] | None:

@@ -1,0 +1,169 @@
+"""Hostile names and values in every format, read back by a parser that is not ours: nothing acts or breaks out."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from ckptkit.core.findings_text import plain
+from ckptkit.core.printable import json_text, printable
+from verify.report import CheckResult, Finding, Report
+from verify.reports import text_of
+from verify.reports.render import report_lines
+
+# What each does where it is not escaped, and what must stand in its place on one line.
+HOSTILE = {
+    "escape": ("a\x1b[2Jb", "a\\x1b[2Jb"),
+    "bell": ("a\x07b", "a\\x07b"),
+    "right to left": ("a\u202eb", "a\\u202eb"),
+    "isolate": ("a\u2066b", "a\\u2066b"),
+    "script": ("<script>alert(1)</script>", "<script>alert(1)</script>"),
+    "pipe": ("a|b", "a|b"),
+    "backtick": ("a`b``c", "a`b``c"),
+    "end of CDATA": ("a]]>b", "a]]>b"),
+    "NUL": ("a\0b", "a\\x00b"),
+    "lone surrogate": ("a\udc80b", "a\\udc80b"),
+    "C1": ("a\x9b31mb", "a\\x9b31mb"),
+    "newline": ("a\nPASSED", "a\\x0aPASSED"),
+    "workflow command": ("::error::a", "\\x3a:error::a"),
+    "workflow command behind a line break": ("a\n::error::b", "a\\x0a::error::b"),
+    "workflow command that wraps": ("a ::error::b", "a \\x3a:error::b"),
+    "older workflow command": ("a##[error]b", "a\\x23#[error]b"),
+    "pipeline command": ("##vso[task.complete]", "\\x23#vso[task.complete]"),
+}
+CASES = pytest.mark.parametrize(("raw", "shown"), HOSTILE.values(), ids=HOSTILE)
+
+
+def report(raw: str) -> Report:
+    """A report in which everything that files may say is `raw`: a tensor, a file, config values, a path."""
+    return Report(
+        "0.1.0",
+        ("ckptkit", "verify", raw),
+        raw,
+        raw,
+        (CheckResult("CK104", raw, "failed"), CheckResult("CK105", "shapes", "skipped", raw)),
+        (
+            Finding("CK104", raw, raw, raw, raw, 2, raw, raw),
+            Finding("CK105", raw, raw, raw, None, 1, raw, severity="warning"),
+        ),
+        {raw: [raw]},
+        {raw: {raw: {"tensors": 1, "max_error": None, "max_steps": None, "failed": 1, "findings": ["CK104-1"]}}},
+        [f"CK104: {raw}"],
+        model=raw,
+    )
+
+
+def assert_harmless(text: str) -> None:
+    assert {
+        char for char in text if char != "\n" and unicodedata.category(char) in {"Cc", "Cf", "Cs", "Zl", "Zp"}
+    } == set()
+    text.encode()
+    for line in text.split("\n"):
+        assert not line.lstrip().startswith("::")
+        assert "##[" not in line
+        assert "##vso[" not in line
+
+
+@CASES
+def test_text_is_escaped(raw: str, shown: str) -> None:
+    assert printable(raw) == shown
+    for width in (20, 80):
+        lines = list(plain(report_lines(report(raw), width, every=True)))
+        assert_harmless("\n".join(lines))
+        assert lines[-1] == f"FAILED with 1 error and 1 warning  {shown} against {shown}"
+        assert sum(line.startswith("PASSED") for line in lines) == 0
+
+
+@CASES
+def test_json_is_escaped(raw: str, shown: str) -> None:
+    text = json_text(report(raw).to_json())
+    assert_harmless(text)
+    assert text.isascii()
+    read = json.loads(text)["findings"][0]["tensor"]
+    assert read == raw.replace("\udc80", "\\udc80")
+    assert text_of(report(raw), ".json") == text + "\n"
+
+
+@CASES
+def test_junit_is_escaped(raw: str, shown: str) -> None:
+    text = text_of(report(raw), ".xml")
+    assert_harmless(text)
+    root = ElementTree.fromstring(text)  # noqa: S314 - our own text
+    assert {element.tag for element in root.iter()} <= {
+        *("testsuites", "testsuite", "properties", "property", "testcase", "failure", "skipped", "error", "system-out")
+    }
+    (failure,) = root.iter("failure")
+    assert failure.get("message") == f"{shown} (2 tensors): {shown}"
+    assert (failure.text or "").split("\n")[1] == f"  file: {shown}"
+
+
+@CASES
+def test_sarif_is_escaped(raw: str, shown: str) -> None:
+    text = text_of(report(raw), ".sarif")
+    assert_harmless(text)
+    result = json.loads(text)["runs"][0]["results"][0]
+    assert result["locations"][0]["logicalLocations"][0]["fullyQualifiedName"] == shown
+    uri = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+    assert re.fullmatch(r"[A-Za-z0-9_.~:/%-]+", uri)
+
+
+class Page(HTMLParser):
+    """Collects the tags and the text of a page, without its own style and script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        assert not [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_data(self, data: str) -> None:
+        if self.tags[-1:] not in (["style"], ["script"]):
+            self.text.append(data)
+
+
+@CASES
+def test_html_is_escaped(raw: str, shown: str) -> None:
+    text = text_of(report(raw), ".html")
+    assert_harmless(text)
+    page = Page()
+    page.feed(text)
+    assert page.tags.count("script") == 1
+    assert page.text.count(shown) > 5
+
+
+@CASES
+def test_markdown_is_escaped(raw: str, shown: str) -> None:
+    text = text_of(report(raw), ".md")
+    assert_harmless(text)
+    assert sum(line.startswith("# ") for line in text.split("\n")) == 1
+    bare = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", text)  # without code spans, in which nothing is markup
+    assert re.search(r"(?<!\\)<(?!/?(?:details|summary)>)", bare) is None
+    rows = [line for line in bare.split("\n") if line.startswith("| CK")]
+    assert [len(re.findall(r"(?<!\\)\|", row)) for row in rows] == [6, 6]
+
+
+def test_sarif_names_files_relative_to_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def location(path: str) -> dict[str, str]:
+        content = json.loads(text_of(report(path), ".sarif"))
+        (found,) = content["runs"][0]["results"][0]["locations"]
+        uri: dict[str, str] = found["physicalLocation"]["artifactLocation"]
+        return uri
+
+    inside = tmp_path / "repo" / "jobs"
+    inside.mkdir(parents=True)
+    monkeypatch.chdir(inside)
+    assert location("a b/x.safetensors") == {"uri": f"file://{inside}/a%20b/x.safetensors"}
+    (tmp_path / "repo" / ".git").mkdir()
+    expected = {"uri": "models/a%20b/x.safetensors", "uriBaseId": "%SRCROOT%"}
+    assert location("../models/a b/x.safetensors") == expected
+    assert location(f"{tmp_path}/repo/models/a b/x.safetensors") == expected
+    assert location("/data/x.safetensors") == {"uri": "file:///data/x.safetensors"}
