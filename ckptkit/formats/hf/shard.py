@@ -20,7 +20,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import ByteRange, Reader
 from ckptkit.core.json_text import MOST_VALUES, count_values, require_characters
 from ckptkit.core.printable import shortened
-from ckptkit.core.specs import TensorSpec
+from ckptkit.core.specs import MOST_AXES, TensorSpec
 from ckptkit.storage.buffers import bytes_of, elements
 from ckptkit.storage.directory import RemoteFile
 from ckptkit.storage.read import FileExtent, read_new
@@ -194,6 +194,8 @@ def _sound_spans(header: Mapping[str, Any]) -> list[_Span] | None:
     """Checks and parses all header entries at once; None when one is invalid and each must be parsed by itself."""
     try:
         entries = [(name, entry["dtype"], entry["shape"], *entry["data_offsets"]) for name, entry in header.items()]
+        if max((len(entry[2]) for entry in entries), default=0) > MOST_AXES:
+            return None
         numbers = [
             *chain.from_iterable(entry[2] for entry in entries),
             *(entry[3] for entry in entries),
@@ -222,7 +224,11 @@ def _entry(name: str, entry: Any) -> _Span | Fault:
         if not isinstance(values, list) or not {int}.issuperset(map(type, values)):
             actual = f"its header entry for {name} has {shortened(values)} where whole numbers must be"
             return Fault(expected, actual, name)
-    small = len(offsets) == 2 and all(0 <= number < _MOST_BYTES for number in (*shape, *offsets))
+    small = (
+        len(shape) <= MOST_AXES
+        and len(offsets) == 2
+        and all(0 <= number < _MOST_BYTES for number in (*shape, *offsets))
+    )
     if not small or math.prod(shape) >= _MOST_BYTES:
         return Fault(expected, f"its header entry for {name} is not valid: {shortened(entry)}", name)
     spec = TensorSpec(name, tuple(shape), DTYPE_OF_CODE[dtype])
