@@ -56,7 +56,7 @@ def shard_names(root: Path | Directory) -> dict[str, str] | None:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CkptkitError(f"{shown} has no weight_map of names to files", "restore it from the release")
     for file in set(weight_map.values()):
-        if Path(file).name != file or file in {"", ".", ".."}:
+        if Path(file).name != file or file in {"", ".", ".."} or "\0" in file:
             name = next(name for name, home in weight_map.items() if home == file)
             raise CkptkitError(
                 f"{shown} puts {name} into {file!r}, which is not a file of this directory",
