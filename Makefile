@@ -3,6 +3,7 @@
 VENV ?= .venv
 PYTHON ?=
 DEMO_OUT ?= demo-out
+MINUTES ?= 16
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 CELLS ?=
@@ -29,7 +30,7 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 		exit 1; \
 	fi
 
-.PHONY: help setup demo test test-sglang test-interop lint docs cards failures families mutation-report \
+.PHONY: help setup demo test test-sglang test-interop fuzz lint docs cards failures families mutation-report \
 	sglang-matrix bench megatron-layouts dist audit which-python
 
 help:  ## list the targets
@@ -74,6 +75,18 @@ endif
 # Its packages lie over those of VENV, which it also sees (torch is large), so each file lists all that differs.
 site := import sysconfig; print(sysconfig.get_path("purelib"))
 $(VENV)-interop-%/.packages: tests/interop/beside/%.txt $(stamp)
+	@$(python) -m venv --clear --without-pip "$(@D)"
+	@$(python) -c '$(site)' > "$$("$(@D)/bin/python" -c '$(site)')/shared.pth"
+	@$(python) -m pip --python "$(@D)/bin/python" install $(pip_flags) --no-deps -r $<
+	@touch $@
+
+# atheris stands beside the packages of VENV, as the tools of test-interop do. What it has found is kept from run to run.
+fuzz: $(VENV)-fuzz/.packages  ## feed the parsers what no one would write, under atheris: make fuzz MINUTES=16
+	@mkdir -p '$(VENV)-fuzz/found'
+	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 '$(VENV)-fuzz/bin/python' -W ignore tests/fuzz/run.py \
+		--minutes '$(MINUTES)' --work '$(VENV)-fuzz/found'
+
+$(VENV)-fuzz/.packages: tests/fuzz/requirements.txt $(stamp)
 	@$(python) -m venv --clear --without-pip "$(@D)"
 	@$(python) -c '$(site)' > "$$("$(@D)/bin/python" -c '$(site)')/shared.pth"
 	@$(python) -m pip --python "$(@D)/bin/python" install $(pip_flags) --no-deps -r $<

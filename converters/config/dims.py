@@ -183,6 +183,12 @@ class ModelDims:
                 f"config.json: {self.top_k} experts a token out of {self.experts}",
                 "compare num_experts_per_tok with the release",
             )
+        if self.experts:
+            _positive(moe_intermediate_size=self.expert_ffn)
+        if self.shared_ffn < 0:
+            raise CkptkitError(
+                f"config.json: the shared expert has {self.shared_ffn} features", "compare it with the release"
+            )
         if self.heads % self.groups:
             raise CkptkitError(
                 f"config.json: {self.heads} attention heads do not divide into {self.groups} key-value heads"

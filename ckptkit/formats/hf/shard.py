@@ -20,7 +20,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import ByteRange, Reader
 from ckptkit.core.json_text import MOST_VALUES, count_values, require_characters
 from ckptkit.core.printable import shortened
-from ckptkit.core.specs import TensorSpec
+from ckptkit.core.specs import MOST_AXES, TensorSpec
 from ckptkit.storage.buffers import bytes_of, elements
 from ckptkit.storage.directory import RemoteFile
 from ckptkit.storage.read import FileExtent, read_new
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MOST_BYTES = 1 << 60  # of a tensor; what is larger is a mistake
-_MOST_AXES = 64  # as torch has it
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
 
 
@@ -195,6 +194,8 @@ def _sound_spans(header: Mapping[str, Any]) -> list[_Span] | None:
     """Checks and parses all header entries at once; None when one is invalid and each must be parsed by itself."""
     try:
         entries = [(name, entry["dtype"], entry["shape"], *entry["data_offsets"]) for name, entry in header.items()]
+        if max((len(entry[2]) for entry in entries), default=0) > MOST_AXES:
+            return None
         numbers = [
             *chain.from_iterable(entry[2] for entry in entries),
             *(entry[3] for entry in entries),
@@ -206,7 +207,7 @@ def _sound_spans(header: Mapping[str, Any]) -> list[_Span] | None:
         ]
     except (TypeError, ValueError, LookupError):
         return None
-    shapes_are_lists = all(type(entry[2]) is list and len(entry[2]) <= _MOST_AXES for entry in entries)
+    shapes_are_lists = all(type(entry[2]) is list for entry in entries)
     sound = shapes_are_lists and {int}.issuperset(map(type, numbers)) and min(numbers, default=0) >= 0
     return spans if sound and max([*numbers, *(span[2] for span in spans)], default=0) < _MOST_BYTES else None
 
@@ -223,8 +224,12 @@ def _entry(name: str, entry: Any) -> _Span | Fault:
         if not isinstance(values, list) or not {int}.issuperset(map(type, values)):
             actual = f"its header entry for {name} has {shortened(values)} where whole numbers must be"
             return Fault(expected, actual, name)
-    small = len(offsets) == 2 and all(0 <= number < _MOST_BYTES for number in (*shape, *offsets))
-    if not small or len(shape) > _MOST_AXES or math.prod(shape) >= _MOST_BYTES:
+    small = (
+        len(shape) <= MOST_AXES
+        and len(offsets) == 2
+        and all(0 <= number < _MOST_BYTES for number in (*shape, *offsets))
+    )
+    if not small or math.prod(shape) >= _MOST_BYTES:
         return Fault(expected, f"its header entry for {name} is not valid: {shortened(entry)}", name)
     spec = TensorSpec(name, tuple(shape), DTYPE_OF_CODE[dtype])
     return offsets[0], offsets[1], spec.nbytes, spec

@@ -23,7 +23,8 @@ import numpy as np
 from ckptkit.core.dtypes import ITEMSIZE, torch_dtype
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import ByteRange, Extent, Reader
-from ckptkit.core.specs import TensorSpec
+from ckptkit.core.printable import shortened
+from ckptkit.core.specs import MOST_AXES, TensorSpec
 from ckptkit.formats.megatron_config import config_in, hf_home
 from ckptkit.formats.torch_dist.names import engine_name, whole_of
 from ckptkit.formats.torch_save import unpickle
@@ -42,7 +43,8 @@ _MOST_NAMES = 500_000  # global tensors of one key or in all: a model of 10^12 p
 _MOST_COMPARED = 20_000_000  # pairs of chunks that could overlap, or chunks of one key by layer and expert
 MOST_METADATA = 1 << 30  # bytes: a save of 10^12 parameters with its optimizer by 2048 ranks has about 10^8
 _FIRST = attrgetter("offsets")
-_DAMAGED = "no model has so many: the file is damaged; copy it again"
+_COPY = "the file is damaged; copy it again"
+_DAMAGED = f"no model has so many: {_COPY}"
 
 # What a trainer saves beside the weights. megatron-core numbers the state of chained optimizers (MoE) with a prefix.
 NOT_WEIGHTS = re.compile(
@@ -88,6 +90,8 @@ def read_metadata(path: Path) -> StoredMetadata:
             (index.fqn, _shape(getattr(index, "offset", None))): info for index, info in content.storage_data.items()
         }
         storage, entries = _Storage(path, places), content.state_dict_metadata
+        if not all(type(key) is str and "\0" not in key for key in entries):
+            raise TypeError("a tensor or an object has no name")
         objects = {
             key: storage.blob(key, None)
             for key, entry in entries.items()
@@ -100,16 +104,16 @@ def read_metadata(path: Path) -> StoredMetadata:
         raise CkptkitError(
             f"{file}: {error.strerror}", "a torch_dist checkpoint needs it; was the save cut short?"
         ) from error
-    except (pickle.UnpicklingError, AttributeError, TypeError, KeyError) as error:
-        raise CkptkitError(f"{file} is no DCP metadata: {error}", "the file is damaged; copy it again") from error
+    except (pickle.UnpicklingError, AttributeError, TypeError, LookupError) as error:
+        raise CkptkitError(f"{file} is no DCP metadata: {error}", _COPY) from error
 
 
 def _shape(size: Any) -> Shape | None:
     if size is None:
         return None
     shape = tuple(size)
-    if not all(type(number) is int and 0 <= number <= _MOST_BYTES for number in shape):
-        raise TypeError(f"{shape!r:.80} is no shape and no place in a tensor")
+    if len(shape) > MOST_AXES or not all(type(number) is int and 0 <= number <= _MOST_BYTES for number in shape):
+        raise TypeError(f"{shortened(shape)} is no shape and no place in a tensor")
     return shape
 
 
@@ -131,7 +135,7 @@ class _Storage:
         info = self.places[key, offsets]
         if getattr(info, "transform_descriptors", None):
             raise CkptkitError(
-                f"{self.path}: {key} is stored transformed ({info.transform_descriptors})",
+                f"{self.path}: {key} is stored transformed ({shortened(info.transform_descriptors)})",
                 "save it without a storage transform",
             )
         name = info.relative_path
@@ -159,7 +163,7 @@ def _dtype(properties: Any) -> str:
     # TensorProperties pickles itself as the tuple (dtype, layout, requires_grad, memory format, pin_memory).
     dtype = properties.state[0]
     if not isinstance(dtype, Dtype):
-        raise TypeError(f"{dtype} is no dtype")
+        raise TypeError(f"{shortened(dtype)} is no dtype")
     return dtype.name
 
 
@@ -427,6 +431,8 @@ def _unstack(key: str, stored: StoredTensor) -> Iterator[tuple[str, _Part]]:
     """Every global tensor that a key holds: one a layer where layers are stacked, one an expert where experts are."""
     stacked, routed = _STACKED.fullmatch(key) is not None, _EXPERTS.fullmatch(key) is not None
     depth = stacked + routed
+    if len(stored.shape) < depth:
+        raise CkptkitError(f"{key} has {len(stored.shape)} axes, too few for layers or experts", _COPY)
     if math.prod(stored.shape[:depth]) > _MOST_NAMES:
         raise CkptkitError(f"{key} claims to hold {math.prod(stored.shape[:depth])} tensors", _DAMAGED)
     left = _MOST_COMPARED

@@ -22,14 +22,17 @@ from zlib_ng import zlib_ng
 from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS, torch_dtype
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import ByteRange, Extent, Reader
+from ckptkit.core.specs import MOST_AXES
 from ckptkit.formats.torch_save import unpickle
-from ckptkit.formats.torch_save.records import NotAllowed
+from ckptkit.formats.torch_save.records import NotAllowed, Record, kind_of
 from ckptkit.storage.buffers import bytes_of, elements, tensor_of
 from ckptkit.storage.read import ARENA, BLOCK, FileExtent, read_into, read_new
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_DAMAGED = "the file is damaged; copy it again"
+_MOST_NUMBER = 1 << 60  # of an offset, an axis or a stride, in elements
 _LOCAL_HEADER = 30  # bytes at the least
 _MOST_READ = 1 << 28  # bytes of an entry that is read as a whole: a pickle of a trainer's state
 _MOST_DIRECTORY = 1 << 24  # bytes of a zip's directory: 10^5 storages
@@ -131,8 +134,8 @@ class Blob:
     ) -> tuple[zipfile.ZipInfo, _Strided]:
         """The entry that holds a tensor's storage, and how the tensor lies in it."""
         storage, offset, size, stride = self._tensor_arguments(entries)
-        kind = getattr(storage[1], "kind", "").rpartition(".")[2]
-        if kind != STORAGE_CLASS.get(dtype) or tuple(size) != shape:
+        kind = kind_of(storage[1]).rpartition(".")[2]
+        if kind != STORAGE_CLASS.get(dtype) or size != shape:
             raise CkptkitError(
                 f"{self}: holds {list(size)} {kind}, the metadata says {list(shape)} {dtype}",
                 "the checkpoint is damaged",
@@ -140,10 +143,11 @@ class Blob:
         info = self.entry(entries, f"data/{storage[2]}")
         if info.file_size != storage[4] * ITEMSIZE[dtype]:
             raise CkptkitError(
-                f"{self}: storage of {info.file_size} bytes instead of {storage[4] * ITEMSIZE[dtype]}",
-                "the file is damaged; copy it again",
+                f"{self}: storage of {info.file_size} bytes instead of {storage[4] * ITEMSIZE[dtype]}", _DAMAGED
             )
-        return info, _Strided(tuple(stride), offset)
+        if offset + reach(size, stride) > storage[4]:
+            raise CkptkitError(f"{self}: the tensor reaches past its storage of {info.file_size} bytes", _DAMAGED)
+        return info, _Strided(stride, offset)
 
     def entries(self) -> dict[str, zipfile.ZipInfo]:
         """The zip's entries by name without the leading folder.
@@ -193,10 +197,14 @@ class Blob:
             )
 
     def _tensor_arguments(self, entries: Mapping[str, zipfile.ZipInfo]) -> tuple[Any, int, Any, Any]:
-        arguments: tuple[Any, ...] = getattr(self._pickled(entries), "args", ())
+        found = self._pickled(entries)
+        arguments = found.args if isinstance(found, Record) else ()
         if len(arguments) < 4 or not isinstance(arguments[0], tuple) or len(arguments[0]) < 5:
             raise CkptkitError(f"{self}: is no plain tensor", "this file was not written by torch.save of a tensor")
-        return arguments[0], arguments[1], arguments[2], arguments[3]
+        storage, offset, size, stride = arguments[:4]
+        if not is_layout(offset, size, stride) or type(storage[2]) is not str or type(storage[4]) is not int:
+            raise CkptkitError(f"{self}: holds a tensor described in a way that torch does not write", _DAMAGED)
+        return storage, offset, size, stride
 
     def _pickled(self, entries: Mapping[str, zipfile.ZipInfo], allowed: Callable[[str], bool] | None = None) -> Any:
         if "byteorder" in entries and self._bytes(entries, "byteorder") != b"little":
@@ -235,6 +243,18 @@ def _zip_problem(found: Sequence[zipfile.ZipInfo], names: int, length: int) -> s
             return f"entry {info.filename!r:.80} overlaps another"
         end = info.header_offset + _LOCAL_HEADER + info.file_size
     return "an entry is longer than the file" if end > length else None
+
+
+def is_layout(offset: object, shape: object, stride: object) -> bool:
+    """Whether these describe how a tensor lies in its storage: whole numbers, a stride for each axis."""
+    if type(shape) is not tuple or type(stride) is not tuple or not len(shape) == len(stride) <= MOST_AXES:
+        return False
+    return all(type(number) is int and 0 <= number <= _MOST_NUMBER for number in (offset, *shape, *stride))
+
+
+def reach(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first of a tensor to behind its last one; 0 where it has none."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if math.prod(shape) else 0
 
 
 def dense_stride(shape: Sequence[int]) -> tuple[int, ...]:

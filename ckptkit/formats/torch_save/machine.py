@@ -344,7 +344,8 @@ def _called(target: Any, arguments: Any) -> Any:
         return target(*arguments)
     if target is Items and not arguments:
         return Items()
-    raise pickle.UnpicklingError(f"a call of {getattr(target, '__name__', type(target).__name__)}")
+    kind = target if isinstance(target, type) else type(target)
+    raise pickle.UnpicklingError(f"a call of {kind.__name__}")
 
 
 def _key(value: Any) -> Any:

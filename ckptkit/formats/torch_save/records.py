@@ -8,6 +8,8 @@ from typing import Any
 
 _MOST_DEPTH, _MOST_PARTS = 32, 1_000_000  # of a value; a launch has some hundred arguments
 
+_OWN = frozenset({"args", "kind", "set_state", "state", "__class__"})  # a pickle's state does not replace these
+
 
 class Record:
     """Stands for an instance of any class: `args` are what it was built with, `state` what `__setstate__` got.
@@ -27,10 +29,18 @@ class Record:
         for part in state if type(state) is tuple and len(state) == 2 else (state,):
             if isinstance(part, dict):
                 # A dict takes any key here; those that are no names are no attributes, and harmless.
-                self.__dict__.update(part)
+                self.__dict__.update(
+                    part if _OWN.isdisjoint(part) else {k: v for k, v in part.items() if k not in _OWN}
+                )
 
     def __repr__(self) -> str:
         return f"<{self.kind}>"
+
+
+def kind_of(value: Any) -> str:
+    """The full name that a Record, or a class of them, stands for; of any other value the name of its type."""
+    kind = value if isinstance(value, type) else type(value)
+    return kind.kind if issubclass(kind, Record) else kind.__name__
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from zlib_ng import zlib_ng
 
 from ckptkit.core.dtypes import DTYPE_OF_STORAGE, ITEMSIZE, torch_dtype
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.torch_save.blob import Blob
-from ckptkit.formats.torch_save.records import Record
+from ckptkit.formats.torch_save.blob import Blob, is_layout, reach
+from ckptkit.formats.torch_save.records import Record, kind_of
 from ckptkit.storage.regular import open_regular
 
 if TYPE_CHECKING:
@@ -41,11 +41,7 @@ class SavedTensor:
     @property
     def reach(self) -> int:
         """Elements from its first to behind its last one."""
-        return (
-            1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-            if math.prod(self.shape)
-            else 0
-        )
+        return reach(self.shape, self.stride)
 
 
 class SavedFile:
@@ -86,26 +82,21 @@ class SavedFile:
             value = value.args[0]
         if not isinstance(value, Record) or value.kind != "torch._utils._rebuild_tensor_v2" or len(value.args) < 4:
             raise CkptkitError(
-                f"{self.path}: {name} is {_kind(value)}, no plain tensor",
+                f"{self.path}: {name} is {kind_of(value)}, no plain tensor",
                 "only dense bf16, fp16 and fp32 weights can be read",
             )
         storage, offset, shape, stride = value.args[:4]
         dtype = (
-            DTYPE_OF_STORAGE.get(_kind(storage[1]).rpartition(".")[2])
+            DTYPE_OF_STORAGE.get(kind_of(storage[1]).rpartition(".")[2])
             if isinstance(storage, tuple) and len(storage) >= 5
             else None
         )
-        numbers = (offset, *shape, *stride) if isinstance(shape, tuple) and isinstance(stride, tuple) else (None,)
-        if (
-            dtype is None
-            or not all(type(number) is int and number >= 0 for number in numbers)
-            or len(shape) != len(stride)
-        ):
+        if dtype is None or type(storage[2]) is not str or not is_layout(offset, shape, stride):
             raise CkptkitError(
                 f"{self.path}: {name} is described in a way that torch does not write",
                 "the file is damaged; copy it again",
             )
-        found = SavedTensor(shape, dtype, str(storage[2]), offset, stride)
+        found = SavedTensor(shape, dtype, storage[2], offset, stride)
         entry = self._entries.get(f"data/{found.storage}")
         if (
             entry is None
@@ -143,7 +134,3 @@ class SavedFile:
             self._blob.read_into(info, view, start)
             checksum = zlib_ng.crc32(view, checksum)
         self._blob.check(info, checksum)
-
-
-def _kind(value: Any) -> str:
-    return str(getattr(value, "kind", "")) or type(value).__name__

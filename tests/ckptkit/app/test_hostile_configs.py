@@ -29,6 +29,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"num_experts": 10**9}, "num_experts is 1000000000, not at most 128,000 experts in all layers together"),
     ({"num_experts": 100_000}, "num_experts is 100000, not at most 128,000 experts in all layers together"),
     ({"num_experts": -3}, "3 experts a token out of -3"),
+    ({"moe_intermediate_size": -1}, "moe_intermediate_size must be positive, not -1"),
     ({"num_experts": "many"}, "num_experts is 'many', not a whole number"),
     ({"vocab_size": 10**12}, "vocab_size is 1000000000000, not at most 2147483648"),
     ({"hidden_size": 10**18}, "hidden_size is 1000000000000000000, not at most 2147483648"),

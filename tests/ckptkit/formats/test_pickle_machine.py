@@ -125,6 +125,13 @@ def test_one_name_is_one_class() -> None:
     assert first.kind == "m.n"
 
 
+def test_a_state_replaces_nothing_that_a_record_is_read_by() -> None:
+    state = {"args": 1, "kind": 2, "set_state": 3, "kept": 4}
+    content = b"\x80\x02cm\nn\n)\x81" + pickle.dumps(state, 2)[2:-1] + b"b" + b"}b."
+    found = unpickle.loads(content)
+    assert (found.args, found.kind, found.kept) == ((), "m.n", 4)
+
+
 def test_numbers_of_all_widths() -> None:
     values = [0, 255, 256, 65535, 65536, -1, -(2**31), 2**31, 2**63, -(2**100), math.inf, -0.0, 5e-324]
     assert unpickle.loads(pickle.dumps(values, 2)) == values

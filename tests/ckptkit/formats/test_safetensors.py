@@ -134,6 +134,13 @@ def test_key_that_is_there_twice_is_refused(tmp_path: Path, text: bytes, name: s
         read_shard(path)
 
 
+def test_a_shape_of_a_million_axes_is_refused_before_they_are_multiplied(tmp_path: Path) -> None:
+    shape = json.dumps([(1 << 59) + 1] * 1_000_000)
+    text = f'{{"a": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 4]}}}}'.encode()
+    with pytest.raises(CkptkitError, match="its header entry for a is not valid"):
+        read_shard(written(tmp_path / "x.safetensors", text))
+
+
 def test_a_header_that_is_not_in_utf_8_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "x.safetensors", (b'{"a":{%b}}' % ENTRY).decode().encode("utf-16-le"))
     with pytest.raises(CkptkitError, match="a header that is not JSON"):

@@ -1,0 +1,325 @@
+"""The parsers, each as a function of bytes that returns, or raises only what its caller expects of bad input."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from zipfile import ZIP_STORED, ZipFile
+
+import safetensors
+from cryptography.exceptions import InvalidSignature
+
+from ckptkit.core import json_text
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.detect import TRACKER, tracked
+from ckptkit.formats.hf.reader import INDEX, SINGLE, HfCheckpoint, read_json
+from ckptkit.formats.hf.shard import scan_shard
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from ckptkit.formats.torch_dist.tracker import not_found
+from ckptkit.formats.torch_save import unpickle
+from ckptkit.formats.torch_save.blob import Blob
+from ckptkit.formats.torch_save.saved_file import SavedFile
+from ckptkit.transfer.manifest import read_manifest
+from ckptkit.transfer.signature import signature_fault, signature_of
+from converters.planner import dims_of, mappings_of, rules_of
+from quant.patterns.cost import steps
+from quant.patterns.entries import REGEX, _linear, _parsed, check_entries, matcher
+from verify.launch.options.given import given_arguments
+from verify.launch.settings.config import Config, UnresolvedError
+from verify.launch.settings.files import compose
+from verify.launch.settings.overrides import applied
+from verify.launch.shell import values
+from verify.launch.shell.read import read_script
+from verify.launch.stacks.which import read_stack
+from verify.launch.words import LaunchText, Word
+from verify.triage import text
+from verify.triage.triage import triage
+
+Unit = Callable[[bytes], None]
+_NAMES = ("model.layers.0.mlp.gate", "lm_head", "model.layers.11.self_attn.q_proj.weight", "a", "")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parser. `make` prepares a scratch directory and returns what runs it once; `is_json`: mutate values too."""
+
+    make: Callable[[Path], Unit]
+    is_json: bool = False
+    largest: int = 2048
+
+
+def _json(_: Path) -> Unit:
+    def unit(data: bytes) -> None:
+        try:
+            found = json_text.parse(data)
+        except ValueError:
+            return
+        assert repr(found) == repr(json.loads(data.decode()))
+
+    return unit
+
+
+def _shard(folder: Path) -> Unit:
+    file = folder / SINGLE
+
+    def unit(data: bytes) -> None:
+        """A header as it is, with the number of bytes behind it in the first two bytes."""
+        size, header = int.from_bytes(data[:2], "little"), data[2:]
+        content = struct.pack("<Q", len(header)) + header + bytes(size)
+        file.write_bytes(content)
+        shard = scan_shard(file)
+        if shard.readable and not shard.faults:
+            theirs = safetensors.deserialize(content)
+            assert {name: tuple(one["shape"]) for name, one in theirs} == {
+                name: spec.shape for name, spec in shard.specs.items()
+            }
+        else:
+            with suppress(CkptkitError):
+                shard.sound()
+                raise AssertionError("faults that are no error")
+
+    return unit
+
+
+def _shard_bytes(folder: Path) -> Unit:
+    file = folder / SINGLE
+
+    def unit(data: bytes) -> None:
+        file.write_bytes(data)
+        scan_shard(file)
+
+    return unit
+
+
+def _index(folder: Path) -> Unit:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (folder / "model-1.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    (folder / "config.json").write_text("{}")
+
+    def unit(data: bytes) -> None:
+        (folder / INDEX).write_bytes(data)
+        with suppress(CkptkitError):
+            assert dict(HfCheckpoint(folder).specs).keys() <= {"a"}
+
+    return unit
+
+
+def _pickle(_: Path) -> Unit:
+    def unit(data: bytes) -> None:
+        with suppress(pickle.UnpicklingError):
+            unpickle.loads(data)
+        with suppress(pickle.UnpicklingError):
+            unpickle.loads(data, {"collections.OrderedDict", "torch._utils._rebuild_tensor_v2"}.__contains__)
+
+    return unit
+
+
+def _read_saved(file: Path, size: int) -> None:
+    blob = Blob(file, 0, size)
+    for read in (
+        blob.object,
+        lambda: blob.tensor("float32", (2, 3)),
+        lambda: blob.dense("float32", (2, 3)),
+    ):
+        with suppress(CkptkitError):
+            read()
+    with suppress(CkptkitError):
+        saved = SavedFile(file)
+        content = saved.content
+        for value in islice(content.values(), 8) if isinstance(content, dict) else (content,):
+            with suppress(CkptkitError):
+                saved.read(saved.tensor(value, "x"))
+
+
+def _torch_save(folder: Path) -> Unit:
+    """The pickle within a well-formed file of torch.save, beside a storage of 24 bytes; no checksum stops it."""
+    file = folder / "saved.pt"
+
+    def unit(data: bytes) -> None:
+        made = BytesIO()
+        with ZipFile(made, "w", ZIP_STORED) as archive:
+            archive.writestr("x/data.pkl", data)
+            archive.writestr("x/data/0", bytes(24))
+        file.write_bytes(made.getvalue())
+        _read_saved(file, len(made.getvalue()))
+
+    return unit
+
+
+def _zip(folder: Path) -> Unit:
+    file = folder / "saved.pt"
+
+    def unit(data: bytes) -> None:
+        file.write_bytes(data)
+        _read_saved(file, len(data))
+
+    return unit
+
+
+def _metadata(folder: Path) -> Unit:
+    def unit(data: bytes) -> None:
+        (folder / ".metadata").write_bytes(data)
+        with suppress(CkptkitError):
+            found = TorchDistCheckpoint(folder)
+            for name in islice(found.specs, 8):
+                with suppress(CkptkitError):
+                    found.extents(name)
+                with suppress(CkptkitError):
+                    found.stretch(name, 0)
+                list(found.byte_ranges([name]))
+
+    return unit
+
+
+def _tracker(folder: Path) -> Unit:
+    (folder / "iter_0000007").mkdir()
+    (folder / "release").mkdir()
+
+    def unit(data: bytes) -> None:
+        (folder / TRACKER).write_bytes(data)
+        with suppress(CkptkitError):
+            assert not_found(tracked(folder)) is None
+        not_found(folder / "release")
+
+    return unit
+
+
+def _manifest(folder: Path) -> Unit:
+    def unit(data: bytes) -> None:
+        (folder / "ckptkit.json").write_bytes(data)
+        with suppress(CkptkitError):
+            read_manifest(folder / "ckptkit.json")
+
+    return unit
+
+
+class _AnotherKey:
+    """What `verifier` makes: here every signature is that of another key."""
+
+    def verify(self, manifest: Path, signature: Path) -> None:
+        raise InvalidSignature
+
+
+def _signature(folder: Path) -> Unit:
+    manifest = folder / "ckptkit.json"
+    manifest.write_text("{}")
+
+    def unit(data: bytes) -> None:
+        signature_of(manifest).write_bytes(data)
+        assert signature_fault(manifest, _AnotherKey())
+
+    return unit
+
+
+def _patterns(_: Path) -> Unit:
+    def unit(data: bytes) -> None:
+        entry, *names = data.decode(errors="replace").split("\n")
+        with suppress(CkptkitError):
+            check_entries([entry], "ignore")
+            match = matcher(entry)
+            for name in (*names, *_NAMES):
+                match(name)
+            tree, python = _parsed(entry.removeprefix(REGEX))
+            if steps(tree) < 2_000:
+                _same(list(tree), tree.state, python, [name[:40] for name in (*names, *_NAMES)])
+
+    return unit
+
+
+def _same(items: list[Any], state: Any, python: re.Pattern[str], names: list[str]) -> None:
+    """Where Python's `re` needs few steps, the automaton must say the same."""
+    from quant.patterns.automaton import UnboundedError
+
+    with suppress(UnboundedError):
+        linear = _linear(items, state)
+        for name in names:
+            assert bool(linear(name)) is (python.match(name) is not None), (python.pattern, name)
+
+
+def _config(folder: Path) -> Unit:
+    file = folder / "config.json"
+
+    def unit(data: bytes) -> None:
+        file.write_bytes(data)
+        with suppress(CkptkitError):
+            config = read_json(file)
+            dims_of(config)
+            mappings_of(config)
+            for rule in islice(rules_of(config), 40):
+                assert all(min(shape, default=1) >= 0 for shape in (rule.megatron_shape, *rule.hf.values()))
+
+    return unit
+
+
+def _shell(_: Path) -> Unit:
+    def unit(data: bytes) -> None:
+        # A loop without an end takes seconds up to the real bound; a smaller one shows the same.
+        with patch.object(values, "MOST_STEPS", 300), suppress(CkptkitError):
+            found: LaunchText = read_script(None, data.decode(errors="replace"))
+            given_arguments(found.words)
+
+    return unit
+
+
+def _settings(folder: Path) -> Unit:
+    """A YAML file, and behind a line `%%` overrides, one a line."""
+    file = folder / "job.yaml"
+
+    def unit(data: bytes) -> None:
+        yaml, _, overrides = data.partition(b"\n%%\n")
+        file.write_bytes(yaml)
+        words = [Word(one) for one in overrides.decode(errors="replace").split("\n")]
+        with suppress(CkptkitError):
+            tree, _ = applied(compose(file).tree, words)
+            config = Config(tree, {"HOME": "/root"})
+            for key in islice(config.names(), 50):
+                with suppress(UnresolvedError):
+                    config.find(key)
+        with suppress(CkptkitError):
+            read_stack(words, file, {"HOME": "/root"})
+
+    return unit
+
+
+def _triage(folder: Path) -> Unit:
+    file = folder / "job.log"
+
+    def unit(data: bytes) -> None:
+        file.write_bytes(data)
+        with suppress(CkptkitError):
+            found = triage([file])
+            assert found.lines <= data.count(b"\n") + 1
+            json.dumps(found.to_json())
+            list(text.lines(found))
+
+    return unit
+
+
+TARGETS: dict[str, Target] = {
+    "json": Target(_json, is_json=True),
+    "shard": Target(_shard),
+    "shard-bytes": Target(_shard_bytes),
+    "index": Target(_index, is_json=True),
+    "pickle": Target(_pickle),
+    "torch-save": Target(_torch_save),
+    "zip": Target(_zip),
+    "metadata": Target(_metadata, largest=4096),
+    "tracker": Target(_tracker, largest=300),
+    "manifest": Target(_manifest, is_json=True),
+    "signature": Target(_signature, is_json=True, largest=4096),
+    "patterns": Target(_patterns, largest=120),
+    "config": Target(_config, is_json=True),
+    "shell": Target(_shell, largest=512),
+    "settings": Target(_settings, largest=1024),
+    "triage": Target(_triage, largest=1024),
+}
