@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -22,9 +25,19 @@ _COLOR = {
 _SHOWN = 20  # findings of one code
 
 
+class _Output(Console):
+    """A console that says when its reader has gone; rich itself ends the process with 1, which here means findings."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises OSError."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 def render(report: Report, console: Console | None = None) -> None:
-    """Prints status, checks, the first findings of each code, and facts; to stdout unless a console is given."""
-    console = console or Console(highlight=False)
+    """Prints status, checks, the first findings of each code, and facts; to stdout unless a console is given.
+
+    Raises OSError."""
+    console = console or _Output(highlight=False)
     source = f" against {report.source}" if report.source else ""
     console.print(
         Text.assemble((report.verdict, f"bold {_COLOR[report.status]}"), printable(f"  {report.checkpoint}{source}")),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.app.cli import options as common
-from ckptkit.app.cli.output import echo, echo_json
+from ckptkit.app.cli.output import echo, echo_json, saying
 from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:
@@ -186,7 +186,8 @@ def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Pat
         if as_json:
             echo_json(report.to_json())
         else:
-            render(report)
+            with saying():
+                render(report)
     skipped = [check.code for check in report.checks if check.status == "skipped"]
     if strict and skipped:
         echo(f"--strict: skipped {', '.join(skipped)}", err=True)
