@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+_AT_ONCE = 16  # a file system flushes what is asked for together at once
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -28,13 +31,17 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 def sync_tree(root: Path) -> None:
     """Waits until every file below `root`, and its name, is on the disk. Raises OSError where one cannot be written."""
-    for folder, _, files in os.walk(root, onerror=_raise):
-        for name in [*files, "."]:
-            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+    paths = [os.path.join(folder, name) for folder, _, files in os.walk(root, onerror=_raise) for name in [*files, "."]]
+    with ThreadPoolExecutor(_AT_ONCE, "ckptkit-sync") as pool:
+        list(pool.map(_sync, paths))
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _raise(error: OSError) -> None:

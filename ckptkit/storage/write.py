@@ -132,13 +132,9 @@ class WrittenFile:
             self._regions.put(self, view[begin:end], offset + begin)
 
     def close(self) -> None:
-        """Writes what is still to be written, to the disk itself, and closes it. Raises OSError.
-
-        A disk or a server that cannot write says so only when it is waited for.
-        """
+        """Writes what is still to be written, and closes it. Raises OSError."""
         try:
             self._regions.finish(self)
-            os.fsync(self._descriptor)
         finally:
             self.abandon()
 

@@ -101,11 +101,11 @@ def _ended(verb: str, later: Injection, early: Injection) -> Iterator[Cell]:
 
 
 def _publishing(verb: str) -> Iterator[Cell]:
-    weights = "*.distcp.*" if verb == "convert to Megatron" else "*.safetensors.*"
+    weights = "*.distcp" if verb == "convert to Megatron" else "*.safetensors"
     flush = Injection("fsync", f"{_PARTIAL}/{weights}", "error", errno.EIO, 4)
-    yield Cell("flush fails", verb, "later weights", RESUMABLE, 2, "Input/output", flush)
+    yield Cell("flush fails", verb, "weights", RESUMABLE, 2, "Input/output", flush)
     flush = Injection("fsync", _PARTIAL, "error", errno.EIO)
-    yield Cell("flush fails", verb, "publish", RESUMABLE, 2, "Input/output", flush)
+    yield Cell("flush fails", verb, "directory", RESUMABLE, 2, "Input/output", flush)
     for fault, number, said in (
         ("rename fails", errno.EXDEV, "cross-device"),
         ("permission lost", errno.EACCES, "Permission denied"),

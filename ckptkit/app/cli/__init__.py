@@ -91,10 +91,10 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort) as error:
         cause = error.__cause__ or error
         notes = getattr(cause, "__notes__", ["nothing was left behind"])
-        number = int(cause.number if isinstance(cause, Ended) else signal.SIGINT)
-        said = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+        by: int = cause.number if isinstance(cause, Ended) else signal.SIGINT
+        said = "interrupted" if by == signal.SIGINT else f"ended by {signal.Signals(by).name}"
         echo("; ".join([said, *notes]), err=True)
-        code = 128 + number
+        code = 128 + by
     except Exception as error:  # noqa: BLE001 - Python's own exit code for an exception is 1, which here means findings
         _show_error(error, debug)
         code = 2
