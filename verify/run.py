@@ -12,6 +12,7 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import TRACKER, is_legacy, locate, refuse_url, tracked
+from ckptkit.storage.fingerprint import unchanged
 from converters.planner import dims_of
 from quant.selection.readers import readers_of
 from verify.check import WITNESSES, Check, Skip, all_checks, run_checks
@@ -114,7 +115,8 @@ def verify(
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
     _check_early(subject, hf, path)
     chosen, left_out = choose(subject, [one for one in all_checks() if one.stage != "launch"])
-    outcome = run_checks(subject, chosen)
+    with unchanged([subject.location.path, *([locate(subject.source_path).path] if subject.source_path else [])]):
+        outcome = run_checks(subject, chosen)
     return Report(
         version=version("ckptkit"),
         command=tuple(command),

@@ -14,6 +14,7 @@ from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import locate, refuse_url
 from ckptkit.formats.hf.remote import config_at
 from ckptkit.formats.hf.side_files import MANIFEST
+from ckptkit.storage.fingerprint import unchanged
 from ckptkit.transfer.manifest import (
     described_files,
     digests_of,
@@ -111,8 +112,9 @@ def make_manifest(
     standing = by is not None and has_digests(target)
     before = {} if standing else replaceable_manifest(target, output is not None, path)
     known: dict[str, Any] = {key: before[key] for key in ("source", "lineage", "hf_layout") if key in before}
-    tensors = digests_of(open_checkpoint(path, hf=hf), workers)
-    files = described_files(location, [location.root / FOLDER])
+    with unchanged([location.path]):
+        tensors = digests_of(open_checkpoint(path, hf=hf), workers)
+        files = described_files(location, [location.root / FOLDER])
     if standing:
         refuse_others(target, tensors, files)
     else:

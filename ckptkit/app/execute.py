@@ -15,6 +15,7 @@ from ckptkit.formats.detect import Location
 from ckptkit.formats.hf.remote import check_unchanged
 from ckptkit.formats.hf.side_files import MANIFEST, copy_side_files, write_config
 from ckptkit.storage.digest import TensorDigest
+from ckptkit.storage.fingerprint import unchanged
 from ckptkit.transfer.destination import new_directory
 from ckptkit.transfer.journal import Journal
 from ckptkit.transfer.manifest import described_files, lineage_of, write_manifest
@@ -27,7 +28,8 @@ def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> None
 
     What a run that is cut off has finished is kept for --resume, except at a URL.
     """
-    with _destination(options, sources) as (partial, journal):
+    read = [plan.source.path, *(sources[path].path for path in (options.hf, options.like) if path)]
+    with _destination(options, sources) as (partial, journal), unchanged(read):
         lineage = lineage_of(plan.source)  # before the work, which would be lost where it cannot be read
         _write_side_files(plan, partial)
         if options.ray is None:

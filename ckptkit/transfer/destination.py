@@ -16,6 +16,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import TRACKER
 from ckptkit.storage.lock import check_free, locked
 from ckptkit.storage.overlap import overlaps
+from ckptkit.storage.whole import sync_tree
 from ckptkit.transfer.journal import JOURNAL, Journal
 
 _PARTIAL = ".partial"
@@ -101,7 +102,7 @@ def new_directory(
 @contextmanager
 def _growing(path: Path, asked: Mapping[str, Any], resume: bool) -> Iterator[tuple[Path, Journal]]:
     """As `new_directory`, for a run that is alone and may replace what is there."""
-    partial = _partial(path)
+    partial, whole = _partial(path), False
     journal = Journal(partial)
     going_on = resume and journal.exists
     if going_on:
@@ -114,10 +115,12 @@ def _growing(path: Path, asked: Mapping[str, Any], resume: bool) -> Iterator[tup
             partial.mkdir()
             journal.begin(asked)
         yield partial, journal
+        sync_tree(partial)
         journal.end()
+        whole = True
         old = _replace(partial, path)
     except BaseException as error:
-        kept = _keep_or_remove(partial, journal, error)
+        kept = _whole(partial, path) if whole else _keep_or_remove(partial, journal, error)
         if isinstance(error, OSError):
             hint = (
                 "free some space there"
@@ -128,7 +131,23 @@ def _growing(path: Path, asked: Mapping[str, Any], resume: bool) -> Iterator[tup
         error.add_note(kept)
         raise
     if old is not None:
+        _remove_old(old, path)
+
+
+def _remove_old(old: Path, path: Path) -> None:
+    try:
         shutil.rmtree(old)
+    except OSError as error:
+        said = f"{path} is whole, but what it replaced cannot be removed: {error}"
+        raise CkptkitError(said, f"remove {old} yourself") from error
+    except BaseException as error:
+        error.add_note(f"{path} is whole; what is left of {old} can be removed")
+        raise
+
+
+def _whole(partial: Path, path: Path) -> str:
+    """Where a run is that ends badly with all of it written."""
+    return f"{partial} is whole: rename it to {path.name}" if partial.exists() else f"{path} is whole"
 
 
 def _keep_or_remove(partial: Path, journal: Journal, error: BaseException) -> str:
@@ -137,6 +156,8 @@ def _keep_or_remove(partial: Path, journal: Journal, error: BaseException) -> st
     if not final and (count := journal.count()):
         return f"{partial} keeps {count} finished file(s): give the same command with --resume to go on"
     shutil.rmtree(partial, ignore_errors=True)
+    if partial.exists():
+        return f"{partial} could not be removed: remove it, or give --overwrite"
     return "nothing was left behind"
 
 

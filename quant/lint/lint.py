@@ -16,6 +16,7 @@ from ckptkit.core.specs import fold
 from ckptkit.formats.detect import refuse_url
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.side_files import quantization_of
+from ckptkit.storage.whole import write_whole
 from quant.lint.rules import LintFinding, examine, idle
 from quant.lint.subject import Subject, open_subject
 from quant.selection.readers import RULES
@@ -137,8 +138,7 @@ def write_ignore(file: Path, ignore: Sequence[str]) -> None:
     """Replaces `ignore` in config.json; keeps the old file as config.json.orig unless that exists already."""
     config = read_json(file)
     quantization_of(config)["ignore"] = list(ignore)
-    original, partial = file.with_name(f"{file.name}.orig"), file.with_name(f"{file.name}.partial")
+    original = file.with_name(f"{file.name}.orig")
     if not original.exists():
-        original.write_bytes(file.read_bytes())
-    partial.write_text(json.dumps(config, indent=2) + "\n")
-    partial.replace(file)
+        write_whole(original, file.read_bytes())
+    write_whole(file, json.dumps(config, indent=2) + "\n")

@@ -9,6 +9,8 @@ from pathlib import Path
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
+from ckptkit.formats.detect import locate
+from ckptkit.storage.fingerprint import unchanged
 from verify.diff.moved import moves_of, whose_bits
 from verify.diff.pairs import Pair, pairs_of
 from verify.diff.result import Diff, badness
@@ -22,7 +24,9 @@ def diff(a: str | Path, b: str | Path, *, hf: str | Path | None = None, exact: b
     `exact`: a tensor in another dtype is a difference even where a cast makes it equal. Raises CkptkitError where one
     cannot be opened or read. Memory holds a few groups of tensors, and of all others a digest.
     """
-    return compare(opened(a, b, hf), str(a), str(b), exact=exact)
+    sides = opened(a, b, hf)
+    with unchanged([locate(a).path, locate(b).path]):
+        return compare(sides, str(a), str(b), exact=exact)
 
 
 def compare(sides: Sides, a: str, b: str, *, exact: bool = False) -> Diff:

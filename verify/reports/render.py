@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,13 +26,23 @@ _COLOR = {
 _BACKGROUND = ("tensors per layer", "not applicable")
 
 
+class _Output(Console):
+    """A console that says when its reader has gone; rich itself ends the process with 1, which here means findings."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises OSError."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 def render(report: Report, console: Console | None = None, *, every: bool = False) -> None:
     """Prints findings, the worst first, then facts, the passed checks in a line, and the verdict as the last line.
 
     `every` adds the table of checks, all details and all facts. Goes to stdout unless a console is given.
+
+    Raises OSError where nobody reads what is printed.
     """
     width = console.width if console else shutil.get_terminal_size().columns
-    console = console or Console(highlight=False)
+    console = console or _Output(highlight=False)
     for head, tail in report_lines(report, width, every):
         color = next((color for word, color in _COLOR.items() if word in head), "")
         console.print(Text.assemble((head, f"bold {color}".strip()), tail), soft_wrap=True)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
+OVER_MEMORY = 256  # in place of an exit code: it was ended because of its memory
 _OURS = frozenset({"__main__", "ckptkit", "converters", "quant", "verify"})
 # Functions of ckptkit that torch calls around other code: what is raised further in comes from that code.
 _AROUND_CALLS = frozenset({"__torch_dispatch__", "__torch_function__"})
@@ -101,6 +102,8 @@ def how_it_ended(code: int) -> str | None:
     """Describes an exit code; None for 0. A kernel short of memory kills with SIGKILL."""
     if code == 0:
         return None
+    if code == OVER_MEMORY:
+        return "ended by ckptkit: it took nearly all memory that was free when it began"
     if code > 0:
         return f"exit code {code}"
     return f"killed by {signal.Signals(-code).name}" + (

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
+from verify.witnesses.confined import ask_for_stacks, memory_limit, memory_of
+from verify.witnesses.ending import OVER_MEMORY
+from verify.witnesses.megatron.waves import free_memory
+
+_MEMORY_SECONDS = 2.0  # between two looks at how much memory they take
 _GRACE_SECONDS = 5.0  # between the first rank that failed and the end of those that wait for it
 # What gloo, NCCL and torch's store say of a rank that is gone.
 _LOST = re.compile(
@@ -24,14 +26,6 @@ def causes(words: Mapping[int, str]) -> dict[int, str]:
     return {rank: said for rank, said in words.items() if not _LOST.search(said)}
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Kills what still runs of a process and of those that it forked, which outlive it when it is killed."""
-    if process.poll() != 0:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 Codes = dict[int, int | None]
 
 
@@ -40,8 +34,11 @@ def wait(
 ) -> tuple[Codes, Codes]:
     """Exit codes of the ranks that failed first, None for those running at the deadline; and all that had soon after.
 
-    Empty when all went well. Whoever waits for a rank that fails may be seen to fail before it.
+    Empty when all went well. Whoever waits for a rank that fails may be seen to fail before it. OVER_MEMORY stands for
+    ranks that were running when they took more memory together than they may. At the deadline their logs get the
+    stacks of their threads.
     """
+    most, look_at = memory_limit(free_memory()), time.monotonic()
     while True:
         codes = _codes(ranks, processes, scratch)
         if failed := _failed(codes):
@@ -49,7 +46,12 @@ def wait(
             return failed, _failed(_codes(ranks, processes, scratch))
         if all(code == 0 for code in codes.values()):
             return {}, {}
+        if most and time.monotonic() >= look_at:
+            if memory_of(processes.values()) > most:
+                return {rank: OVER_MEMORY for rank, code in codes.items() if code is None}, {}
+            look_at = time.monotonic() + _MEMORY_SECONDS
         if time.monotonic() > deadline:
+            ask_for_stacks(processes.values())
             return {rank: None for rank, code in codes.items() if code is None}, {}
         time.sleep(0.1)
 

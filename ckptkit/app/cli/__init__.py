@@ -1,4 +1,5 @@
-"""The command line. Exit codes: 0 nothing wrong, 1 findings, 2 bad usage or input, or inconclusive, 130 interrupted.
+"""The command line. Exit codes: 0 nothing wrong, 1 findings, 2 bad usage or input, or inconclusive, 130 interrupted,
+129 and 143 ended by SIGHUP and SIGTERM.
 
 A verb's module is imported when the verb is looked up, and imports what it runs when it runs.
 """
@@ -7,14 +8,17 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 import sys
 import traceback
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
+from types import FrameType
 
 import click
 
-from ckptkit.app.cli.output import echo
+from ckptkit.app.cli.output import echo, prepare_streams
 from ckptkit.app.cli.status import shown
 from ckptkit.app.cli.verb import anywhere, asked
 from ckptkit.core.allocator import return_freed_memory
@@ -71,10 +75,26 @@ def cli() -> None:
 cli.params += anywhere()
 
 
+class Ended(KeyboardInterrupt):
+    """A signal that asks to end: as after Ctrl-C, what was begun is put in order first."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    raise Ended(number)
+
+
 def main() -> None:
     """Entry point of the `ckptkit` command."""
-    said = asked(sys.argv[1:])
-    debug = "debug" in said
+    prepare_streams()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup has it ignored
+            signal.signal(number, _end)
+    flags = asked(sys.argv[1:])
+    debug = "debug" in flags
     # Headers of large models are a million objects that stay: collecting at Python's own pace takes half of the time.
     gc.set_threshold(200_000, 10, 10)
     if debug:
@@ -82,16 +102,19 @@ def main() -> None:
         logging.getLogger("verify").setLevel(logging.DEBUG)
     return_freed_memory()
     try:
-        with shown(said):
+        with shown(flags):
             refuse_shadowed()
             code = cli.main(standalone_mode=False)
     except click.ClickException as error:
         _show_usage(error)
         code = 2
     except (KeyboardInterrupt, click.Abort) as error:
-        notes = getattr(error.__cause__ or error, "__notes__", ["nothing was left behind"])
-        echo("; ".join(["interrupted", *notes]), err=True)
-        code = 130
+        cause = error.__cause__ or error
+        notes = getattr(cause, "__notes__", ["nothing was left behind"])
+        by: int = cause.number if isinstance(cause, Ended) else signal.SIGINT
+        said = "interrupted" if by == signal.SIGINT else f"ended by {signal.Signals(by).name}"
+        echo("; ".join([said, *notes]), err=True)
+        code = 128 + by
     except Exception as error:  # noqa: BLE001 - Python's own exit code for an exception is 1, which here means findings
         _show_error(error, debug)
         code = 2
@@ -120,5 +143,6 @@ def _show_error(error: Exception, debug: bool) -> None:
             f"an error inside ckptkit: {type(error).__name__}: {error}",
             "please report it, with the output of `ckptkit --debug ...`",
         )
-    click.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    with suppress(OSError):  # `echo` then finds the same
+        click.secho("error: ", fg="red", bold=True, nl=False, err=True)
     echo(*str(said).split("\n"), *getattr(error, "__notes__", []), err=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.app.cli import options as common
-from ckptkit.app.cli.output import echo, echo_json
+from ckptkit.app.cli.output import echo, echo_json, saying
 from ckptkit.app.cli.verb import LAUNCH, LaunchVerb, Verb
 from ckptkit.core.progress import phase
 from quant.selection.readers import ALL_READERS
@@ -175,7 +175,8 @@ def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Pat
         if as_json:
             echo_json(report.to_json())
         else:
-            render(report, every=every)
+            with saying():
+                render(report, every=every)
     skipped = [check.code for check in report.checks if check.status == "skipped"]
     if strict and skipped:
         echo(f"--strict: skipped {', '.join(skipped)}", err=True)

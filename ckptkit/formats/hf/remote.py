@@ -17,6 +17,7 @@ from ckptkit.formats.hf.reader import INDEX, parse_json, read_json
 from ckptkit.formats.hf.shard import MAX_HEADER
 from ckptkit.formats.hf.side_files import MOST_BYTES_BESIDE, is_hidden, is_weight
 from ckptkit.storage.directory import Directory, Listing
+from ckptkit.storage.fingerprint import ChangedError
 from ckptkit.storage.url import Store, is_url
 
 CONFIG = "config.json"
@@ -49,12 +50,6 @@ def config_at(path: str | Path) -> dict[str, Any] | None:
         return read_json(Path(path) / CONFIG) if (Path(path) / CONFIG).exists() else None
     store = Store(path)
     return parse_json(store.read(CONFIG, MOST_BYTES), store.at(CONFIG)) if CONFIG in store.top() else None
-
-
-class ChangedError(CkptkitError):
-    """What was being read has been written meanwhile."""
-
-    resumable = False
 
 
 def check_unchanged(source: Directory) -> None:

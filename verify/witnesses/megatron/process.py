@@ -7,11 +7,9 @@ phase log says what that means.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -32,6 +30,7 @@ from converters.planner import dims_of, rules_of, to_megatron
 from converters.stored import as_stored
 from verify.evidence.plain import plain
 from verify.witnesses.bits import poison
+from verify.witnesses.confined import end_with_parent
 from verify.witnesses.ending import Phase, PhaseLog, ending_path
 from verify.witnesses.engine.guided import saved
 from verify.witnesses.engine.job import Judged
@@ -231,17 +230,12 @@ def _run(job: RankJob) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _forked(folder: Path, rank: int) -> None:
+def _forked(folder: Path, rank: int, parent: int) -> None:
     """One of several ranks, in a process of its own: stderr goes where the caller looks for what it said."""
-    _end_with_parent()
+    end_with_parent(parent)
     with (folder / f"stderr-{rank}").open("ab") as errors:
         os.dup2(errors.fileno(), sys.stderr.fileno())
     _run(RankJob.load(folder / f"job-{rank}.json"))
-
-
-def _end_with_parent() -> None:
-    """Has the kernel kill this process when its parent ends, however that ends (prctl(2), PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _fork(folder: Path, ranks: Sequence[int]) -> None:
@@ -250,7 +244,7 @@ def _fork(folder: Path, ranks: Sequence[int]) -> None:
     Ranks that are alone run a few at once, and no more are started after one that failed.
     """
     context = multiprocessing.get_context("fork")
-    processes = {rank: context.Process(target=_forked, args=(folder, rank), daemon=True) for rank in ranks}
+    processes = {rank: context.Process(target=_forked, args=(folder, rank, os.getpid()), daemon=True) for rank in ranks}
     first = RankJob.load(folder / f"job-{ranks[0]}.json")
     at_once = first.at_once or len(ranks)
     if first.trainer:
@@ -273,7 +267,6 @@ def _fork(folder: Path, ranks: Sequence[int]) -> None:
 
 def main() -> None:
     """Entry point of a rank, or of the process that forks several."""
-    _end_with_parent()
     folder, ranks = Path(sys.argv[1]), [int(rank) for rank in sys.argv[2:]]
     if len(ranks) == 1:
         _run(RankJob.load(folder / f"job-{ranks[0]}.json"))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -25,12 +23,13 @@ from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp
 from converters.planner import MCORE, dialect_of, dims_of, to_megatron
 from verify.evidence.expected import config_of
 from verify.skip import Unable
+from verify.witnesses.confined import end, environment, start, stuck_at
 from verify.witnesses.ending import Ending, ending_path, how_it_ended
 from verify.witnesses.engine.job import Ids, Judged, Reference
 from verify.witnesses.engine.run import check_reference, judged_by_transformers
 from verify.witnesses.megatron.job import RankJob, RankReport
 from verify.witnesses.megatron.waves import bytes_a_rank, fits_together, ranks_at_once
-from verify.witnesses.ranks import causes, end, wait
+from verify.witnesses.ranks import causes, wait
 
 if TYPE_CHECKING:
     from verify.evidence.subject import Subject
@@ -319,7 +318,9 @@ def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float)
     def words(codes: Mapping[int, int | None]) -> dict[int, str]:
         late = f"no answer within {seconds:.0f} s"
         return {
-            rank: late if code is None else _last_words(scratch / f"stderr-{rank}", reports[rank], code)
+            rank: late + stuck_at(scratch / f"stderr-{rank}")
+            if code is None
+            else _last_words(scratch / f"stderr-{rank}", reports[rank], code)
             for rank, code in codes.items()
         }
 
@@ -330,23 +331,10 @@ def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float)
 def _start(jobs: Sequence[RankJob], scratch: Path, gpu: bool) -> subprocess.Popen[bytes]:
     for job in jobs:
         job.save(scratch / f"job-{job.rank}.json")
-    here = str(Path(__file__).resolve().parents[3])
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])),
-        "OMP_NUM_THREADS": "1",
-    }
     # A rank decides by what it sees: without GPUs for all ranks, none may find one.
-    environment |= {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", "-m", _WITNESS, str(scratch), *(str(job.rank) for job in jobs)]
-    with (scratch / f"stderr-{jobs[0].rank}").open("wb") as errors:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            start_new_session=True,
-        )
+    variables = environment(OMP_NUM_THREADS="1", **({} if gpu else {"CUDA_VISIBLE_DEVICES": ""}))
+    words = [scratch, *(job.rank for job in jobs)]
+    return start(_WITNESS, words, scratch / f"stderr-{jobs[0].rank}", variables, stdout=False)
 
 
 def _last_words(errors: Path, report: Path, code: int) -> str:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +19,10 @@ from verify.evidence.expected import config_of, is_quantized
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.skip import Unable
+from verify.witnesses.confined import end, environment, stuck_at
+from verify.witnesses.confined import start as run_module
 from verify.witnesses.ending import Ending, ending_path, how_it_ended
-from verify.witnesses.ranks import causes, end, wait
+from verify.witnesses.ranks import causes, wait
 from verify.witnesses.sglang.job import ONE_RANK, EngineSizes, SglangJob, SglangReport
 
 TESTED = ("0.5.15.post1", "0.5.16", "0.5.23")  # versions of SGLang: docs/sglang-versions.md
@@ -174,29 +173,25 @@ def start(root: Path, ranks: int, limit_s: float, module: str | None = None) -> 
     """
     import torch
 
-    environment = {key: value for key, value in os.environ.items() if key != "SGLANG_USE_CPU_ENGINE"}
-    paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    variables = {key: value for key, value in environment().items() if key != "SGLANG_USE_CPU_ENGINE"}
     if ranks > 1:
-        environment |= {"OMP_NUM_THREADS": "1"}
+        variables |= {"OMP_NUM_THREADS": "1"}
         if torch.cuda.device_count() < ranks:
-            environment |= {"CUDA_VISIBLE_DEVICES": ""}
-    processes = {rank: _start(root, rank, environment, module or _WITNESS) for rank in range(ranks)}
+            variables |= {"CUDA_VISIBLE_DEVICES": ""}
+    processes = {
+        rank: run_module(module or _WITNESS, [root / f"job-{rank}.json"], root / f"log-{rank}", variables)
+        for rank in range(ranks)
+    }
     try:
         first, _ = wait(range(ranks), processes, root, time.monotonic() + limit_s)
     finally:
         for process in processes.values():
             end(process)
     late = f"it did not end within {limit_s:.0f} s"
-    return {rank: late if code is None else str(how_it_ended(code)) for rank, code in first.items()}
-
-
-def _start(root: Path, rank: int, environment: Mapping[str, str], module: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", module, str(root / f"job-{rank}.json")]
-    with (root / f"log-{rank}").open("wb") as output:
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
-        )
+    return {
+        rank: late + stuck_at(root / f"log-{rank}") if code is None else str(how_it_ended(code))
+        for rank, code in first.items()
+    }
 
 
 def last_words(log: Path) -> str:

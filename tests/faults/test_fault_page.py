@@ -1,0 +1,45 @@
+"""docs/faults.md has the cells that are tested, and tests that exist."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import processes
+from fixture_types import PathOf
+
+from faults.cells import CELLS
+from faults.table import PAGE, parts, table
+
+
+def test_the_page_has_every_cell_and_no_other() -> None:
+    assert parts()[1] == table()
+
+
+def test_cells_are_different_runs() -> None:
+    assert len({str(cell) for cell in CELLS}) == len(CELLS) >= 40
+
+
+def test_the_page_names_tests_that_exist() -> None:
+    named = re.findall(r"`(tests/\S+\.py)(?:::(\w+))?`", PAGE.read_text())
+    assert len(named) >= 8
+    for file, function in named:
+        assert f"def {function}" in (PAGE.parents[1] / file).read_text(), (file, function)
+
+
+def test_names_that_are_no_utf8_in_a_locale_without_it_are_read_and_reported(converted: PathOf, tmp_path: Path) -> None:
+    """As Python has it in a locale of ASCII or GB18030: UTF-8 mode off, streams that take no other character."""
+    source = Path(os.fsdecode(os.fsencode(tmp_path) + b"/model-\xff-\xe4\xb8\xad"))
+    source.symlink_to(converted("qwen2-tied"))
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    reports = [tmp_path / f"report{ending}" for ending in (".json", ".html", ".md", ".xml", ".sarif")]
+    asked = [word for report in reports for word in ("--report", report)]
+    words = [word if isinstance(word, str) else os.fspath(word) for word in ("verify", source, *asked)]
+    done = processes.ckptkit(*words, **ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert json.loads(reports[0].read_text("utf-8"))["status"] == "passed"
+    for report in reports:
+        assert report.read_bytes().decode("utf-8")

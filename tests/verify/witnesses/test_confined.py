@@ -1,0 +1,121 @@
+"""A witness that hangs, eats memory, spawns or is orphaned is ended, and says nothing about the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import environment as of_tests
+
+from verify.witnesses import ranks
+from verify.witnesses.confined import environment
+from verify.witnesses.sglang.run import outcome, start
+
+WITNESS = "confined_witness"
+
+
+@pytest.fixture(autouse=True)
+def found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets witnesses find the module of the tests."""
+    monkeypatch.setenv("PYTHONPATH", of_tests()["PYTHONPATH"])
+
+
+def run(folder: Path, do: str, limit_s: float = 100, count: int = 1) -> dict[int, str]:
+    for rank in range(count):
+        (folder / f"job-{rank}.json").write_text(json.dumps({"do": do, "rank": rank}))
+    return start(folder, count, limit_s, WITNESS)
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 100
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; one that has ended and that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def assert_inconclusive(failed: dict[int, str], folder: Path, *words: str) -> None:
+    said = outcome(failed, [folder / "report-0.json"], [folder / "log-0"])
+    assert (said.report, said.crash) == (None, None)
+    assert said.unable is not None
+    for word in ("which says nothing about the checkpoint", *words):
+        assert word in said.unable
+
+
+def test_a_hang_is_inconclusive_with_the_stack_of_the_process(tmp_path: Path) -> None:
+    failed = run(tmp_path, "hang", limit_s=3)
+    assert (tmp_path / "began").exists()
+    assert_inconclusive(
+        failed, tmp_path, "it did not end within 3 s; it was at File ", "confined_witness.py", "in hang"
+    )
+    assert "most recent call first" in (tmp_path / "log-0").read_text()
+
+
+def test_a_witness_that_takes_all_memory_is_inconclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "free_memory", lambda: 200 << 20)
+    failed = run(tmp_path, "eat")
+    assert_inconclusive(failed, tmp_path, "it took nearly all memory that was free when it began")
+
+
+def test_what_a_witness_started_ends_with_it(tmp_path: Path) -> None:
+    run(tmp_path, "spawn", limit_s=8)
+    child = int((tmp_path / "child").read_text())
+    until(lambda: not is_alive(child))
+
+
+def test_a_witness_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "job-0.json").write_text(json.dumps({"do": "hang"}))
+    code = (
+        "import sys; from pathlib import Path; from verify.witnesses.confined import environment, start\n"
+        "folder = Path(sys.argv[1])\n"
+        f"process = start({WITNESS!r}, [folder / 'job-0.json'], folder / 'log', environment())\n"
+        "(folder / 'part').write_text(str(process.pid)); (folder / 'part').rename(folder / 'pid')\n"
+        "process.wait()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=of_tests())
+    try:
+        until((tmp_path / "began").exists)
+        witness = int((tmp_path / "pid").read_text())
+        assert is_alive(witness)
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+    until(lambda: not is_alive(witness))
+
+
+SECRETS = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "WANDB_API_KEY", "GITHUB_TOKEN", "MY_PASSWORD")
+SECRETS = (*SECRETS, "GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK", "DATABASE_URL", "HTTPS_PROXY", "my_secret")
+NEEDED = ("LD_LIBRARY_PATH", "CUDA_HOME", "SGLANG_USE_AITER", "TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "HOME")
+
+
+def test_a_witness_sees_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*SECRETS, *NEEDED):
+        monkeypatch.setenv(name, "0")
+    assert run(tmp_path, "tell") == {}
+    seen = json.loads((tmp_path / "variables").read_text())
+    assert [name for name in SECRETS if name in seen] == []
+    assert [name for name in NEEDED if name not in seen] == []
+    assert "HF_HUB_DISABLE_IMPLICIT_TOKEN" in seen
+    assert environment(CUDA_VISIBLE_DEVICES="")["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_ranks_listen_on_the_loopback_interface_alone(tmp_path: Path) -> None:
+    assert run(tmp_path, "meet", count=2) == {}
+    for rank in range(2):
+        addresses = json.loads((tmp_path / f"listening-{rank}").read_text())
+        assert addresses
+        assert set(addresses) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
