@@ -113,7 +113,7 @@ def verify(
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
     _check_early(subject, hf, path)
     chosen, left_out = choose(subject, [one for one in all_checks() if one.stage != "launch"])
-    with unchanged([subject.location.path, *([locate(subject.source_path).path] if subject.source_path else [])]):
+    with unchanged(_weights(path) for path in (subject.path, subject.source_path) if path):
         outcome = run_checks(subject, chosen)
     return Report(
         version=version("ckptkit"),
@@ -126,6 +126,14 @@ def verify(
         heat=_heat(subject, outcome.findings),
         reasons=outcome.reasons,
     )
+
+
+def _weights(path: Path) -> Path:
+    """The directory of the weights, beside which a trainer may save more; `path` where checks will say what is wrong."""
+    try:
+        return locate(path).path
+    except CkptkitError:
+        return path
 
 
 def _implied(subject: Subject) -> frozenset[str]:
