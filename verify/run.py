@@ -129,7 +129,7 @@ def verify(
 
 
 def _weights(path: Path) -> Path:
-    """The directory of the weights, beside which a trainer may save more; `path` where checks will say what is wrong."""
+    """The directory of the weights, beside which a trainer may save more; `path` where checks say what is wrong."""
     try:
         return locate(path).path
     except CkptkitError:
