@@ -7,6 +7,7 @@ run. Before one of them opens a checkpoint it is read here, where nothing is run
 from __future__ import annotations
 
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +21,45 @@ from ckptkit.storage.regular import read_regular
 
 _HINT = "nothing in it was run; where you trust it, load it with Megatron itself, leave that out and save it again"
 _DCP = "torch.distributed.checkpoint."
-# Source: torch `distributed/checkpoint/metadata.py` and `filesystem.py`.
+_STRATEGY = "megatron.core.dist_checkpointing.strategies.torch."
+# Source: torch `distributed/checkpoint/metadata.py`, `filesystem.py` and `planner.py`, and megatron-core 0.15's
+# `dist_checkpointing/strategies/torch.py`. megatron-core hangs the plans of all ranks on the metadata; a torch whose
+# `FileSystemWriter.finish` does not copy the metadata writes them too.
 _METADATA = {
     *(f"{_DCP}metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
     *(f"{_DCP}metadata.{name}" for name in ("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata")),
     *(f"{_DCP}metadata._MEM_FORMAT_ENCODING", f"{_DCP}filesystem._StorageInfo"),
+    *(f"{_DCP}planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+    *(f"{_DCP}planner.BytesIOWriteData", f"{_STRATEGY}MCoreMetadata", f"{_STRATEGY}MCoreSavePlan"),
     *("torch.Size", "torch.serialization._get_layout"),
     *(f"torch.{dtype}" for dtype in ITEMSIZE),
 }
-# Source: `SAFE_GLOBALS` in megatron-core's `safe_globals.py`, and what torch writes for a tensor.
-_OBJECTS = {
-    *("argparse.Namespace", "types.SimpleNamespace", "pathlib.PosixPath", "signal.Signals", "_io.BytesIO"),
-    *("collections.OrderedDict", "collections.defaultdict", "builtins.dict", "builtins.set", "builtins.bytes"),
-    *("torch.Size", "torch.device", "torch._utils._rebuild_tensor_v2", "torch.ByteStorage"),
-    *(f"torch.{dtype}" for dtype in ITEMSIZE),
-    *(f"torch.{name}" for name in STORAGE_CLASS.values()),
-    *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype"),
-    *("numpy.dtypes.UInt32DType", "_codecs.encode"),
-    *("megatron.core.enums.ModelType", "megatron.core.optimizer.optimizer_config.OptimizerConfig"),
+_ENUMS = {
+    "megatron.core.enums.ModelType",
     *(f"megatron.core.rerun_state_machine.{name}" for name in ("RerunDiagnostic", "RerunMode", "RerunState")),
     *(
         f"megatron.core.transformer.enums.{name}"
         for name in ("AttnBackend", "CudaGraphModule", "CudaGraphScope", "InferenceCudaGraphScope", "AttnMaskType")
     ),
-    "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout",
     "megatron.core.transformer.enums.LayerType",
+}
+_METHODS = {*dir(type), *dir(str)}  # what a class of enums has beside its members; some of these are strings too
+# Source: `SAFE_GLOBALS` in megatron-core's `safe_globals.py`, what torch writes for a tensor and numpy for a number,
+# and the data class that slime and miles put into the arguments (`utils/eval_config.py`). Python pickles a signal by
+# the name of its class or, as 3.10 and 3.11.2 do, by its own.
+_OBJECTS = {
+    *("argparse.Namespace", "types.SimpleNamespace", "pathlib.PosixPath", "signal.Signals", "_io.BytesIO"),
+    *(f"signal.{one.name}" for one in signal.Signals),
+    *("collections.OrderedDict", "collections.defaultdict", "builtins.dict", "builtins.set", "builtins.bytes"),
+    *("torch.Size", "torch.device", "torch._utils._rebuild_tensor_v2", "torch.ByteStorage"),
+    *(f"torch.{dtype}" for dtype in ITEMSIZE),
+    *(f"torch.{name}" for name in STORAGE_CLASS.values()),
+    *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+    *("numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType", "_codecs.encode"),
+    *_ENUMS,
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+    "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout",
+    *("slime.utils.eval_config.EvalDatasetConfig", "miles.utils.eval_config.EvalDatasetConfig"),
 }
 _EXTRA_STATE = "._extra_state"
 
@@ -68,11 +83,17 @@ def refuse_foreign_names(path: Path) -> None:
     if common.exists():
         blobs[common.name] = Blob(common, 0, common.stat().st_size)
     for key, blob in blobs.items():
-        found = blob.object(_OBJECTS.__contains__)
+        found = blob.object(_is_object)
         if _EXTRA_STATE in key and not _is_empty(found):
             raise CkptkitError(
                 f"{blob}: {key} holds bytes that Transformer Engine would unpickle", "save it without FP8 state"
             )
+
+
+def _is_object(name: str) -> bool:
+    """Whether an object may name this: one of the above, or a member of an enum, as Python 3.11.2 pickles it."""
+    holder, _, member = name.rpartition(".")
+    return name in _OBJECTS or (holder in _ENUMS and not member.startswith("_") and member not in _METHODS)
 
 
 def _is_empty(state: Any) -> bool:
