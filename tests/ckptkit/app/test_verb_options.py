@@ -23,11 +23,11 @@ ALWAYS = {
     "quantize": "group_size grid asymmetric search scale_dtype like preset tp readers device ignore workers memory "
     "max_shard_size file_bytes ray resume overwrite dry_run as_json",
     "inspect": "as_args as_json",
-    "lint": "readers fix as_json",
+    "lint": "readers fix strict as_json",
     "manifest": "output workers",
     "verify": "source against_megatron against_sglang engine update release_resume logits rollout_data manifest tp pp "
-    "ep etp readers ray reports strict as_json",
-    "preflight": "hf_checkpoint load ref_load tp pp ep reports strict as_json no_cache",
+    "ep etp readers ray reports strict every as_json",
+    "preflight": "hf_checkpoint load ref_load tp pp ep reports strict every as_json no_cache",
     "diff": "exact as_json",
     "triage": "as_json",
     "explain": "",
