@@ -115,7 +115,7 @@ def verify(
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
     _check_early(subject, hf, path)
     chosen, left_out = choose(subject, [one for one in all_checks() if one.stage != "launch"])
-    with unchanged([subject.location.path, *([locate(subject.source_path).path] if subject.source_path else [])]):
+    with unchanged(_weights(path) for path in (subject.path, subject.source_path) if path):
         outcome = run_checks(subject, chosen)
     return Report(
         version=version("ckptkit"),
@@ -133,8 +133,8 @@ def verify(
 
 
 def model_of(subject: Subject) -> str | None:
-    """The model in a few words, by its config; None where that cannot be read, which CK101 says."""
-    with suppress(CkptkitError):
+    """The model in a few words, by its config; None where there is none or it cannot be read, which CK101 says."""
+    with suppress(CkptkitError, Skip):
         config = stated_config_of(subject)
         return f"{config.get('model_type')}, {dims_of(config).layers} layers"
     return None
@@ -143,6 +143,14 @@ def model_of(subject: Subject) -> str | None:
 def now() -> str:
     """The time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _weights(path: Path) -> Path:
+    """The directory of the weights, beside which a trainer may save more; `path` where checks say what is wrong."""
+    try:
+        return locate(path).path
+    except CkptkitError:
+        return path
 
 
 def _implied(subject: Subject) -> frozenset[str]:

@@ -121,8 +121,8 @@ def _publishing(verb: str) -> Iterator[Cell]:
 
 def _of_source(verb: str) -> Iterator[Cell]:
     source = _source(verb)
-    # The header of an HF file is read first, which takes two reads.
-    again, then = (10, 10) if verb == "convert to HF" else (2, 3)
+    # The header of an HF file is read first, for the plan and for the manifest, which takes two opens.
+    again, then = (10, 10) if verb == "convert to HF" else (3, 3)
     read = Injection("read", source, "error", errno.EIO, then)
     left = NOTHING if verb == "convert to HF" else RESUMABLE
     yield Cell("read fails", verb, "weights", left, 2, "Input/output", read)

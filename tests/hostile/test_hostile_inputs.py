@@ -24,7 +24,7 @@ from hostile.bases import COMMANDS, WITHOUT_CONTROL, commands, linked, make_base
 from hostile.case import RAN, Case
 
 CASES = {one.name: one for one in cases.ALL}
-_EACH = 2  # verbs of a case: a fork costs more than what most verbs do
+_EACH = 1  # verbs of a case: a fork costs more than what most verbs do
 ALL_VERBS = "CKPTKIT_ALL_VERBS" in os.environ
 Tree = dict[str, tuple[int, int, int]]
 
@@ -157,7 +157,7 @@ def test_sound_input_passes_every_verb(base: str, runner: Runner, here: Path) ->
 
 
 def chosen(one: Case) -> list[str]:
-    """The verbs that a case is given to: two in turn, so that every verb has many; all of them with ALL_VERBS."""
+    """The verbs that a case is given to: one in turn, so that every verb has many; all of them with ALL_VERBS."""
     verbs = list(one.verbs or COMMANDS[one.base])
     first = list(CASES).index(one.name) * _EACH
     return verbs if ALL_VERBS else list(dict.fromkeys(verbs[(first + more) % len(verbs)] for more in range(_EACH)))
@@ -165,7 +165,7 @@ def chosen(one: Case) -> list[str]:
 
 def test_every_verb_is_given_many_hostile_inputs() -> None:
     given = Counter(words.split()[0] for one in CASES.values() for words in _words(one))
-    assert set(given) == set(LazyGroup().list_commands(Context(cli)))
+    assert set(given) == set(LazyGroup().list_commands(Context(cli))) - {"doctor"}  # which reads no file that is given
     assert min(given.values()) >= 5
     assert len(CASES) >= 150
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.hf.reader import INDEX, SINGLE, HfCheckpoint, read_json
+from ckptkit.formats.hf.reader import INDEX, SINGLE, HfCheckpoint, is_file_name, read_json
 from ckptkit.formats.hf.shard import Shard, scan_shard, unreadable
 from ckptkit.storage.read import FileExtent
 from verify.issue import Issue
@@ -47,7 +48,7 @@ class HfFiles:
         if not isinstance(weight_map, dict):
             return None
         names = {file for file in weight_map.values() if isinstance(file, str)}
-        outside = {file for file in names if Path(file).name != file or file == ".."}
+        outside = {file for file in names if not is_file_name(file)}
         if not outside and {str}.issuperset(map(type, weight_map.values())):
             return weight_map
         return {name: file for name, file in weight_map.items() if isinstance(file, str) and file not in outside}
@@ -66,7 +67,7 @@ class HfFiles:
         if not isinstance(weight_map, dict):
             return (Issue("a weight_map of names to files", f"weight_map is {type(weight_map).__name__}"),)
         return tuple(
-            Issue("a file of this directory", f"{weight_map[name]!r}", names=(name,))
+            Issue("a file of this directory", shortened(weight_map[name]), names=(name,))
             for name in weight_map
             if name not in (self.index or {})
         )

@@ -48,6 +48,12 @@ def parse_json(text: bytes, shown: str) -> dict[str, Any]:
     return content
 
 
+def is_file_name(name: str) -> bool:
+    """Whether this can be a file of a directory, and of no other."""
+    plain = Path(name).name == name and name not in {"", ".", ".."} and "\0" not in name
+    return plain and len(name.encode(errors="surrogatepass")) <= _LONGEST_NAME
+
+
 def shard_names(root: Path | Directory) -> dict[str, str] | None:
     """The index's {tensor: file}; None without an index. Raises CkptkitError when a file lies outside `root`."""
     source = directory(root)
@@ -62,7 +68,7 @@ def shard_names(root: Path | Directory) -> dict[str, str] | None:
     ):
         raise CkptkitError(f"{shown} has no weight_map of names to files", "restore it from the release")
     for file in set(weight_map.values()):
-        if Path(file).name != file or file in {"", ".", ".."} or "\0" in file or len(file.encode()) > _LONGEST_NAME:
+        if not is_file_name(file):
             name = next(name for name, home in weight_map.items() if home == file)
             raise CkptkitError(
                 f"{shown} puts {name} into {shortened(file)}, which is not a file of this directory",

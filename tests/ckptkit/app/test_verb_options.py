@@ -26,8 +26,8 @@ ALWAYS = {
     "lint": "readers fix strict as_json",
     "manifest": "output workers",
     "verify": "source against_megatron against_sglang engine update release_resume logits rollout_data manifest tp pp "
-    "ep etp readers ray reports strict every as_json",
-    "preflight": "hf_checkpoint load ref_load tp pp ep reports strict every as_json no_cache",
+    "ep etp readers ray every reports strict as_json",
+    "preflight": "every hf_checkpoint load ref_load tp pp ep reports strict as_json no_cache",
     "diff": "exact as_json",
     "triage": "as_json",
     "explain": "",

@@ -262,8 +262,9 @@ def test_nothing_is_printed_but_through_the_functions_that_escape() -> None:
     ]
     assert found == [
         "ckptkit/app/cli/__init__.py: click.secho('error: ', fg='red', bold=True, nl=False, err=True)",
-        "ckptkit/app/cli/output.py: click.echo('\\n'.join(map(printable, lines)), err=err)",
+        "ckptkit/app/cli/output.py: click.echo(text, err=True)",
         "ckptkit/app/cli/output.py: click.echo(json_text(content))",
+        "ckptkit/app/cli/output.py: click.echo(text)",
         "ckptkit/app/hooks.py: print(printable(f'ckptkit: {subject.path}: not checked: {reason}'), file=sys.stderr)",
         "ckptkit/app/hooks.py: print(printable(f'ckptkit: {when}: {said}'), file=sys.stderr)",
         "ckptkit/app/job/weight_sync.py: print(printable(f'ckptkit: weight update {result.version}: {line}'), "

@@ -123,12 +123,13 @@ def test_what_was_there_is_put_back_when_the_last_step_fails(tmp_path: Path, mon
 
     monkeypatch.setattr(os, "rename", fail)
     with (
-        pytest.raises(CkptkitError, match="Input/output error"),
-        new_directory(tmp_path / "out", ASKED, overwrite=True),
+        pytest.raises(CkptkitError, match=r"Input/output error.*\n.*out\.partial is whole: rename it to out"),
+        new_directory(tmp_path / "out", ASKED, overwrite=True) as (partial, _),
     ):
-        pass
+        (partial / "config.json").write_text("new")
     assert (tmp_path / "out/config.json").read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.partial"]
+    assert (tmp_path / "out.partial/config.json").read_text() == "new"
 
 
 def test_a_partial_that_is_not_ours_is_not_replaced(tmp_path: Path) -> None:

@@ -26,11 +26,11 @@ def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_packed_experts_are_an_error_for_transformers_alone(int4: Path) -> None:
     report = ckptkit.verify(int4, readers=["transformers"])
-    assert report.verdict == "FAILED"
+    assert report.status == "failed"
     assert {(finding.code, finding.severity) for finding in report.findings} == {("CK302", "error")}
     assert all(".experts." in str(finding.tensor) for finding in report.findings)
     assert "Qwen3MoeExperts" in report.findings[0].actual
-    assert ckptkit.verify(int4).verdict == "PASSED"
+    assert ckptkit.verify(int4).status == "passed"
     assert ckptkit.verify(int4, readers=["sglang", "vllm", "slime", "miles"]).findings == []
 
 
