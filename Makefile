@@ -98,7 +98,7 @@ lint: $(stamp)  ## ruff, its formatter, and mypy in strict mode
 	@$(python) -m mypy
 
 docs: $(stamp)  ## build the documentation into build/site, with every link checked
-	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(python) -W ignore -m mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(python) -W ignore -m mkdocs build
 
 cards: $(stamp)  ## write docs/cards from headers, or compare with weights: make cards WEIGHTS=MODEL=PATH
 	@PYTHONPATH=.:tests $(python) -W ignore -m releases.cards $(WEIGHTS)

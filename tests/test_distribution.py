@@ -19,8 +19,17 @@ from fixture_types import PathOf
 import ckptkit
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("ckptkit", "converters", "quant", "verify", ".ci")
-FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "SECURITY.md", "constraints.txt", "pyproject.toml")
+SOURCES = ("ckptkit", "converters", "quant", "verify", "docs", ".ci")
+FILES = (
+    "CHANGELOG.md",
+    "Containerfile",
+    "LICENSE",
+    "MANIFEST.in",
+    "README.md",
+    "SECURITY.md",
+    "constraints.txt",
+    "pyproject.toml",
+)
 NAMES = ["ckptkit-0.1.0-py3-none-any.whl", "ckptkit-0.1.0.tar.gz"]
 
 
@@ -83,6 +92,9 @@ def test_wheel_and_sdist_hold_the_packages_and_nothing_of_the_machine(clones: tu
     assert {f"{package}/py.typed" for package in ("ckptkit", "converters", "quant", "verify")} <= in_wheel.keys()
     assert {"pyproject.toml", "SECURITY.md", "LICENSE", "verify/reports/page.html"} <= in_sdist.keys()
     assert {(one.uid, one.gid, one.uname, one.gname) for one in members} == {(0, 0, "", "")}
+    linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", in_sdist["README.md"].decode())
+    assert len(linked) > 20
+    assert {link for link in linked if link not in in_sdist} == set()
     paths = [bytes(place) for place in (clones[0], clones[1], ROOT)]
     for name, content in {**in_wheel, **in_sdist}.items():
         assert not name.startswith(("tests/", "/")), name

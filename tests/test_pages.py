@@ -71,7 +71,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_site_builds_with_every_link_and_anchor_right(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
+    command = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     checks = (tmp_path / "checks.html").read_text()

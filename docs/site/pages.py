@@ -192,4 +192,5 @@ def _directives() -> Iterator[str]:
 
     home = ckptkit._HOME | {"CkptkitError": "ckptkit.core.errors"}
     for name in ckptkit.__all__:
-        yield f"\n::: {home[name]}.{name}"
+        if name in home:  # not __version__, which is a number
+            yield f"\n::: {home[name]}.{name}"

@@ -64,7 +64,8 @@ def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Li
 
 def _verdict(report: Report) -> Line:
     source = f" against {report.source}" if report.source else ""
-    return report.verdict, f"  {report.checkpoint}{source}"
+    # A launch may find no checkpoint.
+    return report.verdict, f"  {report.checkpoint}{source}" if report.checkpoint else ""
 
 
 def _entry(report: Report, title: str, anchor: str, finding: Finding, every: bool) -> Entry:

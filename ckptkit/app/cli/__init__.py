@@ -59,7 +59,7 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Finds the verb. Raises click.UsageError for a word that is none, with the verb that is nearest."""
-        if args[0] not in _MODULES:
+        if args[0] not in _MODULES and not ctx.resilient_parsing:
             near = get_close_matches(args[0], _MODULES, 1)
             hint = f"did you mean {near[0]}?" if near else f"verbs: {', '.join(sorted(_MODULES))}"
             raise click.UsageError(f"there is no verb {args[0]!r}: {hint}", ctx)

@@ -34,6 +34,7 @@ _MEGATRON = (
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "ranks", "trainer_loader"),
 )
 _GLOBAL = (Excludes(("quiet", "verbose"), "one says less, the other more: give one of them"),)
+_SHOWN = Excludes(("every", "as_json"), "--json has every check and all details as it is: leave --all out")
 _WRITING = (
     Excludes(("resume", "overwrite"), "--resume goes on with what is there, --overwrite replaces it: give one of them"),
     Excludes(("max_shard_size", "file_bytes"), "--file-bytes is the old name of --max-shard-size: give one of them"),
@@ -66,6 +67,7 @@ RULES: Mapping[str, Sequence[Rule]] = {
     ),
     "verify": (
         *_GLOBAL,
+        _SHOWN,
         Needs(
             _MEGATRON,
             ("against_megatron",),
@@ -78,6 +80,7 @@ RULES: Mapping[str, Sequence[Rule]] = {
     ),
     "preflight": (
         *_GLOBAL,
+        _SHOWN,
         Needs(
             ("ckpt_step",),
             ("load", "ref_load", "script", "launch"),

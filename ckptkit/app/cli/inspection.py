@@ -45,7 +45,7 @@ def _print_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def _print_facts(facts: Mapping[str, Any]) -> None:
-    counts = [f"{len(facts['files'])} files"] if "files" in facts else []
+    counts = [f"{len(facts['files'])} file{'s' * (len(facts['files']) != 1)}"] if "files" in facts else []
     counts += [f"{facts['tensors']} tensors", f"{_scaled(facts['bytes'], 'B')}"]
     counts += [f"{_scaled(facts['parameters'], '')}parameters"] if "parameters" in facts else []
     echo(", ".join(counts))

@@ -49,6 +49,8 @@ class Verb(click.Command):
                 )
                 raise click.UsageError(message, ctx) from error
             raise
+        if ctx.resilient_parsing:  # a shell completes a line that is not whole yet
+            return rest
         if (said := refusal(RULES[str(self.name)], _given(ctx), _spelled(ctx))) is not None:
             raise click.UsageError(said, ctx)
         return rest

@@ -128,7 +128,7 @@ def verify(
     is_flag=True,
     help="Look at the checkpoints again, also where none of their files changed since the last run.",
 )
-@click.argument("script", required=False, metavar="[SCRIPT] [-- LAUNCH ARGUMENTS]")
+@click.argument("script", type=click.Path(), required=False, metavar="[SCRIPT] [-- LAUNCH ARGUMENTS]")
 @click.pass_context
 def preflight(
     context: click.Context,

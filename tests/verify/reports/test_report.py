@@ -291,7 +291,9 @@ def test_report_that_only_skips_what_nobody_asked_for_passes() -> None:
 
 def test_verdict_counts_warnings() -> None:
     assert text_of(report_of(warning, warning)).splitlines()[-1].startswith("PASSED with 2 warnings  /data/a")
-    assert report_of(warning, failing, failing).verdict == "FAILED with 2 errors and 1 warning"
+    found = report_of(warning, failing, failing)
+    assert found.verdict == "FAILED with 2 errors and 1 warning"
+    assert text_of(replace(found, checkpoint="", source="")).splitlines()[-1] == found.verdict
 
 
 def test_inconclusive_report_is_an_error_in_junit_and_an_unsuccessful_run_in_sarif() -> None:
