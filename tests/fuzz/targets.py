@@ -146,6 +146,7 @@ def _read_saved(file: Path, data: bytes) -> None:
 def _torch_save(folder: Path) -> Unit:
     """The pickle within a well-formed file of torch.save, beside a storage of 24 bytes; no checksum stops it."""
     file = folder / "saved.pt"
+    import_module("torch")  # may take a minute, which would be the time of an input
 
     def unit(data: bytes) -> None:
         made = BytesIO()
@@ -159,6 +160,7 @@ def _torch_save(folder: Path) -> Unit:
 
 def _zip(folder: Path) -> Unit:
     file = folder / "saved.pt"
+    import_module("torch")  # may take a minute, which would be the time of an input
 
     def unit(data: bytes) -> None:
         _read_saved(file, data)
