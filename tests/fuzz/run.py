@@ -15,6 +15,7 @@ from typing import Any
 CORPUS = Path(__file__).parent / "corpus"
 _PACKAGES = ["ckptkit", "converters", "quant", "verify"]
 _SECONDS, _MIB = 60, 3072  # of one input by the clock, which others may use too, and of a process
+_IN_MEMORY = Path("/dev/shm")
 _VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 7, 1 << 31, (1 << 31) + 1, 1 << 60, 1 << 63, 10**99, -(10**99)),
     *(0.0, 0.5, -1.5, 1e300, float("inf"), float("nan"), "", "a", "\0", "\x1b[2J", "/", "..", "é", "a" * 300),
@@ -80,7 +81,8 @@ def _fuzz(name: str, seconds: int, runs: int, work: Path) -> int:
         changed = json.dumps(_changed(value, choose)).encode()
         return changed if len(changed) <= largest else atheris.Mutate(data, largest)
 
-    with tempfile.TemporaryDirectory() as scratch:
+    # A file is written for each execution: on a disk that takes longer than most parsers.
+    with tempfile.TemporaryDirectory(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as scratch:
         unit = TARGETS[name].make(Path(scratch))
         more = {"custom_mutator": mutate} if TARGETS[name].is_json else {}
         atheris.Setup([sys.argv[0], *options, str(found), str(CORPUS / name)], unit, **more)

@@ -9,6 +9,9 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import version
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
@@ -124,15 +127,14 @@ def _pickle(_: Path) -> Unit:
     return unit
 
 
-def _read_saved(file: Path, size: int) -> None:
-    blob = Blob(file, 0, size)
-    for read in (
-        blob.object,
-        lambda: blob.tensor("float32", (2, 3)),
-        lambda: blob.dense("float32", (2, 3)),
-    ):
+def _read_saved(file: Path, data: bytes) -> None:
+    """Reads a file of torch.save in memory, as a chunk of torch_dist, and from the disk, as a rank's file."""
+    memory = memoryview(bytearray(data))
+    blob = Blob(file, 0, len(data), memory)
+    for read in (lambda: blob.tensor_in(memory, "float32", (2, 3)), lambda: blob.dense("float32", (2, 3))):
         with suppress(CkptkitError):
             read()
+    file.write_bytes(data)
     with suppress(CkptkitError):
         saved = SavedFile(file)
         content = saved.content
@@ -144,24 +146,24 @@ def _read_saved(file: Path, size: int) -> None:
 def _torch_save(folder: Path) -> Unit:
     """The pickle within a well-formed file of torch.save, beside a storage of 24 bytes; no checksum stops it."""
     file = folder / "saved.pt"
+    import_module("torch")  # may take a minute, which would be the time of an input
 
     def unit(data: bytes) -> None:
         made = BytesIO()
         with ZipFile(made, "w", ZIP_STORED) as archive:
             archive.writestr("x/data.pkl", data)
             archive.writestr("x/data/0", bytes(24))
-        file.write_bytes(made.getvalue())
-        _read_saved(file, len(made.getvalue()))
+        _read_saved(file, made.getvalue())
 
     return unit
 
 
 def _zip(folder: Path) -> Unit:
     file = folder / "saved.pt"
+    import_module("torch")  # may take a minute, which would be the time of an input
 
     def unit(data: bytes) -> None:
-        file.write_bytes(data)
-        _read_saved(file, len(data))
+        _read_saved(file, data)
 
     return unit
 
@@ -293,10 +295,12 @@ def _settings(folder: Path) -> Unit:
 
 def _triage(folder: Path) -> Unit:
     file = folder / "job.log"
+    module = import_module(triage.__module__)
+    installed = cache(version)  # which parses the metadata of the package each time
 
     def unit(data: bytes) -> None:
         file.write_bytes(data)
-        with suppress(CkptkitError):
+        with patch.object(module, "version", installed), suppress(CkptkitError):
             found = triage([file])
             assert found.lines <= data.count(b"\n") + 1
             json.dumps(found.to_json())
