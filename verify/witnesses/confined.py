@@ -72,9 +72,16 @@ def memory_limit(free: int) -> int:
     return int(_PART * free)
 
 
-def memory_of(processes: Iterable[subprocess.Popen[bytes]]) -> int:
-    """Bytes of memory of these processes and of all in their sessions; what several share counts once (PSS)."""
-    return sum(_pss(pid) for pid in _members(processes))
+def takes_more_than(limit: int, processes: Iterable[subprocess.Popen[bytes]]) -> bool:
+    """Whether these processes and all in their sessions have more bytes of memory than `limit` together.
+
+    Memory that holds a file counts not: the kernel takes it back. What several share counts once (PSS), which the
+    kernel adds up page by page, so it is asked only where the sum of what each has is above the limit.
+    """
+    members = _members(processes)
+    return _sum(members, "status", "RssAnon", "RssShmem") > limit and (
+        _sum(members, "smaps_rollup", "Pss_Anon", "Pss_Shmem") > limit
+    )
 
 
 def ask_for_stacks(processes: Iterable[subprocess.Popen[bytes]]) -> None:
@@ -108,11 +115,16 @@ def _members(processes: Iterable[subprocess.Popen[bytes]]) -> list[int]:
     return found
 
 
-def _pss(pid: int) -> int:
-    with suppress(OSError):
-        found = re.search(r"^Pss:\s+(\d+) kB$", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-        return int(found[1]) << 10 if found else 0
-    return 0
+def _sum(pids: Iterable[int], file: str, *names: str) -> int:
+    """The bytes that files of /proc say under these names, of all these processes."""
+    found = 0
+    for pid in pids:
+        with suppress(OSError):
+            text = Path(f"/proc/{pid}/{file}").read_text()
+            found += sum(
+                int(size) << 10 for size in re.findall(rf"^(?:{'|'.join(names)}):\s+(\d+) kB$", text, re.MULTILINE)
+            )
+    return found
 
 
 def end_with_parent(parent: int) -> None:

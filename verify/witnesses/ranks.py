@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from verify.witnesses.confined import ask_for_stacks, memory_limit, memory_of
+from verify.witnesses.confined import ask_for_stacks, memory_limit, takes_more_than
 from verify.witnesses.ending import OVER_MEMORY
 from verify.witnesses.megatron.waves import free_memory
 
@@ -47,7 +47,7 @@ def wait(
         if all(code == 0 for code in codes.values()):
             return {}, {}
         if most and time.monotonic() >= look_at:
-            if memory_of(processes.values()) > most:
+            if takes_more_than(most, processes.values()):
                 return {rank: OVER_MEMORY for rank, code in codes.items() if code is None}, {}
             look_at = time.monotonic() + _MEMORY_SECONDS
         if time.monotonic() > deadline:
