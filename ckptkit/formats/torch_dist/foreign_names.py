@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.torch_dist.reader import MOST_METADATA, read_metadata
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob
@@ -65,7 +65,9 @@ _EXTRA_STATE = "._extra_state"
 
 
 def refuse_foreign_names(path: Path) -> None:
-    """Raises CkptkitError where a pickle in the torch_dist directory `path` names anything else, or is damaged.
+    """Raises UnsupportedError where a pickle in the torch_dist directory `path` names anything else.
+
+    Such a checkpoint may be sound. Raises CkptkitError where a pickle is damaged.
 
     Of an `_extra_state`, which Transformer Engine unpickles once more, the bytes inside are looked at too.
     """
@@ -73,7 +75,7 @@ def refuse_foreign_names(path: Path) -> None:
     try:
         unpickle.loads(read_regular(file, MOST_METADATA), _METADATA.__contains__)
     except NotAllowed as error:
-        raise CkptkitError(f"{file} names {error.kind}, which torch does not write", _HINT) from error
+        raise UnsupportedError(f"{file} names {error.kind}, which torch does not write", _HINT) from error
     except OSError as error:
         raise CkptkitError(f"{file}: {error.strerror}", "a torch_dist checkpoint needs it") from error
     except pickle.UnpicklingError as error:
@@ -85,7 +87,7 @@ def refuse_foreign_names(path: Path) -> None:
     for key, blob in blobs.items():
         found = blob.object(_is_object)
         if _EXTRA_STATE in key and not _is_empty(found):
-            raise CkptkitError(
+            raise UnsupportedError(
                 f"{blob}: {key} holds bytes that Transformer Engine would unpickle", "save it without FP8 state"
             )
 

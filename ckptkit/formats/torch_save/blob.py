@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from zlib_ng import zlib_ng
 
 from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS, torch_dtype
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.specs import MOST_AXES
 from ckptkit.formats.torch_save import unpickle
@@ -212,7 +212,7 @@ class Blob:
         try:
             return unpickle.loads(self._bytes(entries, "data.pkl"), allowed)
         except NotAllowed as error:
-            raise CkptkitError(
+            raise UnsupportedError(
                 f"{self.path} holds {error.kind}, which is no plain data",
                 "nothing in it was run; where you trust the file, load it, leave that out and save it again",
             ) from error
