@@ -63,8 +63,8 @@ def example(path: str, source: str) -> Report:
     )
 
 
-def screenshot(page: Path, image: Path) -> None:
-    """What a browser shows of the page. Without a browser the image stays as it is."""
+def screenshot(page: Path, image: Path, width: int) -> None:
+    """What a browser shows of the page in so many pixels. Without a browser the image stays as it is."""
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
         print(f"none of {', '.join(BROWSERS)} is on PATH: {image.name} was left as it is", file=sys.stderr)
@@ -72,7 +72,7 @@ def screenshot(page: Path, image: Path) -> None:
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses to be started by root
     with tempfile.TemporaryDirectory() as profile:
         command = [browser, "--headless", *sandbox, f"--user-data-dir={profile}", "--hide-scrollbars"]
-        command += ["--window-size=1280,1000", f"--screenshot={image}", page.as_uri()]
+        command += [f"--window-size={width},1000", f"--screenshot={image}", page.as_uri()]
         subprocess.run(command, check=True, capture_output=True)
 
 
@@ -91,7 +91,8 @@ def main() -> None:
             for ending in FORMATS:
                 write_report(report, HERE / f"{name}{ending}")
         os.chdir(HERE)
-    screenshot(HERE / "failed.html", HERE / "failed.png")
+    screenshot(HERE / "failed.html", HERE / "failed.png", 1280)
+    screenshot(HERE / "failed.html", HERE / "failed-phone.png", 390)
 
 
 if __name__ == "__main__":
