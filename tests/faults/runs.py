@@ -87,8 +87,7 @@ def server(folder: Path) -> Iterator[Server]:
     """Compiles the shim into `folder` and runs a server with it."""
     shim = folder / "shim.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", shim, SHIM, "-ldl"], check=True)
-    kernels = str(folder / "numba")  # empty, so that the first run imports what compiling needs
-    found = environment(LD_PRELOAD=str(shim), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", NUMBA_CACHE_DIR=kernels)
+    found = environment(LD_PRELOAD=str(shim), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     command = [sys.executable, "-W", "ignore", "-m", "faults.server", str(shim)]
     with subprocess.Popen(command, env=found, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Server(process, folder)
