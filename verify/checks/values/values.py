@@ -295,10 +295,10 @@ def _differs(values: Values, name: str) -> bool:
 
 def _whence(found: Sequence[str], values: Values) -> Iterator[tuple[list[str], str]]:
     """The tensors that a source shares, and the others, each with the next move."""
-    shared = [name for name in found if name in values.compared and not _differs(values, name)]
+    shared = {name: None for name in found if name in values.compared and not _differs(values, name)}
     own = [name for name in found if name not in shared]
     if shared:
-        yield shared, "the source holds the same: compare that with the release that it was made from"
+        yield list(shared), "the source holds the same: compare that with the release that it was made from"
     if own:
         yield own, "take it from the release again; a hole in a file, as of an interrupted copy, reads as zeros"
 
