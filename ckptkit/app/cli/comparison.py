@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from ckptkit.app.cli import options as common
+from ckptkit.app.cli.ending import end
 from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
 
@@ -25,12 +26,14 @@ def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
     """
     from verify.diff.diff import diff as run
     from verify.diff.text import lines
+    from verify.reports.text import size
 
     found = run(a, b, hf=hf, exact=exact)
     if as_json:
         echo_json(found.to_json())
     else:
         echo(*lines(found))
+    end(f"{sum(found.counts.values())} tensors, {size(found.nbytes)} read", as_json)
     if found.status == "different":
         raise SystemExit(1)
 
@@ -51,5 +54,6 @@ def triage(logs: tuple[str, ...], as_json: bool) -> None:
         echo_json(found.to_json())
     else:
         echo(*lines(found))
+    end(f"{found.lines} lines", as_json)
     if found.found:
         raise SystemExit(1)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.app.cli import options as common
+from ckptkit.app.cli.ending import end
 from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
 from ckptkit.core.dtypes import torch_dtype
@@ -101,10 +102,12 @@ def _run(options: RunOptions, as_json: bool) -> None:
         echo_json({**vars(result), "layout": dict(result.layout), "forecast": forecast})
     else:
         _print_result(result)
-    if not options.dry_run:
-        next_line = shlex.join(["ckptkit", "verify", str(options.dst), "--source", options.src])
-        remote = is_url(options.dst) or is_url(options.src)
-        closing(f"wrote {result.bytes / 1e9:.3f} GB", next_step=None if remote else next_line)
+    if options.dry_run:
+        end(f"planned {result.tensors} tensors", as_json)
+        return
+    next_line = shlex.join(["ckptkit", "verify", str(options.dst), "--source", options.src])
+    remote = is_url(options.dst) or is_url(options.src)
+    closing(f"wrote {result.bytes / 1e9:.3f} GB", next_step=None if remote else next_line)
 
 
 def _print_result(result: ConversionResult) -> None:

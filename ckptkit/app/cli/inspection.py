@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ckptkit.app.cli import options as common
+from ckptkit.app.cli.ending import end, end_lint, end_manifest
 from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
 from quant.selection.readers import ALL_READERS
@@ -36,6 +37,7 @@ def inspect(path: str | Path, hf: str | Path | None, as_args: bool, as_json: boo
         _print_arguments(facts)
     else:
         _print_facts(facts)
+    end(f"{len(facts)} arguments" if as_args else f"{facts['tensors']} tensors", as_json)
 
 
 def _print_arguments(arguments: Mapping[str, Any]) -> None:
@@ -104,6 +106,7 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, strict: bool, as_json:
         echo(*lines(report))
     if strict and report.warnings:
         echo(f"--strict: warnings: {report.warnings}", err=True)
+    end_lint(report, as_json)
     if (report.failed or (strict and report.warnings)) and not report.fixed:
         raise SystemExit(1)
 
@@ -137,7 +140,9 @@ def manifest(
     if not judge:
         from ckptkit.app.api import make_manifest
 
-        echo(str(make_manifest(path, output, hf=hf, workers=workers, sign=key)))
+        written = make_manifest(path, output, hf=hf, workers=workers, sign=key)
+        echo(str(written))
+        end_manifest(written, sign)
         return
     from ckptkit.app.cli.verification import print_report
     from ckptkit.formats.detect import MANIFEST, locate

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.app.cli import options as common
+from ckptkit.app.cli.ending import end_report
 from ckptkit.app.cli.output import echo, echo_json, saying
 from ckptkit.app.cli.verb import LAUNCH, LaunchVerb, Verb
 from ckptkit.core.progress import phase
@@ -182,6 +183,7 @@ def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Pat
         echo(f"--strict: skipped {', '.join(skipped)}", err=True)
     if strict and report.warnings:
         echo(f"--strict: warnings: {report.warnings}", err=True)
+    end_report(report, as_json, reports)
     if report.status == "failed" or (strict and (skipped or report.warnings) and report.status == "passed"):
         raise SystemExit(1)
     if report.status == "inconclusive":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from check_examples import hold_example
 from fixture_types import CopyOf, PathOf, RunAlone
 
 # Of 352 rows: 350 words, and two special tokens behind them.
@@ -371,7 +372,8 @@ def test_no_tokenizer_at_all_is_a_warning_and_an_error_beside_a_source_that_has_
     path = copy_of(releases("qwen2-tied"))
     (path / "tokenizer_config.json").unlink()
     _, (finding,) = alone("CK720", path)
-    assert (finding.severity, finding.actual) == ("warning", "no file of a tokenizer")
+    assert finding.severity == "warning"
+    hold_example("CK720", finding)
     for engine in ("sglang", "engine"):
         assert alone("CK720", path, against=frozenset({engine}))[1][0].severity == "error"
     _, (finding,) = alone("CK720", path, source_path=releases("qwen2-tied"))
