@@ -10,9 +10,10 @@ from ckptkit.app.cli import options as common
 from ckptkit.app.cli.ending import end
 from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
+from ckptkit.core.progress import size
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, short_help="Compare two checkpoints of any formats.")
 @click.argument("a", type=common.PATH)
 @click.argument("b", type=common.PATH)
 @common.local_hf
@@ -26,7 +27,6 @@ def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
     """
     from verify.diff.diff import diff as run
     from verify.diff.text import lines
-    from verify.reports.text import size
 
     found = run(a, b, hf=hf, exact=exact)
     if as_json:
@@ -38,7 +38,7 @@ def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
         raise SystemExit(1)
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, short_help="Name the known symptoms in a job's logs.")
 @click.argument("logs", nargs=-1, required=True, metavar="LOG...", type=click.Path(allow_dash=True))
 @common.as_json
 def triage(logs: tuple[str, ...], as_json: bool) -> None:

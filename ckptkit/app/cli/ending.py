@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptkit.core.progress import closing
+from ckptkit.core.progress import closing, size
 
 if TYPE_CHECKING:
     from quant.lint.lint import LintReport
@@ -67,7 +67,6 @@ def end_manifest(target: Path, is_signed: bool) -> None:
     """Ends `manifest`, which wrote or signed the file `target`."""
     from ckptkit.core.specs import TensorSpec
     from ckptkit.transfer.manifest import read_manifest
-    from verify.reports.text import size
 
     tensors = read_manifest(target).tensors
     nbytes = sum(TensorSpec(name, one.shape, one.dtype).nbytes for name, one in tensors.items())

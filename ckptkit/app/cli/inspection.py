@@ -15,8 +15,10 @@ from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
 from quant.selection.readers import ALL_READERS
 
+_LISTED = 8  # files that inspect lists by name
 
-@click.command(cls=Verb)
+
+@click.command(cls=Verb, short_help="Say what lies at a path.")
 @click.argument("path", type=common.PATH_OR_URL)
 @common.hf
 @click.option(
@@ -56,6 +58,9 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
             echo(f"{key}:", *(f"  {line}" for line in value))
         elif isinstance(value, dict) and "summary" in value:
             echo(f"{key}: {value['summary']}")
+        elif key == "files" and len(value) > _LISTED:
+            first, *_, last = value
+            echo(f"files: {first} to {last}, {min(value.values())} to {max(value.values())} tensors each")
         elif isinstance(value, dict):
             echo(f"{key}: " + ", ".join(f"{name}={_short(one)}" for name, one in value.items()))
         else:
@@ -75,7 +80,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, short_help="Say how every reader takes an ignore list.")
 @click.argument("path", type=common.PATH)
 @click.option(
     "--reader",
@@ -111,7 +116,7 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, strict: bool, as_json:
         raise SystemExit(1)
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, short_help="Write a digest of every tensor and side file.")
 @click.argument("path", type=common.PATH)
 @click.option(
     "--output",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from verify.report import Report
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, short_help="Prove a checkpoint: files, values, real engines.")
 @click.argument("checkpoint", type=common.PATH)
 @click.option("--source", type=common.PATH, help="What it was made from, HF or Megatron: every value is compared.")
 @common.local_hf
@@ -114,7 +114,7 @@ def verify(
     print_report(report, as_json, strict, reports, every)
 
 
-@click.command(cls=LaunchVerb)
+@click.command(cls=LaunchVerb, short_help="Check a launch against its checkpoints, before the job.")
 @click.option("--hf-checkpoint", type=common.PATH, help="What the rollout engine loads.")
 @click.option("--load", type=common.PATH, help="What the trainer loads.")
 @click.option("--ref-load", type=common.PATH, help="What the reference model loads.")
