@@ -92,17 +92,22 @@ _DIFFERENT = {
 def test_a_file_in_which_torch_reads_another_pickle_is_refused(make: Callable[[], bytes]) -> None:
     content = make()
     assert _by_torch(content) == _THEIRS
-    with pytest.raises(CkptkitError, match="readers take differently|fields that torch|contradict each other|two entries have one name"):
+    said = "readers take differently|fields that torch|contradict each other|two entries have one name"
+    with pytest.raises(CkptkitError, match=said):
         _by_ckptkit(content)
 
 
-_TWICE = _two_directories(1)
-_DIRECTORY = _TWICE.find(b"PK\1\2")
+_BASES = [
+    _two_directories(0),
+    _two_directories(1),
+    _saved(_OURS),
+    _zipped(("x/data.pkl", _OURS), ("x/data.pkk", _THEIRS)),
+]
 
 
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
 @given(
-    st.sampled_from([_TWICE, _saved(_OURS), _zipped(("x/data.pkl", _OURS), ("x/data.pkk", _THEIRS))]),
+    st.sampled_from(_BASES),
     st.lists(st.tuples(st.integers(0, 700), st.sampled_from([0, 1, 2, 8, 32, 64, 98, 107, 128, 255])), max_size=3),
     st.sampled_from([b"", b"", b"\0", b"PK\5\6" + bytes(18)]),
 )
