@@ -44,6 +44,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "convert": "convert in out/megatron",
         "quantize": "quantize in out/int4 --group-size 32",
         "preflight": "preflight --no-cache --hf-checkpoint in",
+        **{name: f"hook {name} in {{sound}}/hf" for name in ("after_init", "after_write", "after_delta", "verl")},
     },
     "int4": {
         **_ANY,
@@ -52,6 +53,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "quantize": "quantize in out/int4",
         "like": "quantize {sound}/hf out/int4 --like in",
         "lint": "lint in",
+        "fix": "lint in --fix",
         "preflight": "preflight --no-cache --hf-checkpoint in",
     },
     "megatron": {
@@ -60,6 +62,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "pack": "convert in out/int4 --quantize w4a16 --group-size 32",
         "preflight": "preflight --no-cache --load in",
         "source": "verify {sound}/megatron --source in",
+        "after_save": "hook after_save in {sound}/hf",
     },
     "legacy": {"inspect": "inspect in", "convert": "convert in out/hf --hf {sound}/hf"},
     "manifest": {
