@@ -304,7 +304,11 @@ def cases() -> Iterator[Case]:
     yield Case("shard without its last byte", "hf", _cut, shard, few)
     for what, change in INDEXES.items():
         yield Case(
-            f"index with {what}", "hf", partial(_weight_map, change), _INDEX + "|shard|" + _FIRST, (*few, "quantize")
+            f"index with {what}",
+            "hf",
+            partial(_weight_map, change),
+            _INDEX + "|shard|model-99999|" + _FIRST,
+            (*few, "quantize"),
         )
     for what, content in PICKLES.items():
         yield Case(f".metadata: {what}", "megatron", partial(_metadata, content), r"\.metadata", _MEGATRON)
