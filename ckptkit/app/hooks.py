@@ -133,9 +133,10 @@ def raise_errors(where: str, outcome: Outcome) -> None:
     """Raises CkptkitError with the findings that are errors, where there is one."""
     errors = [finding for finding in outcome.findings if finding.severity == "error"]
     if errors:
-        lines = [
-            f"{one.code} {one.tensor or one.file or where}: {one.actual} (expected {one.expected})" for one in errors
-        ]
+        lines = []
+        for one in errors:
+            place = ", ".join(part for part in (one.tensor, one.file) if part) or where
+            lines.append(f"{one.code} {place}: {one.actual} (expected {one.expected})")
         rest = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         hint = f"`ckptkit verify {where}` says more; {errors[0].hint}"
         raise CkptkitError(f"{where} is not sound, {len(lines)} finding(s)", hint, [*lines[:_SHOWN], *rest])

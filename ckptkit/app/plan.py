@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ckptkit.app.run_options import RunOptions, Sources
+from ckptkit.core.allocator import gc_paused
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.join import Joined
@@ -76,6 +77,11 @@ def make_plan(options: RunOptions, sources: Sources | None = None) -> Conversion
 
     Raises CkptkitError for anything wrong with the options or the source that can be seen without reading weights.
     """
+    with gc_paused():
+        return _make_plan(options, sources)
+
+
+def _make_plan(options: RunOptions, sources: Sources | None) -> ConversionPlan:
     here = options.local_sources() if sources is None else sources
     location = locate(here[options.src])
     if options.verb == "quantize":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from families import CASES, case
+from keys import write_keys
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import Qwen3MoeConfig
@@ -44,6 +45,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "convert": "convert in out/megatron",
         "quantize": "quantize in out/int4 --group-size 32",
         "preflight": "preflight --no-cache --hf-checkpoint in",
+        **{name: f"hook {name} in {{sound}}/hf" for name in ("after_init", "after_write", "after_delta", "verl")},
     },
     "int4": {
         **_ANY,
@@ -52,6 +54,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "quantize": "quantize in out/int4",
         "like": "quantize {sound}/hf out/int4 --like in",
         "lint": "lint in",
+        "fix": "lint in --fix",
         "preflight": "preflight --no-cache --hf-checkpoint in",
     },
     "megatron": {
@@ -60,6 +63,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "pack": "convert in out/int4 --quantize w4a16 --group-size 32",
         "preflight": "preflight --no-cache --load in",
         "source": "verify {sound}/megatron --source in",
+        "after_save": "hook after_save in {sound}/hf",
     },
     "legacy": {"inspect": "inspect in", "convert": "convert in out/hf --hf {sound}/hf"},
     "manifest": {
@@ -89,7 +93,8 @@ def make_bases(root: Path) -> None:
     linked(root / "hf", root / "manifest")
     make_manifest(root / "manifest")
     linked(root / "manifest", root / "signature")
-    _sign(root / "signature")
+    write_keys(root / "key", root / "signature" / "key.pub")
+    make_manifest(root / "signature", sign=root / "key")
     texts = {"script/run.sh": SCRIPT.format(sound=root), "log/log.txt": "iteration 1\n", "yaml/job.yaml": _yaml(root)}
     for name, text in texts.items():
         (root / name).parent.mkdir()
@@ -109,20 +114,6 @@ def commands(base: str, sound: Path, **values: str) -> dict[str, list[str]]:
         verb: [word.format(sound=sound, **values) for word in words.split(" ")]
         for verb, words in COMMANDS[base].items()
     }
-
-
-def _sign(root: Path) -> None:
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    secret, public = root.parent / "key", root / "key.pub"
-    secret.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    make_manifest(root, sign=secret)
-    form = serialization.PublicFormat.SubjectPublicKeyInfo
-    public.write_bytes(key.public_key().public_bytes(serialization.Encoding.PEM, form))
 
 
 def _yaml(root: Path) -> str:

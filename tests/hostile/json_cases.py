@@ -130,8 +130,9 @@ def _pattern(entry: str, root: Path) -> dict[str, str]:
 def cases() -> Iterator[Case]:
     """JSON as config, index, tokenizer and manifest; values of a config; entries of ignore and targets."""
     for what, content in TEXTS.items():
-        yield Case(f"config.json is {what}", "hf", partial(_text, "config.json", content), r"config\.json")
-        few = ("inspect", "verify")
+        make = partial(_text, "config.json", content)
+        yield Case(f"config.json is {what}", "hf", make, r"config\.json", passing=("after_delta",))
+        few = ("inspect", "verify", "after_write", "after_delta")
         name = "model.safetensors.index.json"
         yield Case(f"index is {what}", "hf", partial(_text, name, content), name, few)
         yield Case(
@@ -144,11 +145,11 @@ def cases() -> Iterator[Case]:
             f"signature is {what}", "signature", partial(_text, "ckptkit.json.sig", TEXTS[what]), "ckptkit.json.sig"
         )
     for key, value in VALUES.items():
-        verbs = ("convert", "quantize", "arguments", "verify", "preflight")
+        verbs = ("convert", "quantize", "arguments", "verify", "preflight", "after_init", "verl")
         passing = verbs if key in _HARMLESS else ()
         yield Case(f"{key} of {value!r:.20}", "hf", partial(_value, key, value), "config|" + key, verbs, passing)
     for what, value in QUANTIZATION.items():
-        verbs = ("lint", "verify", "convert", "quantize")
+        verbs = ("lint", "verify", "convert", "quantize", "fix")
         make = partial(_value, "quantization_config", value)
         yield Case(f"quantization_config is {what}", "int4", make, "quantization_config|config|quant", verbs)
     for what, value in WEIGHTS.items():
@@ -161,19 +162,21 @@ def cases() -> Iterator[Case]:
             ("verify", "convert"),
         )
     for what, value in PATTERNS.items():
-        yield Case(
-            f"ignore entry: {what}", "int4", partial(_scheme, "ignore", [value]), "re:|pattern", ("lint", "verify")
-        )
-        yield Case(f"targets entry: {what}", "int4", partial(_scheme, "targets", [value]), "re:|pattern", ("lint",))
+        said = "re:|pattern|no ignore list"
+        for key, verbs in (("ignore", ("lint", "verify", "fix")), ("targets", ("lint", "fix"))):
+            make = partial(_scheme, key, [value])
+            yield Case(f"{key} entry: {what}", "int4", make, said, verbs, ("fix",) if key == "ignore" else ())
         if value:
-            yield Case(f"--ignore: {what}", "ignore", partial(_pattern, value), "re:|pattern")
+            yield Case(f"--ignore: {what}", "ignore", partial(_pattern, value), said)
     for what, value in ENTRIES.items():
-        yield Case(f"ignore has {what}", "int4", partial(_scheme, "ignore", [value]), "ignore", ("lint", "verify"))
+        yield Case(
+            f"ignore has {what}", "int4", partial(_scheme, "ignore", [value]), "ignore", ("lint", "verify", "fix")
+        )
         yield Case(
             f"ignore is {what}",
             "int4",
             partial(_scheme, "ignore", value),
             "ignore",
-            ("lint", "verify"),
-            ("lint", "verify"),
+            ("lint", "verify", "fix"),
+            ("lint", "verify", "fix"),
         )

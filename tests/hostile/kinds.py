@@ -13,17 +13,22 @@ from hostile.case import Case
 _TERABYTE = 1 << 40
 # Each file: its base, and the verbs that read it.
 FILES = {
-    "config": ("hf", "config.json", None, ()),
-    "index": ("hf", "model.safetensors.index.json", None, ("arguments",)),
+    "config": ("hf", "config.json", None, ("after_delta",)),
+    "index": ("hf", "model.safetensors.index.json", None, ("arguments", "after_init")),
     "shard": (
         "hf",
         "model-00001-of-00005.safetensors",
-        ("convert", "inspect", "quantize", "verify", "diff", "preflight", "manifest"),
+        ("convert", "inspect", "quantize", "verify", "diff", "preflight", "manifest", "after_write", "after_delta"),
         (),
     ),
     "tokenizer": ("hf", "tokenizer.json", ("convert", "quantize", "verify", "preflight", "manifest"), ()),
-    "generation config": ("hf", "generation_config.json", ("convert", "quantize", "manifest"), ()),
-    "INT4 config": ("int4", "config.json", ("lint", "like", "quantize"), ()),
+    "generation config": (
+        "hf",
+        "generation_config.json",
+        ("convert", "quantize", "manifest", "verify", "preflight"),
+        (),
+    ),
+    "INT4 config": ("int4", "config.json", ("lint", "like", "quantize", "fix"), ()),
     "tracker": ("megatron", "latest_checkpointed_iteration.txt", None, ()),
     "metadata": ("megatron", "release/.metadata", None, ()),
     "distcp": ("megatron", "release/__0_0.distcp", ("convert", "verify", "diff", "manifest"), ()),

@@ -20,6 +20,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from ckptkit.app.cli import cli, main
+from hostile.hook_calls import call
 
 MOST_MEMORY, MOST_SECONDS, LONGEST_WAIT = 1 << 30, 5, 60
 _LARGEST_FILE = 1 << 28
@@ -41,10 +42,11 @@ _CHANGES: dict[str, tuple[int, int | None]] = {
 class Watch:
     """An audit hook that notes what a verb must not do in its directory `root`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, words: Sequence[str]) -> None:
         self.seen: list[str] = []
         self._root = str(root)
-        self._writable = tuple(f"{root / name}" for name in ("out", "tmp"))
+        fixed = ("in/config.json", "in/.config.json.") if "--fix" in words else ()
+        self._writable = tuple(f"{root / name}" for name in ("out", "tmp", *fixed))
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Python calls it before the event."""
@@ -87,12 +89,12 @@ def _child(words: Sequence[str], root: Path) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS + 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST_FILE, _LARGEST_FILE))
     signal.alarm(LONGEST_WAIT)
-    watch = Watch(root)
+    watch = Watch(root, words)
     sys.addaudithook(watch)
     sys.argv = ["ckptkit", *words]
     code = 99
     try:
-        main()
+        code = call(words[1:]) if words[0] == "hook" else main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 98
     finally:

@@ -24,6 +24,7 @@ from hostile.bases import COMMANDS, WITHOUT_CONTROL, commands, linked, make_base
 from hostile.case import RAN, Case
 
 CASES = {one.name: one for one in cases.ALL}
+FIXED = ("config.json", "config.json.orig")
 _EACH = 1  # verbs of a case: a fork costs more than what most verbs do
 ALL_VERBS = "CKPTKIT_ALL_VERBS" in os.environ
 Tree = dict[str, tuple[int, int, int]]
@@ -31,12 +32,16 @@ Tree = dict[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Ran:
-    """How a verb ended: exit code, all that it printed, and what it did that no verb may do."""
+    """How a verb ended: exit code, all that it printed, and what it did that no verb may do.
+
+    `fixed`: whether it was asked to write the config that it was given.
+    """
 
     code: int
     said: str
     seen: list[str]
     seconds: float
+    fixed: bool = False
 
 
 class Runner:
@@ -77,7 +82,7 @@ class Runner:
         """Runs `ckptkit WORDS...` in a directory."""
         self._send([words, str(root)])
         assert self._process.stdout is not None
-        return Ran(**json.loads(self._process.stdout.readline()))
+        return Ran(**json.loads(self._process.stdout.readline()), fixed="--fix" in words)
 
     def end(self) -> None:
         """Ends the process."""
@@ -129,7 +134,9 @@ def faults(ran: Ran, here: Path, before: Tree) -> list[str]:
     found += ["more than 20000 characters"] if len(ran.said) > 20_000 and ran.code else []
     found += ["the payload ran"] if (here / RAN).exists() else []
     after = tree(here)
-    found += [f"changed: {path}" for path in sorted({*before.items()} ^ {*after.items()})]
+    fixed = [str(here / "in" / name) for name in ("", *FIXED)] if ran.fixed and not ran.code else []
+    changed = {path for path, _ in {*before.items()} ^ {*after.items()}}.difference(fixed)
+    found += [f"changed: {path}" for path in sorted(changed)]
     if ran.code:
         found += [f"left: {path.name}" for path in (here / "out").iterdir()]
     return found
@@ -165,7 +172,8 @@ def chosen(one: Case) -> list[str]:
 
 def test_every_verb_is_given_many_hostile_inputs() -> None:
     given = Counter(words.split()[0] for one in CASES.values() for words in _words(one))
-    assert set(given) == set(LazyGroup().list_commands(Context(cli))) - {"doctor"}  # which reads no file that is given
+    verbs = set(LazyGroup().list_commands(Context(cli))) - {"doctor"}  # which reads no file that is given
+    assert set(given) == verbs | {"hook"}
     assert min(given.values()) >= 5
     assert len(CASES) >= 150
 

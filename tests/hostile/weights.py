@@ -290,12 +290,12 @@ METADATA: dict[str, Callable[[Any], object]] = {
     "key that is a number": lambda found: found.state_dict_metadata.update({7: _entry(found)}),
     "key that is a path": lambda found: found.state_dict_metadata.update({"../../x": _entry(found)}),
 }
-_MEGATRON = ("inspect", "convert", "verify", "preflight")
+_MEGATRON = ("inspect", "convert", "verify", "preflight", "after_save")
 
 
 def cases() -> Iterator[Case]:
     """Every such file, given to what reads weights."""
-    (few, shard) = ("inspect", "convert", "verify"), "model-00001"
+    few, shard = ("inspect", "convert", "verify", "after_write", "after_delta"), "model-00001"
     for what, change in HEADERS.items():
         yield Case(f"shard with {what}", "hf", partial(_header, change), shard, few)
     for what, content in RAW.items():
@@ -304,7 +304,11 @@ def cases() -> Iterator[Case]:
     yield Case("shard without its last byte", "hf", _cut, shard, few)
     for what, change in INDEXES.items():
         yield Case(
-            f"index with {what}", "hf", partial(_weight_map, change), _INDEX + "|shard|" + _FIRST, (*few, "quantize")
+            f"index with {what}",
+            "hf",
+            partial(_weight_map, change),
+            _INDEX + "|shard|model-99999|" + _FIRST,
+            (*few, "quantize"),
         )
     for what, content in PICKLES.items():
         yield Case(f".metadata: {what}", "megatron", partial(_metadata, content), r"\.metadata", _MEGATRON)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -58,7 +59,7 @@ def shard_names(root: Path | Directory) -> dict[str, str] | None:
     """The index's {tensor: file}; None without an index. Raises CkptkitError when a file lies outside `root`."""
     source = directory(root)
     index, shown = source.path / INDEX, source.at(INDEX)
-    if not index.exists():
+    if not os.path.lexists(index):  # a link to nothing is no absence
         return None
     weight_map = read_json(index, shown).get("weight_map")
     if (

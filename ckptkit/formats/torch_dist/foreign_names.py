@@ -6,18 +6,15 @@ run. Before one of them opens a checkpoint it is read here, where nothing is run
 
 from __future__ import annotations
 
-import pickle
 import signal
 from pathlib import Path
 from typing import Any
 
 from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS
-from ckptkit.core.errors import CkptkitError, UnsupportedError
-from ckptkit.formats.torch_dist.reader import MOST_METADATA, read_metadata
-from ckptkit.formats.torch_save import unpickle
+from ckptkit.core.errors import UnsupportedError
+from ckptkit.formats.torch_dist.reader import StoredMetadata, read_metadata
 from ckptkit.formats.torch_save.blob import Blob
-from ckptkit.formats.torch_save.records import NotAllowed, Record
-from ckptkit.storage.regular import read_regular
+from ckptkit.formats.torch_save.records import Record
 
 _HINT = "nothing in it was run; where you trust it, load it with Megatron itself, leave that out and save it again"
 _DCP = "torch.distributed.checkpoint."
@@ -64,23 +61,18 @@ _OBJECTS = {
 _EXTRA_STATE = "._extra_state"
 
 
-def refuse_foreign_names(path: Path) -> None:
+def refuse_foreign_names(path: Path, metadata: StoredMetadata | None = None) -> None:
     """Raises UnsupportedError where a pickle in the torch_dist directory `path` names anything else.
 
-    Such a checkpoint may be sound. Raises CkptkitError where a pickle is damaged.
+    Such a checkpoint may be sound. Raises CkptkitError where a pickle is damaged. `metadata`: its `.metadata`, where
+    that has been read.
 
     Of an `_extra_state`, which Transformer Engine unpickles once more, the bytes inside are looked at too.
     """
-    file = path / ".metadata"
-    try:
-        unpickle.loads(read_regular(file, MOST_METADATA), _METADATA.__contains__)
-    except NotAllowed as error:
-        raise UnsupportedError(f"{file} names {error.kind}, which torch does not write", _HINT) from error
-    except OSError as error:
-        raise CkptkitError(f"{file}: {error.strerror}", "a torch_dist checkpoint needs it") from error
-    except pickle.UnpicklingError as error:
-        raise CkptkitError(f"{file} cannot be unpickled: {error}", "the file is damaged; copy it again") from error
-    blobs = dict(read_metadata(path).objects)
+    metadata = read_metadata(path) if metadata is None else metadata
+    if foreign := sorted(metadata.names - _METADATA):
+        raise UnsupportedError(f"{path / '.metadata'} names {foreign[0]}, which torch does not write", _HINT)
+    blobs = dict(metadata.objects)
     common = path / "common.pt"
     if common.exists():
         blobs[common.name] = Blob(common, 0, common.stat().st_size)

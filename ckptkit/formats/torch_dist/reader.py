@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckptkit.core.allocator import gc_paused
 from ckptkit.core.dtypes import ITEMSIZE, torch_dtype
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import ByteRange, Extent, Reader
@@ -75,37 +76,56 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredMetadata:
-    """`.metadata` as data: tensors and the blobs of byte objects, by key."""
+    """`.metadata` as data: tensors and the blobs of byte objects, by key.
+
+    `names`: every class and function that the pickle names (`module.name`).
+    """
 
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, Blob]
+    names: frozenset[str] = frozenset()
 
 
 def read_metadata(path: Path) -> StoredMetadata:
     """`.metadata` of a torch_dist directory. Raises CkptkitError when it is missing, damaged or incomplete."""
     file = path / ".metadata"
     try:
-        content = unpickle.loads(read_regular(file, MOST_METADATA))
-        places = {
-            (index.fqn, _shape(getattr(index, "offset", None))): info for index, info in content.storage_data.items()
-        }
-        storage, entries = _Storage(path, places), content.state_dict_metadata
-        if not all(type(key) is str and "\0" not in key for key in entries):
-            raise TypeError("a tensor or an object has no name")
-        objects = {
-            key: storage.blob(key, None)
-            for key, entry in entries.items()
-            if entry.kind.endswith(".BytesStorageMetadata")
-        }
-        return StoredMetadata(
-            {key: _stored(storage, key, entry) for key, entry in entries.items() if key not in objects}, objects
-        )
+        with gc_paused():
+            return _read_metadata(path, file)
     except OSError as error:
         raise CkptkitError(
             f"{file}: {error.strerror}", "a torch_dist checkpoint needs it; was the save cut short?"
         ) from error
     except (pickle.UnpicklingError, AttributeError, TypeError, LookupError) as error:
         raise CkptkitError(f"{file} is no DCP metadata: {error}", _COPY) from error
+
+
+def _read_metadata(path: Path, file: Path) -> StoredMetadata:
+    content, names = unpickle.loads_named(read_regular(file, MOST_METADATA))
+    keys = [index.fqn for index in content.storage_data]
+    offsets = _shapes([getattr(index, "offset", None) for index in content.storage_data])
+    places = dict(zip(zip(keys, offsets, strict=True), content.storage_data.values(), strict=True))
+    _shapes([(info.offset, info.length) for info in places.values()])
+    storage, entries = _Storage(path, places), content.state_dict_metadata
+    if not all(type(key) is str and "\0" not in key for key in entries):
+        raise TypeError("a tensor or an object has no name")
+    objects = {
+        key: storage.blob(key, None) for key, entry in entries.items() if entry.kind.endswith(".BytesStorageMetadata")
+    }
+    return StoredMetadata(
+        {key: _stored(storage, key, entry) for key, entry in entries.items() if key not in objects}, objects, names
+    )
+
+
+def _shapes(sizes: Sequence[Any]) -> Sequence[Shape | None]:
+    """`_shape` of each, checked at once where all are plain: a large model has 10^5."""
+    present = [size for size in sizes if size is not None]
+    if {tuple}.issuperset(map(type, present)) and max(map(len, present), default=0) <= MOST_AXES:
+        numbers = list(itertools.chain.from_iterable(present))
+        plain = {int}.issuperset(map(type, numbers)) and min(numbers, default=0) >= 0
+        if plain and max(numbers, default=0) <= _MOST_BYTES:
+            return sizes
+    return [_shape(size) for size in sizes]
 
 
 def _shape(size: Any) -> Shape | None:
@@ -146,16 +166,17 @@ class _Storage:
                     "the file is damaged or was made to mislead; copy the checkpoint again",
                 )
             self.files[name] = self.path / name
-        offset, length = _shape((info.offset, info.length)) or (0, 0)
-        return Blob(self.files[name], offset, length)
+        return Blob(self.files[name], info.offset, info.length)
 
 
 def _stored(storage: _Storage, key: str, entry: Any) -> StoredTensor:
     shape = _shape(entry.size) or ()
-    boxes = [(_shape(chunk.offsets) or (), _shape(chunk.sizes) or ()) for chunk in entry.chunks]
-    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
+    offsets = _shapes([chunk.offsets for chunk in entry.chunks])
+    sizes = _shapes([chunk.sizes for chunk in entry.chunks])
+    boxes = [(begin or (), size or ()) for begin, size in zip(offsets, sizes, strict=True)]
+    if any(len(begin) != len(shape) or len(size) != len(shape) for begin, size in boxes):
         raise TypeError(f"{key} has {len(shape)} axes, and its chunks have others")
-    chunks = tuple([Chunk(offsets, sizes, storage.blob(key, offsets)) for offsets, sizes in boxes])
+    chunks = tuple([Chunk(begin, size, storage.blob(key, begin)) for begin, size in boxes])
     return StoredTensor(key, shape, _dtype(entry.properties), chunks)
 
 
@@ -178,20 +199,31 @@ def tiling_problem(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> str | 
         return "a chunk lies outside the tensor"
     # A box can overlap only boxes that begin before it ends on the first axis. With a thousand experts, these are few.
     ends = np.searchsorted(low[:, 0], high[:, 0]) if shape else np.full(len(boxes), len(boxes))
-    begins = np.arange(1, len(boxes) + 1)
-    if (ends - begins).clip(0).sum() > _MOST_COMPARED:
+    after = (ends - np.arange(1, len(boxes) + 1)).clip(0)
+    if after.sum() > _MOST_COMPARED:
         return f"{len(boxes)} chunks of which too many share rows to be compared"
-    for index in np.flatnonzero(ends > begins):
-        others = slice(index + 1, ends[index])
-        overlap = np.minimum(high[index], high[others]) > np.maximum(low[index], low[others])
-        if overlap.all(axis=1).any():
-            return f"two chunks overlap at {low[index].tolist()}"
+    for first, others in _to_compare(after):
+        overlap = np.minimum(high[first], high[others]) > np.maximum(low[first], low[others])
+        if (found := overlap.all(axis=1)).any():
+            return f"two chunks overlap at {low[np.broadcast_to(first, found.shape)[found.argmax()]].tolist()}"
     covered = sum(math.prod(sizes) for _, sizes in boxes)
     return (
         None
         if covered == math.prod(shape)
         else f"{math.prod(shape) - covered} of {math.prod(shape)} elements are in no chunk"
     )
+
+
+def _to_compare(after: np.ndarray[Any, np.dtype[np.int64]]) -> Iterator[tuple[Any, Any]]:
+    """Indices of boxes to compare: each with as many of those behind it as `after` says, in as few steps as can be."""
+    first = np.flatnonzero(after)
+    if len(first) <= after.max(initial=0):
+        for index in first:
+            yield index, slice(index + 1, index + 1 + after[index])
+        return
+    for distance in range(1, int(after.max()) + 1):
+        first = first[after[first] >= distance]
+        yield first, first + distance
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,7 +469,11 @@ def _unstack(key: str, stored: StoredTensor) -> Iterator[tuple[str, _Part]]:
         raise CkptkitError(f"{key} claims to hold {math.prod(stored.shape[:depth])} tensors", _DAMAGED)
     left = _MOST_COMPARED
     chunks: dict[Shape, list[Chunk]] = {index: [] for index in itertools.product(*map(range, stored.shape[:depth]))}
+    one = (1,) * depth
     for chunk in stored.chunks:
+        if chunk.sizes[:depth] == one and chunk.offsets[:depth] in chunks:
+            chunks[chunk.offsets[:depth]].append(chunk)
+            continue
         box = [
             range(start, min(start + size, whole))
             for start, size, whole in zip(chunk.offsets[:depth], chunk.sizes[:depth], stored.shape[:depth], strict=True)

@@ -13,7 +13,6 @@ import pickle
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.specs import MOST_AXES
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.records import NotAllowed, Record, kind_of
+from ckptkit.formats.torch_save.zip_ends import END_BYTES, LOCAL_HEADER, zip_problem
 from ckptkit.storage.buffers import bytes_of, elements, tensor_of
 from ckptkit.storage.read import ARENA, BLOCK, FileExtent, read_into, read_new
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _DAMAGED = "the file is damaged; copy it again"
 _MOST_NUMBER = 1 << 60  # of an offset, an axis or a stride, in elements
-_LOCAL_HEADER = 30  # bytes at the least
 _MOST_READ = 1 << 28  # bytes of an entry that is read as a whole: a pickle of a trainer's state
 _MOST_DIRECTORY = 1 << 24  # bytes of a zip's directory: 10^5 storages
 AT_ONCE = ARENA - 2 * BLOCK  # bytes up to which a chunk is read as a whole
@@ -153,17 +152,18 @@ class Blob:
         """The zip's entries by name without the leading folder.
 
         Raises CkptkitError when it is no zip, or one that torch.save does not write: entries that are compressed,
-        overlap, reach past its end, or have one name.
+        overlap, reach past its end, or in which torch's own reader could find others (`zip_problem`).
         """
         try:
             with zipfile.ZipFile(_Stream(self)) as archive:
                 found = archive.infolist()
         except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
             raise self.unreadable(error) from error
-        entries = {info.filename.partition("/")[2]: info for info in found}
-        if problem := _zip_problem(found, len(entries), self.length):
+        tail = bytearray(min(END_BYTES, self.length))
+        self.read(memoryview(tail), self.length - len(tail))
+        if problem := zip_problem(found, bytes(tail), self.length):
             raise CkptkitError(f"{self}: {problem}", "this file was not written by torch.save, or is damaged")
-        return entries
+        return {info.filename.partition("/")[2]: info for info in found}
 
     def entry(self, entries: Mapping[str, zipfile.ZipInfo], name: str) -> zipfile.ZipInfo:
         """One of `entries`. Raises CkptkitError when there is none of this name."""
@@ -182,7 +182,7 @@ class Blob:
         """Where in the blob the content of an entry begins."""
         lengths, header = bytearray(4), info.header_offset
         self.read(memoryview(lengths), header + 26)  # of name and extra field, in a local header of the zip
-        return header + _LOCAL_HEADER + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+        return header + LOCAL_HEADER + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
 
     def _too_short(self) -> CkptkitError:
         return CkptkitError(f"{self}: ends too early", "the file is truncated; copy it again")
@@ -226,23 +226,6 @@ class Blob:
         content = bytearray(info.file_size)
         self.read_into(info, memoryview(content))
         return bytes(content)
-
-
-def _zip_problem(found: Sequence[zipfile.ZipInfo], names: int, length: int) -> str | None:
-    """What keeps these entries of a zip of `length` bytes, with that many names, from being read one by one."""
-    if any(info.compress_type != zipfile.ZIP_STORED for info in found):
-        return "an entry is compressed"
-    if names != len(found):
-        return "two entries have one name"
-    end = 0
-    if found and min(info.header_offset for info in found):
-        # Other readers count from the start of the file, and could find other entries there.
-        return "its first entry is not at its start"
-    for info in sorted(found, key=attrgetter("header_offset")):
-        if info.header_offset < end:
-            return f"entry {info.filename!r:.80} overlaps another"
-        end = info.header_offset + _LOCAL_HEADER + info.file_size
-    return "an entry is longer than the file" if end > length else None
 
 
 def is_layout(offset: object, shape: object, stride: object) -> bool:

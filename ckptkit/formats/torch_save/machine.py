@@ -19,10 +19,13 @@ from ckptkit.formats.torch_save.records import Dtype, Items, Record
 MOST_INTEGER = 32  # bytes of an integer: states of random generators have 16
 MOST_NAMES = 4096  # classes and functions that one pickle names
 _MOST_KEY = 1 << 60  # integers as keys: Python's hash of larger ones is the same for many of them
-_MEMOIZE, _GET_1, _GET_4, _STOP = (code[0] for code in (pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET, pickle.STOP))
-_INTEGER_1, _INTEGER_2 = pickle.BININT1[0], pickle.BININT2[0]
-# Six of ten instructions of `.metadata`, which `Machine.run` does itself: calls would take longer than what they do.
-_OFTEN = frozenset({_MEMOIZE, _GET_1, _GET_4, _INTEGER_1, _INTEGER_2})
+_GET_1, _GET_4, _MEMOIZE, _STOP = (code[0] for code in (pickle.BINGET, pickle.LONG_BINGET, pickle.MEMOIZE, pickle.STOP))
+_INTEGER_1, _INTEGER_2, _TEXT = (code[0] for code in (pickle.BININT1, pickle.BININT2, pickle.SHORT_BINUNICODE))
+# Groups of instructions: a new object without arguments and the begin of its state; its end; a torch.Size of 3 axes.
+_NEW = pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.MEMOIZE + pickle.EMPTY_DICT + pickle.MEMOIZE + pickle.MARK
+_STATE = pickle.SETITEMS + pickle.BUILD
+_SIZE = pickle.TUPLE3 + pickle.MEMOIZE + pickle.TUPLE1 + pickle.MEMOIZE + pickle.REDUCE + pickle.MEMOIZE
+_EMPTY_TUPLE, _SET_ITEMS, _TUPLE_3 = _NEW[0], _STATE[0], _SIZE[0]
 _KEY_DEPTH, _KEY_PARTS = 4, 256  # of tuples as keys, which are hashed again each time
 
 
@@ -44,39 +47,73 @@ class Machine:
         self._at = 0
         self._stack: list[Any] = []
         self._marked: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
+        self._memo: list[Any] = []
         self._names: dict[tuple[str, str], Any] = {}
 
     def run(self) -> Any:
         """The object that the pickle builds. Raises pickle.UnpicklingError."""
-        content, memo, does, at = self._content, self._memo, _DOES, 0
         try:
-            while True:
-                at, stack = self._at, self._stack
-                while (code := content[at]) in _OFTEN:
-                    if code == _MEMOIZE:
-                        memo[len(memo)] = stack[-1]
-                        at += 1
-                    elif code == _GET_1:
-                        stack.append(memo[content[at + 1]])
-                        at += 2
-                    elif code == _GET_4:
-                        stack.append(memo[int.from_bytes(content[at + 1 : at + 5], "little")])
-                        at += 5
-                    elif code == _INTEGER_1:
-                        stack.append(content[at + 1])
-                        at += 2
-                    else:
-                        stack.append(content[at + 1] | content[at + 2] << 8)
-                        at += 3
-                self._at = at
-                if code == _STOP:
-                    return stack.pop()
-                does[code](self)
+            return self._run()
         except UnicodeDecodeError as error:
             raise pickle.UnpicklingError(f"text that is not UTF-8 before byte {self._at + 1}") from error
         except (LookupError, ValueError, struct.error) as error:
-            raise pickle.UnpicklingError(f"damaged before byte {max(at, self._at) + 1}") from error
+            raise pickle.UnpicklingError(f"damaged before byte {self._at + 1}") from error
+
+    def _run(self) -> Any:
+        """Runs all instructions, the most frequent ones of `.metadata` and groups of them without a call for each.
+
+        A call would take longer than what they do. The groups do what their instructions do one by one.
+        """
+        content, memo, marked, at, stack = self._content, self._memo, self._marked, self._at, self._stack
+        state: dict[Any, Any]
+        try:
+            while True:
+                code = content[at]
+                if code == _GET_4:
+                    stack.append(memo[int.from_bytes(content[at + 1 : at + 5], "little")])
+                    at += 5
+                elif code == _GET_1:
+                    stack.append(memo[content[at + 1]])
+                    at += 2
+                elif code == _INTEGER_1:
+                    stack.append(content[at + 1])
+                    at += 2
+                elif code == _INTEGER_2:
+                    stack.append(content[at + 1] | content[at + 2] << 8)
+                    at += 3
+                elif code == _EMPTY_TUPLE and content.startswith(_NEW, at) and _is_record(stack[-1]):
+                    made, state = stack[-1](), {}
+                    stack[-1:] = made, state
+                    memo += made, state
+                    marked.append(stack)
+                    stack = []
+                    at += len(_NEW)
+                elif code == _SET_ITEMS and content.startswith(_STATE, at) and _takes_state(marked[-1]):
+                    items, stack = stack, marked.pop()
+                    state = stack.pop()
+                    _put(state, items)
+                    stack[-1].set_state(state)
+                    at += len(_STATE)
+                elif code == _TUPLE_3 and content.startswith(_SIZE, at) and stack[-4] is tuple:
+                    size = tuple(stack[-3:])
+                    stack[-4:] = (size,)
+                    memo += size, (size,), size
+                    at += len(_SIZE)
+                elif code == _MEMOIZE:
+                    memo.append(stack[-1])
+                    at += 1
+                elif code == _TEXT:
+                    begin = at + 2
+                    at = begin + content[at + 1]
+                    stack.append(content[begin:at].decode())
+                elif code == _STOP:
+                    return stack.pop()
+                else:
+                    self._at, self._stack = at, stack
+                    _DOES[code](self)
+                    at, stack = self._at, self._stack
+        finally:
+            self._at = at
 
     def unknown(self) -> NoReturn:
         """An instruction of protocol 0 or 1, of the extension registry, for buffers elsewhere, or none at all."""
@@ -133,7 +170,9 @@ class Machine:
         self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
 
     def long_1(self) -> None:
-        self._integer(self._sized(1))
+        begin = self._at + 2
+        self._at = begin + self._content[self._at + 1]
+        self._integer(self._content[begin : self._at])
 
     def long_4(self) -> None:
         self._integer(self._sized(4))
@@ -145,13 +184,6 @@ class Machine:
 
     def float_8(self) -> None:
         self._stack.extend(struct.unpack(">d", self._take(8)))
-
-    def text_1(self) -> None:
-        begin = self._at + 2
-        self._at = end = begin + self._content[self._at + 1]
-        if end > len(self._content):
-            raise pickle.UnpicklingError("it ends too early")
-        self._stack.append(self._content[begin:end].decode())
 
     def text_4(self) -> None:
         self._stack.append(self._sized(4).decode())
@@ -256,11 +288,8 @@ class Machine:
 
     def _put(self, items: list[Any]) -> None:
         target = self._stack[-1]
-        if len(items) % 2:
-            raise pickle.UnpicklingError("a key without a value")
         if type(target) is dict or type(target) is Items:
-            for key, value in zip(items[::2], items[1::2], strict=True):
-                target[key if type(key) is str else _key(key)] = value
+            _put(target, items)
         elif not isinstance(target, Record):  # items of a subclass of dict are of no interest
             raise pickle.UnpicklingError(f"keys for {type(target).__name__}, which is no dict")
 
@@ -280,11 +309,16 @@ class Machine:
         self._push(self._stack[-1])
 
     def put_1(self) -> None:
-        self._memo[self._content[self._at + 1]] = self._stack[-1]
-        self._at += 2
+        self._keep(self._take(1))
 
     def put_4(self) -> None:
-        self._memo[int.from_bytes(self._take(4), "little")] = self._stack[-1]
+        self._keep(self._take(4))
+
+    def _keep(self, index: bytes) -> None:
+        at, memo = int.from_bytes(index, "little"), self._memo
+        if at > len(memo):
+            raise pickle.UnpicklingError(f"place {at} of the memo, which has {len(memo)}")
+        memo[at : at + 1] = [self._stack[-1]]
 
     # Names, and what is built of them.
 
@@ -332,13 +366,30 @@ class Machine:
         self._at += 1
 
 
+def _put(target: dict[Any, Any], items: list[Any]) -> None:
+    if len(items) % 2:
+        raise pickle.UnpicklingError("a key without a value")
+    rest = iter(items)
+    for key in rest:
+        target[key if type(key) is str or isinstance(key, Record) else _key(key)] = next(rest)
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Record)
+
+
+def _takes_state(stack: list[Any]) -> bool:
+    """Whether a dict ends this stack, and below it is an object that it may be the state of."""
+    return type(stack[-1]) is dict and isinstance(stack[-2], Record)
+
+
 def _called(target: Any, arguments: Any) -> Any:
     """What a call gives, of the few things that may be called."""
     if type(arguments) is not tuple:
         raise pickle.UnpicklingError("arguments that are no tuple")
     if target is tuple and len(arguments) == 1 and type(arguments[0]) in (tuple, list):
         return tuple(arguments[0])
-    if isinstance(target, type) and issubclass(target, Record):
+    if _is_record(target):
         return target(*arguments)
     if isinstance(target, NamedLater):
         return target(*arguments)
@@ -378,7 +429,6 @@ _INSTRUCTIONS: dict[bytes, Callable[[Machine], None]] = {
     pickle.LONG1: Machine.long_1,
     pickle.LONG4: Machine.long_4,
     pickle.BINFLOAT: Machine.float_8,
-    pickle.SHORT_BINUNICODE: Machine.text_1,
     pickle.BINUNICODE: Machine.text_4,
     pickle.BINUNICODE8: Machine.text_8,
     pickle.SHORT_BINBYTES: Machine.bytes_1,

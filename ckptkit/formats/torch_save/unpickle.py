@@ -26,6 +26,17 @@ def loads(content: bytes, allowed: Callable[[str], bool] | None = None) -> Any:
     return Machine(content, lambda module, name: _named(module, name, allowed)).run()
 
 
+def loads_named(content: bytes) -> tuple[Any, frozenset[str]]:
+    """`loads` of a pickle that may name anything, and every class and function (`module.name`) that it names."""
+    names: set[str] = set()
+
+    def named(module: str, name: str) -> Any:
+        names.add(f"{_OLD_NAMES.get(module, module)}.{name}")
+        return _named(module, name, None)
+
+    return Machine(content, named).run(), frozenset(names)
+
+
 def _named(module: str, name: str, allowed: Callable[[str], bool] | None) -> Any:
     """What a name in a pickle becomes."""
     if allowed is not None:

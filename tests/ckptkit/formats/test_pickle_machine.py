@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import pickletools
+import re
 import struct
 from collections import OrderedDict
 from typing import Any
@@ -13,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.formats.torch_save import unpickle
-from ckptkit.formats.torch_save.machine import MOST_INTEGER, MOST_NAMES
-from ckptkit.formats.torch_save.records import Record, is_bounded
+from ckptkit.formats.torch_save import machine, unpickle
+from ckptkit.formats.torch_save.machine import MOST_INTEGER, MOST_NAMES, Machine
+from ckptkit.formats.torch_save.records import Record, is_bounded, kind_of
+from ckptkit.formats.torch_save.unpickle import _named
 
 _KEYS = st.one_of(st.text(), st.integers(-(2**59), 2**59), st.booleans(), st.none(), st.binary(), st.tuples(st.text()))
 _PLAIN = st.recursive(
@@ -109,7 +111,46 @@ def test_what_no_real_pickle_has_is_refused(content: bytes, words: str) -> None:
 
 
 def test_an_index_of_the_memo_takes_no_memory() -> None:
-    assert unpickle.loads(b"\x80\x02]r\xff\xff\xff\xff0j\xff\xff\xff\xff.") == []
+    with pytest.raises(pickle.UnpicklingError, match="place 4294967295 of the memo, which has 0"):
+        unpickle.loads(b"\x80\x02]r\xff\xff\xff\xff0j\xff\xff\xff\xff.")
+
+
+_PIECES = [
+    *(machine._NEW, machine._STATE, machine._SIZE, b"(", b")", b"\x81", b"}", b"\x94", b"u", b"b", b"R", b"t", b"N"),
+    *(b"\x85", b"\x87", b"h\x00", b"h\x01", b"h\x05", b"q\x01", b"K\x01", b"M\x01\x02", b"\x8c\x01a", b"\x8c\x05state"),
+    *(b"h\x00" + machine._NEW, b"\x8c\x01bK\x03" + machine._STATE, b"h\x01K\x02K\x03M\x00\x01" + machine._SIZE),
+]
+_CLASSES = b"\x80\x04cm\nn\n\x94ctorch\nSize\n\x94cm\nn\nctorch\nSize\n"
+
+
+def _outcome(content: bytes) -> object:
+    """What the pickle builds or is refused for, and what the memo holds then."""
+    machine = Machine(content, lambda module, name: _named(module, name, None))
+    try:
+        end = _written_out(machine.run())
+    except pickle.UnpicklingError as error:
+        end = re.sub(r"byte \d+", "", str(error))
+    return end, [_written_out(one) for one in machine._memo]
+
+
+def _written_out(value: Any) -> object:
+    """A value with what its records hold; names of classes in place of them."""
+    if isinstance(value, Record):
+        return [value.kind, *(_written_out(part) for part in vars(value).items())]
+    if isinstance(value, (list, tuple)):
+        return type(value), [_written_out(part) for part in value]
+    return [_written_out(part) for part in value.items()] if isinstance(value, dict) else kind_of(value), str(value)
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(_PIECES), max_size=8))
+def test_groups_of_instructions_do_what_each_of_them_does(pieces: list[bytes]) -> None:
+    content = _CLASSES + b"".join(pieces) + b"."
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_NEW", "_STATE", "_SIZE"):
+            patch.setattr(machine, name, b"\0\0")
+        expected = _outcome(content)
+    assert _outcome(content) == expected
 
 
 def test_more_names_than_a_pickle_has_are_refused() -> None:

@@ -64,11 +64,16 @@ def test_classes_that_slime_and_miles_save_stay_inert(
     given = sample(
         status=Status.COMPLETED,
         rollout_routed_experts=np.zeros((2, 3, 1), np.int32),
-        metadata={"adapter": AdapterRef(), "score": np.float32(1), "seen": {1, 2}, "raw": b"\xff"},
+        metadata={"adapter": AdapterRef(), "score": np.float32(1), "seen": {1, 2}, "raw": b"\xff"}
+        | {"earlier": Call(getattr, Status, "COMPLETED")},  # as Python 3.11.2 pickles a member
     )
     torch.save({"rollout_id": 1, "samples": [given.to_dict()]}, tmp_path / "a.pt", pickle_protocol=protocol)
     (found,) = read_recording(tmp_path / "a.pt").samples
     assert found.tokens == [5, 6, 7]
+    given.metadata = Call(getattr, Status, "mro")
+    torch.save({"samples": [given.to_dict()]}, tmp_path / "b.pt", pickle_protocol=protocol)
+    with pytest.raises(CkptkitError, match=r"holds miles\.utils\.types\.Sample\.Status\.mro, which is no plain data"):
+        read_recording(tmp_path / "b.pt")
 
 
 class Call:

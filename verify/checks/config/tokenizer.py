@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from os.path import lexists  # a link to nothing is a file that cannot be read
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def _one_place_only(subject: Subject) -> str | None:
         return "there is no config.json beside it"
     with suppress(CkptkitError):
         tokens = side.has_vocabulary and any(map(side.special, _KINDS))
-        return None if tokens or (side.root / GENERATION).exists() else "only config.json says which tokens are special"
+        return None if tokens or lexists(side.root / GENERATION) else "only config.json says which tokens are special"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -92,28 +93,31 @@ class _Parser:
             plain = event.implicit[0] and event.value in _NULLS
             tree = Word(NULL if plain else event.value, self.path, self._line(event))
         if event.anchor:
+            if event.anchor in self.anchors:
+                raise self._error(event, f"the anchor &{event.anchor} stands twice")
             self.anchors[event.anchor] = tree, self.count - before
         return tree
 
     def _mapping(self, start: Any, depth: int) -> dict[str, Tree]:
-        """A mapping; those under `<<` stand behind its own keys."""
+        """A mapping; those under `<<` stand behind its own keys, and behind those of a later `<<`, as PyYAML has it."""
         own: dict[str, Tree] = {}
-        merged: list[Tree] = []
+        merged: list[list[Tree]] = []
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             key = self._node(event, depth + 1)
             value = self._node(next(self.events), depth + 1)
             if not isinstance(key, Word):
                 raise self._error(event, "a key that is no word")
-            if key.text == _MERGE:
-                merged += value if isinstance(value, list) else [value]
+            if key.text == _MERGE and (isinstance(event, yaml.AliasEvent) or event.implicit[0]):  # not in quotes
+                merged.append(value if isinstance(value, list) else [value])
             elif key.text in own:
                 raise self._error(event, f"the key {key.text!r} stands twice in one mapping")
             else:
                 own[key.text] = value
-        for one in merged:
+        for one in itertools.chain.from_iterable(reversed(merged)):
             if not isinstance(one, dict):
                 raise self._error(start, f"{_MERGE} with something that is no mapping")
-            own = {**one, **own}
+            for name, value in one.items():
+                own.setdefault(name, value)
         return own
 
     def _counted(self, event: Any, size: int) -> None:

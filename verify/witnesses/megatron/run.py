@@ -122,7 +122,7 @@ def run_megatron(subject: Subject) -> MegatronRun:
     """
     sizes = sizes_of(subject)
     _check_release(subject)
-    refuse_foreign_names(subject.location.path)
+    refuse_foreign_names(subject.location.path, subject.megatron_files.metadata)
     if subject.source is not None and subject.source_kind == "hf":
         to_megatron(subject.source, str(subject.source_path))
     trainer = subject.megatron.trainer_loader
@@ -238,7 +238,7 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
     sizes = sizes_of(subject)
     _check_release(subject)
     check_reference(subject, prompts)
-    refuse_foreign_names(subject.location.path)
+    refuse_foreign_names(subject.location.path, subject.megatron_files.metadata)
     gpu = _on_gpus(sizes)
     with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
         jobs = [_logits_job(subject, sizes, rank, Path(scratch), gpu, prompts, dtype) for rank in range(sizes.world)]

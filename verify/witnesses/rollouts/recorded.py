@@ -28,7 +28,8 @@ _CLASSES = re.compile(
     r"torch\.(Size|_utils\._rebuild_tensor_v2|_utils\._rebuild_parameter|storage\.UntypedStorage)"
     r"|collections\.(OrderedDict|defaultdict)|builtins\.(set|frozenset)|_codecs\.encode"
     r"|numpy\.(ndarray|dtype)|numpy\.(_core|core)\.multiarray\.(_reconstruct|scalar)"
-    r"|(slime|miles)\.utils\.types\.(Sample(\.(Status|SpecInfo|PrefixCacheInfo))?|AdapterRef|RewardSpec)"
+    # A status is pickled as a call of its class or, by Python 3.11.2, as an attribute of it.
+    r"|(slime|miles)\.utils\.types\.(Sample(\.(Status(\.[A-Z]+)?|SpecInfo|PrefixCacheInfo))?|AdapterRef|RewardSpec)"
     r"|copyreg\._reconstructor|builtins\.object"
 )
 _HOTTEST = 2  # what chat endpoints take as a temperature; in metadata more is another one

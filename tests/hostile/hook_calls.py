@@ -1,0 +1,40 @@
+"""Calls a hook of a job on an input, as a trainer does: `hook NAME INPUT SOUND`, with the release that it trains."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptkit.app.verl import check_launch
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import read_json
+from ckptkit.hooks import after_init, after_save, after_weight_write
+from converters.megatron.arguments import megatron_args
+from converters.planner import dims_of
+
+
+def _arguments(sound: str) -> dict[str, Any]:
+    """The arguments of a launch that trains the release."""
+    return megatron_args(dims_of(read_json(Path(sound, "config.json"))))
+
+
+def call(words: Sequence[str]) -> int:
+    """Calls the hook. Prints what it raises as its traceback ends, and returns 1; else 0."""
+    name, given, sound = words
+    trained = Namespace(hf_checkpoint=sound, update_weight_mode="delta" if name == "after_delta" else "full")
+    try:
+        match name:
+            case "after_init":
+                after_init(Namespace(hf_checkpoint=given, **_arguments(sound)))
+            case "after_save":
+                after_save(trained, 1, given, None)
+            case "after_write" | "after_delta":
+                after_weight_write(trained, given, ())
+            case "verl":
+                check_launch([f"actor_rollout_ref.model.path={given}"])
+    except CkptkitError as error:
+        print(f"error: {error}")
+        return 1
+    return 0
