@@ -13,7 +13,7 @@ def test_page_of_failures_is_what_verify_prints() -> None:
     made = runpy.run_path(str(ROOT / "docs/examples/failures.py"), run_name="failures")["page"]()
     text = (ROOT / "docs/failures.md").read_text(encoding="utf-8")
     assert made == text
-    captures = re.findall(r"```\n\$ (.+?)\n(.+?)\n```", text, re.DOTALL)
+    captures = re.findall(r"```console\n\$ (.+?)\n(.+?)\n```", text, re.DOTALL)
     assert len(captures) == 6
     for command, printed in captures:
         lines = printed.split("\n")

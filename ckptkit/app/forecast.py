@@ -15,6 +15,7 @@ import torch
 from ckptkit.app.plan import ConversionPlan
 from ckptkit.app.run_options import RunOptions
 from ckptkit.core.plan import read_and_held
+from ckptkit.core.progress import size
 from ckptkit.storage.url import is_url
 from ckptkit.transfer.copy import STREAM, cores, may_stream, threads
 from quant.formats.scheme import QuantScheme
@@ -123,8 +124,8 @@ def _repeated(step: Callable[[], object], most: int) -> tuple[float, int]:
 
 def lines(found: Forecast) -> list[str]:
     """The forecast in words."""
-    size = f"reads {found.read / 1e9:.3f} GB, writes {found.written / 1e9:.3f} GB"
-    head = f"{size} in {found.files} file{'s' * (found.files > 1)}, needs {found.memory / 1e9:.1f} GB of memory"
+    total = f"reads {size(found.read)}, writes {size(found.written)}"
+    head = f"{total} in {found.files} file{'s' * (found.files > 1)}, needs {size(found.memory)} of memory"
     if found.seconds is None:
         return [head, f"no estimate of time: {found.reason}"]
     minutes = found.seconds >= 600

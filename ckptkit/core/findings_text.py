@@ -69,7 +69,7 @@ def _blocks(report: TextReport, width: int, every: bool) -> Iterator[Iterable[Li
     if left := sum(bool(one.fields) for one in report.entries) - len(detailed):
         yield _wrapped(f"Details of {left} more finding{'s' * (left > 1)}: {report.more}.", "", "", width)
     for name, lines in report.sections.items():
-        yield [(f"{printable(name)}:", ""), *(part for line in lines for part in _wrapped(line, "  ", "  ", width))]
+        yield [(f"{printable(name)}:", ""), *(part for line in lines for part in _hanging(line, width))]
     closing = [part for line in report.closing for part in _wrapped(line, "", "  ", width)]
     yield [*closing, (report.verdict[0], printable(report.verdict[1]))]
 
@@ -121,6 +121,12 @@ def _detailed(one: Entry, width: int) -> Iterator[Line]:
 def _wrapped(text: str, first: str, rest: str, width: int) -> Iterator[Line]:
     """The text between words; a name longer than a line stays whole."""
     yield from (("", line) for line in _words(text, width, first, rest))
+
+
+def _hanging(text: str, width: int) -> Iterator[Line]:
+    """A line of a section, which is indented as it is and two more where it goes on."""
+    indent = " " * (2 + len(text) - len(text.lstrip(" ")))
+    yield from _wrapped(text.lstrip(" "), indent, f"{indent}  ", width)
 
 
 def _words(text: str, width: int, first: str = "", rest: str = "") -> list[str]:

@@ -15,6 +15,14 @@ LOG = logging.getLogger("ckptkit.progress")
 _DELAY_S = 1.0
 
 
+def size(nbytes: int) -> str:
+    """A number of bytes for people: `26.40 MB`."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes} bytes"
+
+
 @contextmanager
 def phase(label: str, *, bar: bool = False) -> Iterator[None]:
     """Logs that a step begins and ends. `bar`: it has one, so that nothing else needs to show it on a terminal."""
@@ -44,7 +52,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
         def count_up(count: int) -> None:
             nonlocal done
             done += count
-            LOG.info("%s", label, extra={"step": "done", "done": f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"})
+            LOG.info("%s", label, extra={"step": "done", "done": f"{size(done)} of {size(total)}"})
 
         yield count_up
 

@@ -131,9 +131,11 @@ def locate(path: str | Path | Directory) -> Location:
 
 
 def _elsewhere(given: Path) -> str:
-    """What to do about a path that does not exist: it may be a model's name on the Hub."""
-    if len(given.parts) == 2 and not given.is_absolute() and not given.parent.exists():
-        return f"check the path; of the Hugging Face Hub it is hf://{given}, which inspect, convert and quantize read"
+    """What to do about a path that does not exist: one of two words may be a model's name on the Hub."""
+    root = given.absolute()
+    if root.parent.parent == Path.cwd() and not root.parent.exists():
+        name = f"hf://{root.parent.name}/{root.name}"
+        return f"check the path; of the Hugging Face Hub it is {name}, which inspect, convert and quantize read"
     return "check the path"
 
 

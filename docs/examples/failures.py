@@ -127,6 +127,9 @@ it again and compares. [symptoms.md](symptoms.md) goes the other way, from what 
 """
 
 
+_MARK = "<!-- not run: tests/test_failures_page.py makes this page anew -->"
+
+
 def page() -> str:
     """The page, made anew. Raises SystemExit where an output does not fit the terminal, or nothing was found."""
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
@@ -148,7 +151,17 @@ def _sections() -> Iterator[str]:
         if report.status != "failed" or len(lines) > ROWS or any(len(line) > COLUMNS for line in lines):
             raise SystemExit("\n".join([f"{failure.title}: {report.status}, {len(lines)} lines", *lines]))
         yield "\n".join(
-            [f"## {failure.title}", failure.seen, "", "```", f"$ ckptkit {' '.join(words)}", *lines, "```", ""]
+            [
+                f"## {failure.title}",
+                failure.seen,
+                "",
+                _MARK,
+                "```console",
+                f"$ ckptkit {' '.join(words)}",
+                *lines,
+                "```",
+                "",
+            ]
         )
         shutil.rmtree("broken")
 

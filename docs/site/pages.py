@@ -25,32 +25,125 @@ _CODE = re.compile(r"(`[^`]*`|\[[^\]]*\]\([^)]*\))|\b(CK\d{3})\b")
 _MARK = re.compile(r"<!-- (?:not )?run.*-->")
 _SYMPTOM = re.compile(r"### (S(\d+)\. .*)")
 
-# What a check finds, where neither a mutation of the tests nor a symptom shows it.
+# Cause, and what the tool says of it, where neither a mutation of the tests nor a symptom shows what a check finds.
+# A test holds each against a finding (tests/check_examples.py). `…` stands for what another release words otherwise.
 EXAMPLES = {
-    "CK119": "the manifest was written anew after it had been signed",
-    "CK309": "an asymmetric mixture of experts in groups of 32, as slime's converter makes it without --is-symmetric",
-    "CK401": "the launch has one layer more than the checkpoint, or a router bias that it lacks",
-    "CK403": "a pipeline layout in which a stage repeats the layers of the one before",
-    "CK404": "a tensor on disk, say of a multi-token prediction layer, that no rank asks for",
-    "CK405": "expert 0 of the second expert parallel rank is exported as expert 0 of the model",
-    "CK501": "a shape that SGLang's class does not have: its load_weights raises",
-    "CK506": "INT4 weights whose zero points SGLang's repacking reads in another order",
-    "CK507": "8 tensor parallel ranks asked of a model with 6 heads",
-    "CK508": "multi-token prediction layers whose draft class SGLang's release does not have",
-    "CK511": "the engine answers with NaN",
-    "CK602": "a rollout whose log-probabilities belong to the weights of an earlier step",
-    "CK603": "prompts that were rendered with another model's chat template",
-    "CK604": "fluent text that transformers would not write with these weights",
-    "CK605": "router biases that were rounded, so that near ties fall to other experts",
-    "CK606": "a rotary base that the Megatron arguments do not give",
-    "CK714": "--hf-checkpoint names a Megatron directory",
-    "CK717": "--load takes its path from a variable that is only set on the cluster",
-    "CK718": "--num-layers 94 in the launch of a model with 48 layers",
-    "CK719": "--apply-layernorm-1p for a model whose norms do not add 1",
-    "CK720": "only config.json and the shards were copied",
-    "CK721": "a comment behind a line's continuation, so that all options after it are lost",
-    "CK722": "8 GPUs at --tensor-model-parallel-size 2 and --pipeline-model-parallel-size 3",
-    "CK724": "a base model's tokenizer, without a chat template, in a launch with --apply-chat-template",
+    "CK119": (
+        "the manifest was changed after it had been signed",
+        "expected a signature of ckptkit.json by the key mine.pub; actual it signs another manifest, or this one was"
+        " changed",
+    ),
+    "CK309": (
+        "an asymmetric mixture of experts in groups of 32, as slime's converter makes it without --is-symmetric",
+        "model.layers.{2..11}.mlp.experts.{0..11}.gate_proj.weight_zero_point: expected groups of at least 64"
+        " inputs, or one a row; actual smaller groups, of whose zero points SGLang's kernel reads one in each"
+        " tile",
+    ),
+    "CK401": (
+        "a router bias that a conversion left out",
+        "decoder.layers.7.mlp.router.expert_bias: expected on disk, because Megatron asks for it; actual not on disk",
+    ),
+    "CK403": (
+        "the second stage holds the layers of the first once more",
+        "expected layers 0..11, each once; actual layers 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5",
+    ),
+    "CK404": (
+        "an expert that no rank takes",
+        "decoder.layers.5.mlp.experts.experts.linear_fc2.weight: expected read by some rank; actual no rank "
+        "reads [5:6, 0:128, 0:96] of [12, 128, 96], 8.3% of it",
+    ),
+    "CK405": (
+        "an interleaved pipeline of three stages, of which only the last stage's number of layers is given",
+        "decoder.layers.{2..3}.*: expected layers {2..3} of stage 1, chunk 0; actual verl without a bridge "
+        "names them {0..1}",
+    ),
+    "CK501": (
+        "config.json has a larger vocabulary than the weights",
+        "expected SGLang's model is built and loads the weights; actual exit code 1; … the last tensor it was"
+        " given: model.embed_tokens.weight",
+    ),
+    "CK506": (
+        "zero points of INT4 experts that stay in the order in which they were loaded",
+        "m.w13_weight_zero_point[0]: expected the loaded values in the kernel's order; actual 32 of 32 "
+        "elements differ, first at [0, 0]: 1687383745 instead of -344372079",
+    ),
+    "CK507": (
+        "--ep 2 without --tp",
+        "inconclusive: SGLang was loaded on one rank, since an engine cannot have --ep 2: --ep divides --tp, "
+        "and tp / ep ranks cut an expert; give these sizes with --against-megatron alone",
+    ),
+    "CK508": (
+        "multi-token prediction layers whose draft class SGLang's release does not have",
+        "inconclusive: the draft model was not looked at: while setting SGLang up, no report; SGLang has no class for"
+        " the multi-token prediction layers of Glm4MoeForCausalLM: serve it without",
+    ),
+    "CK511": (
+        "the engine answers with NaN",
+        "expected a finite log-probability for every token; actual 1 of 2 are not, after the start",
+    ),
+    "CK602": (
+        "a rollout of the weights of another step",
+        "expected log-probabilities of the engine within 3 times the noise of bfloat16 (mean 0.0154); actual "
+        "7.0 times: mean 0.1087 nats a token, largest 0.481; KL 0.011 (k3), -0.0028 (k1)",
+    ),
+    "CK603": (
+        "prompts that were rendered with another model's chat template",
+        "expected the tokens that were recorded for sample 1: 'p' (83) behind '<bos>hel'; actual 'l' (79) at "
+        "token 4; 1 of 2 prompts differ",
+    ),
+    "CK604": (
+        "fluent text that transformers would not write with these weights",
+        "expected text with a log-probability within 0.5 nats a token of what transformers gives it; actual "
+        "-1.00 a token by SGLang, -1.60 by transformers",
+    ),
+    "CK605": (
+        "an engine that sends the tokens of three layers to other experts",
+        "model.layers.{4,7..8}.mlp.gate.weight: expected the choices of transformers but for 3 times the "
+        "noise of bfloat16 (3.3%); actual up to 40.0% of the choices are other experts",
+    ),
+    "CK606": (
+        "two tensor parallel ranks, of which one layer's sum is left out",
+        "expected log-probabilities within 10 times the noise of float32 (mean 2.4e-07); actual mean 0.07; "
+        "the first part that differs is the attention of layer 4, by up to 0.23 where the noise is 1.6e-07; …",
+    ),
+    "CK714": (
+        "--hf-checkpoint names a Megatron directory",
+        "expected --hf-checkpoint: an HF directory with config.json; actual a Megatron checkpoint",
+    ),
+    "CK717": (
+        "--ref-load takes its path from a variable that is only set on the cluster",
+        "inconclusive: not read among the launch arguments: run.sh:9: --ref-load ${BASE_DIR}/megatron: "
+        "${BASE_DIR} (set neither in the script nor in the environment)",
+    ),
+    "CK718": (
+        "--num-layers 94 in the launch of a model with 48 layers",
+        "expected num_layers = 48, by config.json; actual num_layers = 94, at qwen3_moe.sh:3",
+    ),
+    "CK719": (
+        "no --attention-dropout in the launch, so that Megatron's own 0.1 counts",
+        "expected attention_dropout = 0.0, as generation has none; actual attention_dropout = 0.1, by "
+        "default, as the launch does not give it",
+    ),
+    "CK720": (
+        "only config.json and the shards were copied",
+        "expected files of a tokenizer, which an engine loads from here; actual no file of a tokenizer",
+    ),
+    "CK721": (
+        "a comment behind a line's continuation, so that all options after it are lost",
+        "expected a `\\` at the end of every line of the command but its last, with no blank or comment behind"
+        " it; actual run.sh:22 begins with --rollout-batch-size: the command has ended before it, so "
+        "--rollout-batch-size, --wandb-key, --hf-checkpoint and 21 more are lost",
+    ),
+    "CK722": (
+        "8 GPUs at --tensor-model-parallel-size 2 and --pipeline-model-parallel-size 3",
+        "expected a multiple of TP x PP x CP = 2 x 3 x 1 = 6 GPUs; actual 8 GPUs (actor_num_nodes x "
+        "actor_num_gpus_per_node)",
+    ),
+    "CK724": (
+        "a base model's tokenizer, without a chat template, in a launch with --apply-chat-template",
+        "expected a chat template, since the command line has --apply-chat-template; actual none in "
+        "chat_template.jinja, tokenizer_config.json or chat_template.json",
+    ),
 }
 
 
@@ -133,12 +226,18 @@ def checks() -> str:
             f"- {said} ([symptom S{number}](symptoms.md#s{number}))" for number, said in symptoms.get(one.code, [])
         ]
         if one.code in EXAMPLES:
-            shown.append(f"- {EXAMPLES[one.code]}")
+            cause, said = EXAMPLES[one.code]
+            shown.append(f"- {cause}: {_code(said)}")
         if not shown:
             raise PluginError(f"{one.code} has no example: add one to docs/site/pages.py")
         text += ["", f"## {one.code}: {one.title} {{ #{one.code.lower()} }}", "", one.rationale, ""]
         text += ["**For example**", "", *shown, "", f"**What to do:** {one.fix}", "", f"**Run it:** `{command(one)}`"]
     return "\n".join(text)
+
+
+def _code(text: str) -> str:
+    """Markdown of a text as it is, backticks too."""
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 def command(check: Any) -> str:

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from ckptkit.core.findings_text import Entry, TextReport, lay_out, plain
+from ckptkit.core.progress import size
 from ckptkit.core.specs import summarize
 from verify.diff.pairs import Pair
 from verify.diff.result import Diff, Kind
-from verify.reports.text import size
 
 _SHOWN = 20  # lines of a kind of difference
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ckptkit.core.progress import size
 from verify.report import Finding, Report, anchors
 
 
@@ -43,14 +44,6 @@ def subject_of(finding: Finding) -> str:
     if finding.tensor:
         return finding.tensor + (f" ({finding.count} tensors)" if finding.count > 1 else "")
     return finding.file or ""
-
-
-def size(nbytes: int) -> str:
-    """A number of bytes for people."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes} bytes"
 
 
 def totals(report: Report) -> str:

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from ckptkit.core.errors import CkptkitError
+
 OVER_MEMORY = 256  # in place of an exit code: it was ended because of its memory
 _OURS = frozenset({"__main__", "ckptkit", "converters", "quant", "verify"})
 # Functions of ckptkit that torch calls around other code: what is raised further in comes from that code.
@@ -112,7 +114,9 @@ def how_it_ended(code: int) -> str | None:
 
 
 def described(error: BaseException) -> str:
-    """Describes an exception in a few lines, with the place that raised it."""
+    """Describes an exception in a few lines, with the place that raised it; one of ckptkit's own by what it says."""
+    if isinstance(error, CkptkitError):
+        return ": ".join(filter(None, [error.message, error.hint]))
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     lines = lines if len(lines) <= 8 else [*lines[:4], *lines[-4:]]
     at = traceback.extract_tb(error.__traceback__)[-1:]

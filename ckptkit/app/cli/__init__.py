@@ -126,6 +126,9 @@ def main() -> None:
 
 def _show_usage(error: click.ClickException) -> None:
     """Shows an error in the words of the command line, into which a shell may have put names of files."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return
     text = printable(error.format_message())
     (click.UsageError(text, error.ctx) if isinstance(error, click.UsageError) else click.ClickException(text)).show()
 

@@ -7,11 +7,13 @@ from pathlib import Path
 import click
 
 from ckptkit.app.cli import options as common
+from ckptkit.app.cli.ending import end
 from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
+from ckptkit.core.progress import size
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, short_help="Compare two checkpoints of any formats.")
 @click.argument("a", type=common.PATH)
 @click.argument("b", type=common.PATH)
 @common.local_hf
@@ -31,11 +33,12 @@ def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
         echo_json(found.to_json())
     else:
         echo(*lines(found))
+    end(f"{sum(found.counts.values())} tensors, {size(found.nbytes)} read", as_json)
     if found.status == "different":
         raise SystemExit(1)
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, short_help="Name the known symptoms in a job's logs.")
 @click.argument("logs", nargs=-1, required=True, metavar="LOG...", type=click.Path(allow_dash=True))
 @common.as_json
 def triage(logs: tuple[str, ...], as_json: bool) -> None:
@@ -51,5 +54,6 @@ def triage(logs: tuple[str, ...], as_json: bool) -> None:
         echo_json(found.to_json())
     else:
         echo(*lines(found))
+    end(f"{found.lines} lines", as_json)
     if found.found:
         raise SystemExit(1)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.app.cli import options as common
+from ckptkit.app.cli.ending import end
 from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
 from ckptkit.core.dtypes import torch_dtype
-from ckptkit.core.progress import closing, phase
+from ckptkit.core.progress import closing, phase, size
 from ckptkit.storage.url import is_url
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from quant.formats.scheme import QuantScheme
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, short_help="Convert HF to Megatron, or Megatron to HF.")
 @click.argument("src", type=common.PATH_OR_URL)
 @click.argument("dst", type=common.PATH_OR_URL)
 @click.option(
@@ -56,7 +57,7 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
     _run(run_options("convert", src, dst, scheme if quantization else None, **options), as_json)
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, short_help="Quantize HF to INT4 W4A16.")
 @click.argument("src", type=common.PATH_OR_URL)
 @click.argument("dst", type=common.PATH_OR_URL)
 @common.int4
@@ -79,10 +80,10 @@ def _scheme(options: dict[str, Any], reference: str | Path | None) -> QuantSchem
     """Takes the options of a scheme out. Options not given default to those of the INT4 checkpoint at `reference`."""
     from ckptkit.app.api import int4_scheme
 
-    size, scale_dtype = options.pop("group_size"), options.pop("scale_dtype")
+    group, scale_dtype = options.pop("group_size"), options.pop("scale_dtype")
     return int4_scheme(
         reference,
-        group_size=int(size) if size and size != "channel" else size,
+        group_size=int(group) if group and group != "channel" else group,
         grid=options.pop("grid"),
         symmetric=False if options.pop("asymmetric") else None,
         ignore=options.pop("ignore"),
@@ -101,24 +102,26 @@ def _run(options: RunOptions, as_json: bool) -> None:
         echo_json({**vars(result), "layout": dict(result.layout), "forecast": forecast})
     else:
         _print_result(result)
-    if not options.dry_run:
-        next_line = shlex.join(["ckptkit", "verify", str(options.dst), "--source", options.src])
-        remote = is_url(options.dst) or is_url(options.src)
-        closing(f"wrote {result.bytes / 1e9:.3f} GB", next_step=None if remote else next_line)
+    if options.dry_run:
+        end(f"planned {result.tensors} tensors", as_json)
+        return
+    next_line = shlex.join(["ckptkit", "verify", str(options.dst), "--source", options.src])
+    remote = is_url(options.dst) or is_url(options.src)
+    closing(f"wrote {size(result.bytes)}", next_step=None if remote else next_line)
 
 
 def _print_result(result: ConversionResult) -> None:
     for note in result.notes:
         echo(f"note: {note}", err=True)
-    size = f"{result.tensors} tensors, {result.bytes / 1e9:.3f} GB"
+    total = f"{result.tensors} tensors, {size(result.bytes)}"
     if result.dequantized:
-        size += f", dequantized from {result.dequantized}"
+        total += f", dequantized from {result.dequantized}"
     if result.forecast is None:
-        echo(f"{result.destination} ({result.format}): {size}")
+        echo(f"{result.destination} ({result.format}): {total}")
         return
     from ckptkit.app.forecast import lines
 
-    echo(f"would write {result.destination} ({result.format}): {size}")
+    echo(f"would write {result.destination} ({result.format}): {total}")
     for name in result.names:
         echo(f"  {name}")
     for file, names in result.layout.items():

@@ -9,7 +9,7 @@ from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, short_help="Say what a check looks at, and what to do.")
 @click.argument("words", nargs=-1, metavar="[CODE | WORD...]")
 def explain(words: tuple[str, ...]) -> None:
     """Say what the check CODE looks at, why it matters and what to do about a finding.
@@ -21,7 +21,7 @@ def explain(words: tuple[str, ...]) -> None:
     echo(*run(" ".join(words)).split("\n"))
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, short_help="Say what is installed, and which witnesses can run.")
 @click.argument("parts", nargs=-1, metavar="[PART...]")
 @common.as_json
 def doctor(parts: tuple[str, ...], as_json: bool) -> None:

@@ -10,12 +10,15 @@ from typing import Any
 import click
 
 from ckptkit.app.cli import options as common
+from ckptkit.app.cli.ending import end, end_lint, end_manifest
 from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
 from quant.selection.readers import ALL_READERS
 
+_LISTED = 8  # files that inspect lists by name
 
-@click.command(cls=Verb)
+
+@click.command(cls=Verb, short_help="Say what lies at a path.")
 @click.argument("path", type=common.PATH_OR_URL)
 @common.hf
 @click.option(
@@ -36,6 +39,7 @@ def inspect(path: str | Path, hf: str | Path | None, as_args: bool, as_json: boo
         _print_arguments(facts)
     else:
         _print_facts(facts)
+    end(f"{len(facts)} arguments" if as_args else f"{facts['tensors']} tensors", as_json)
 
 
 def _print_arguments(arguments: Mapping[str, Any]) -> None:
@@ -54,6 +58,9 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
             echo(f"{key}:", *(f"  {line}" for line in value))
         elif isinstance(value, dict) and "summary" in value:
             echo(f"{key}: {value['summary']}")
+        elif key == "files" and len(value) > _LISTED:
+            first, *_, last = value
+            echo(f"files: {first} to {last}, {min(value.values())} to {max(value.values())} tensors each")
         elif isinstance(value, dict):
             echo(f"{key}: " + ", ".join(f"{name}={_short(one)}" for name, one in value.items()))
         else:
@@ -73,7 +80,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, short_help="Say how every reader takes an ignore list.")
 @click.argument("path", type=common.PATH)
 @click.option(
     "--reader",
@@ -104,11 +111,12 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, strict: bool, as_json:
         echo(*lines(report))
     if strict and report.warnings:
         echo(f"--strict: warnings: {report.warnings}", err=True)
+    end_lint(report, as_json)
     if (report.failed or (strict and report.warnings)) and not report.fixed:
         raise SystemExit(1)
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, short_help="Write a digest of every tensor and side file.")
 @click.argument("path", type=common.PATH)
 @click.option(
     "--output",
@@ -137,7 +145,9 @@ def manifest(
     if not judge:
         from ckptkit.app.api import make_manifest
 
-        echo(str(make_manifest(path, output, hf=hf, workers=workers, sign=key)))
+        written = make_manifest(path, output, hf=hf, workers=workers, sign=key)
+        echo(str(written))
+        end_manifest(written, sign)
         return
     from ckptkit.app.cli.verification import print_report
     from ckptkit.formats.detect import MANIFEST, locate

@@ -52,9 +52,9 @@ class _Status(logging.Handler):
         elif step == "done":
             self._steps[-1].done = f", {record.__dict__['done']}"
         else:
-            after = record.__dict__.get("next")
-            lines = [f"{label} in {time.monotonic() - self._began:.1f} s", *([f"next: {after}"] if after else [])]
-            echo(*lines, err=True)
+            after, took = record.__dict__.get("next"), time.monotonic() - self._began
+            if after or self._verbose or took > _LONG_S:
+                echo(f"{label} in {took:.1f} s", *([f"next: {after}"] if after else []), err=True)
 
     def end(self) -> None:
         """Stops the thread."""

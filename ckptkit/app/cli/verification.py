@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.app.cli import options as common
+from ckptkit.app.cli.ending import end_report
 from ckptkit.app.cli.output import echo, echo_json, saying
 from ckptkit.app.cli.verb import LAUNCH, LaunchVerb, Verb
 from ckptkit.core.progress import phase
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from verify.report import Report
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, short_help="Prove a checkpoint: files, values, real engines.")
 @click.argument("checkpoint", type=common.PATH)
 @click.option("--source", type=common.PATH, help="What it was made from, HF or Megatron: every value is compared.")
 @common.local_hf
@@ -113,7 +114,7 @@ def verify(
     print_report(report, as_json, strict, reports, every)
 
 
-@click.command(cls=LaunchVerb)
+@click.command(cls=LaunchVerb, short_help="Check a launch against its checkpoints, before the job.")
 @click.option("--hf-checkpoint", type=common.PATH, help="What the rollout engine loads.")
 @click.option("--load", type=common.PATH, help="What the trainer loads.")
 @click.option("--ref-load", type=common.PATH, help="What the reference model loads.")
@@ -182,6 +183,7 @@ def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Pat
         echo(f"--strict: skipped {', '.join(skipped)}", err=True)
     if strict and report.warnings:
         echo(f"--strict: warnings: {report.warnings}", err=True)
+    end_report(report, as_json, reports)
     if report.status == "failed" or (strict and (skipped or report.warnings) and report.status == "passed"):
         raise SystemExit(1)
     if report.status == "inconclusive":

@@ -244,12 +244,25 @@ def test_inspect_says_format_tensors_and_arguments(releases: PathOf, converted: 
     assert re.fullmatch(r"\d+ files?, 551 tensors, [\d.]+ MB, [\d.]+ M parameters", first)
 
 
+def test_inspect_says_of_many_files_which_and_how_many_tensors_they_have(releases: PathOf) -> None:
+    files = sorted(path.name for path in releases("glm4_moe").glob("*.safetensors"))
+    (line,) = [one for one in ckptkit("inspect", releases("glm4_moe")).stdout.splitlines() if one.startswith("files:")]
+    assert re.fullmatch(rf"files: {files[0]} to {files[-1]}, \d+ to \d+ tensors each", line)
+
+
+def test_no_verb_at_all_shows_the_help() -> None:
+    bare, asked = ckptkit(), ckptkit("--help")
+    assert (bare.returncode, bare.stdout, bare.stderr) == (2, "", asked.stdout)
+    assert asked.returncode == 0
+    assert "..." not in asked.stdout.partition("Commands:")[2]
+
+
 def test_without_a_terminal_a_run_says_its_time_and_the_next_command_unless_quiet(
     releases: PathOf, tmp_path: Path, ckptkit: Run
 ) -> None:
     done = ckptkit("convert", releases("qwen2-tied"), tmp_path / "out")
     wrote, after = done.stderr.splitlines()
-    assert re.fullmatch(r"wrote \d\.\d+ GB in \d+\.\d s", wrote)
+    assert re.fullmatch(r"wrote \d+\.\d\d MB in \d+\.\d s", wrote)
     assert after == f"next: ckptkit verify {tmp_path / 'out'} --source {releases('qwen2-tied')}"
     assert ckptkit("convert", releases("qwen2-tied"), tmp_path / "out", "--overwrite", "-q").stderr == ""
     shutil.rmtree(tmp_path / "out")

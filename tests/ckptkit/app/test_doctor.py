@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from ckptkit.app import doctor as module
 from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -87,13 +88,12 @@ def test_an_unknown_part_is_bad_usage() -> None:
     assert "parts: megatron, sglang, engine, ray, remote, sign" in text
 
 
-def test_a_model_of_the_hub_is_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptkit.app.inspection import inspect
-    from ckptkit.core.errors import CkptkitError
-
+@pytest.mark.parametrize("verb", ["inspect", "convert"])
+def test_a_model_of_the_hub_is_pointed_out(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    words = [verb, "Qwen/Qwen3-30B-A3B", *["out"] * (verb == "convert")]
     with pytest.raises(CkptkitError, match="hf://Qwen/Qwen3-30B-A3B"):
-        inspect("Qwen/Qwen3-30B-A3B")
+        cli.main(words, standalone_mode=False)
     (tmp_path / "Qwen").mkdir()
     with pytest.raises(CkptkitError, match="next: check the path$"):
-        inspect("Qwen/Qwen3-30B-A3B")
+        cli.main(words, standalone_mode=False)

@@ -24,7 +24,7 @@ from quant.formats.scheme import QuantScheme
 MIB = 1 << 20
 READ, WRITE = 200 * MIB, 100 * MIB  # bytes a second
 STEP = 225 * MIB  # of the plan below: 100 and 50 read, 75 made
-SIZE = "reads 0.241 GB, writes 0.163 GB in 2 files, needs"
+SIZE = "reads 241.17 MB, writes 162.53 MB in 2 files, needs"
 
 
 class Source:
@@ -156,7 +156,7 @@ def test_measuring_the_disk_leaves_nothing_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("seconds", "words"), [(599.4, "599 s"), (660.0, "11 min")])
 def test_long_times_are_in_minutes(seconds: float, words: str) -> None:
     assert lines(Forecast(10**9, 2 * 10**9, 1, 1_240_000_000, seconds)) == [
-        "reads 1.000 GB, writes 2.000 GB in 1 file, needs 1.2 GB of memory",
+        "reads 1.00 GB, writes 2.00 GB in 1 file, needs 1.24 GB of memory",
         f"takes about {words}",
     ]
 

@@ -48,7 +48,7 @@ def test_off_a_terminal_a_line_says_how_much_is_done(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "stderr", stream)
     with shown(()), progress("writing", 2_000_000_000) as advance:
         advance(500_000_000)
-        wait_for("writing, 0.50 of 2.00 GB: 0 s\n", stream)
+        wait_for("writing, 500.00 MB of 2.00 GB: 0 s\n", stream)
 
 
 def test_quiet_says_nothing_and_verbose_every_step(

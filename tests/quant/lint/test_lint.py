@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,15 @@ def test_the_command(tmp_path: Path) -> None:
     assert CliRunner().invoke(cli, ["lint", str(tmp_path)]).output.endswith(": all readers agree\n")
     assert isinstance(CliRunner().invoke(cli, ["lint", str(tmp_path / "none")]).exception, CkptkitError)
     assert ckptkit.lint is lint
+
+
+def test_what_a_reader_takes_an_entry_for_goes_on_behind_its_name(tmp_path: Path) -> None:
+    """An entry, below it the readers, and below these what did not fit into their line."""
+    shown = list(lines(lint(write(tmp_path, KIMI, KIMI_LIST, kimi_names())), 40))
+    begin = shown.index("entries of `ignore`, and what each reader takes them for:") + 1
+    depths = [len(line) - len(line.lstrip()) for line in shown[begin : shown.index("", begin)]]
+    assert set(depths) == {2, 6, 8}
+    assert all(before >= 6 for before, here in itertools.pairwise(depths) if here == 8)
 
 
 def test_a_warning_exits_1_only_with_strict_as_in_verify(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from check_examples import hold_example
 from fixture_types import PathOf
 
 from verify.launch.preflight import preflight
@@ -55,6 +56,7 @@ def test_a_template_that_is_nowhere_is_found(engine: Path) -> None:
     status, (finding,) = judged(engine, "--apply-chat-template")
     assert (status, finding.severity) == ("failed", "error")
     assert finding.expected == "a chat template, since the command line has --apply-chat-template"
+    hold_example("CK724", finding)
 
 
 def test_a_stop_id_beyond_the_vocabulary_is_found(engine: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from check_examples import hold_example
 from fixture_types import CopyOf, OnlyFinding, PathOf
 from processes import python
 
@@ -194,7 +195,7 @@ def test_an_hf_directory_as_load(releases: PathOf, only: OnlyFinding) -> None:
 
 def test_a_megatron_directory_as_hf_checkpoint(converted: PathOf, only: OnlyFinding) -> None:
     finding = only(preflight(hf_checkpoint=converted(NAME)))
-    assert (finding.code, finding.actual) == ("CK714", "a Megatron checkpoint")
+    hold_example("CK714", finding)
 
 
 def test_trainer_and_engine_of_different_sizes(releases: PathOf, converted: PathOf) -> None:

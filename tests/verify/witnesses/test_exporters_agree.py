@@ -8,6 +8,7 @@ from typing import Any
 
 import models
 import pytest
+from check_examples import hold_example
 
 from converters.megatron.parallel import ParallelSizes
 from verify.check import Tally
@@ -64,7 +65,7 @@ def test_a_stage_that_an_exporter_numbers_otherwise_is_a_warning(monkeypatch: py
         ("rank 2", "layers {4..5} of stage 2, chunk 0", "verl without a bridge names them {2..3}"),
         ("rank 2", "layers {10..11} of stage 2, chunk 1", "verl without a bridge names them {8..9}"),
     ]
-    assert found[0].tensor == "decoder.layers.{2..3}.*"
+    hold_example("CK405", found[0])
 
 
 def test_a_prediction_layer_that_is_numbered_on_or_whose_experts_are_not_is_a_warning(

@@ -9,6 +9,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from check_examples import hold_example
 from families import case
 from families.case import MOE, SIZES, Case
 from fixture_types import PathOf
@@ -155,7 +156,7 @@ def test_what_is_wrong_is_found(releases: PathOf, copy_of: PathOf, tmp_path: Pat
     findings, _ = judge(Subject(tmp_path / "broken", releases("glm4_moe")))
     by_tensor = {(finding.code, finding.tensor): finding for finding in findings}
     absent = by_tensor.pop(("CK401", "decoder.layers.7.mlp.router.expert_bias"))
-    assert absent.actual == "not on disk"
+    hold_example("CK401", absent)
     unwritten = by_tensor.pop(("CK402", "decoder.layers.7.mlp.router.expert_bias"))
     assert unwritten.actual == "still as it was before the load"
     assert (

@@ -11,6 +11,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from check_examples import hold_example
 from families import CASES
 from families.case import Case, save
 from fixture_types import PathOf
@@ -22,6 +23,7 @@ from ckptkit.core.errors import CkptkitError
 from converters.planner import dims_of
 from verify.check import Tally
 from verify.evidence.subject import Subject
+from verify.report import Finding
 from verify.run import verify
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron import waves
@@ -274,9 +276,13 @@ def seen(model: tuple[Path, Path]) -> tuple[Subject, RankReport]:
     return subject, RankReport(0, "0", 0, 0, 0, (tuple(range(12)),), len(asked), (), (), (), (), (), (1,), asked)
 
 
-def judged(subject: Subject, *reports: RankReport) -> dict[str | None, str]:
+def found(code: str, subject: Subject, *reports: RankReport) -> list[Finding]:
     subject._results[run_megatron] = megatron_run.MegatronRun(sizes_of(subject), "no device", reports, {})
-    return {one.tensor: one.actual for one in CHECKS["CK404"](subject, Tally())}
+    return list(CHECKS[code](subject, Tally()))
+
+
+def judged(subject: Subject, *reports: RankReport) -> dict[str | None, str]:
+    return {one.tensor: one.actual for one in found("CK404", subject, *reports)}
 
 
 KEY = "decoder.layers.5.mlp.experts.experts.linear_fc2.weight"  # [12, 128, 96]
@@ -315,6 +321,14 @@ def test_what_no_rank_reads_is_named_with_its_region(
     # Each rank reads one of the parts, and everything else of the checkpoint.
     reports = [replace(report, rank=rank, asked={**report.asked, key: (part,)}) for rank, part in enumerate(parts)]
     assert judged(subject, *reports) == ({} if said is None else {key: said})
+    if said is not None and "[5:6," in said:
+        hold_example("CK404", found("CK404", subject, *reports)[0])
+
+
+def test_a_stage_that_repeats_layers_is_a_finding(model: tuple[Path, Path]) -> None:
+    report = replace(seen(model)[1], layers=(tuple(range(6)),))
+    (finding,) = found("CK403", subject_of(model, {"pp": 2}), report, replace(report, rank=1, pp=1))
+    hold_example("CK403", finding)
 
 
 def test_replicas_do_not_own_what_they_read(model: tuple[Path, Path]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from check_examples import hold_example
 from quantized import fp8_blocks, small_groups_allowed, write
 from sglang_runs import Case, checked, int4_config, online_int4, run_cases, written
 
@@ -424,7 +425,7 @@ def test_a_model_that_sglang_cannot_load_is_a_finding(releases: Callable[[str], 
     outcome = run_checks(subject, [one for one in all_checks() if one.stage == "sglang"])
     results, findings = outcome.checks, outcome.findings
     assert [(finding.code, "exit code 1" in finding.actual) for finding in findings] == [("CK501", True)]
-    assert "AssertionError" in findings[0].actual or "RuntimeError" in findings[0].actual
+    hold_example("CK501", findings[0])
     assert {result.status for result in results[1:] if result.code != "CK507"} == {"skipped"}
 
 

@@ -11,8 +11,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from check_examples import hold_example
 from torch import nn
 
+from verify.check import Tally
+from verify.checks.witnesses.sglang import repacked
+from verify.evidence.subject import Subject
+from verify.witnesses.sglang.job import ONE_RANK, SglangReport
 from verify.witnesses.sglang.marlin import (
     after_repacking,
     before_repacking,
@@ -22,6 +27,7 @@ from verify.witnesses.sglang.marlin import (
     marlin_zero_points,
     other_layout,
 )
+from verify.witnesses.sglang.run import SglangRun, run_sglang
 
 
 def functions(file: str, names: Sequence[str], **known: Any) -> dict[str, Any]:
@@ -122,10 +128,15 @@ def test_zero_points_of_experts_are_checked_expert_by_expert() -> None:
     )
     assert list(after_repacking(module, "m", before)) == []
     module.w13_weight_zero_point.data = zeros
-    assert [trouble.param for trouble in after_repacking(module, "m", before)] == [
-        "m.w13_weight_zero_point[0]",
-        "m.w13_weight_zero_point[1]",
-    ]
+    found = list(after_repacking(module, "m", before))
+    assert [trouble.param for trouble in found] == ["m.w13_weight_zero_point[0]", "m.w13_weight_zero_point[1]"]
+    report = SglangReport(
+        *("0", "m", "cuda", "bfloat16", ONE_RANK, False, 1, 1, {}, {}, 0),
+        *((), (), (), (), (), (), (), (), tuple(found), 2),
+    )
+    subject = Subject(Path("checkpoint"))
+    subject._results[run_sglang] = SglangRun(report)
+    hold_example("CK506", next(repacked(subject, Tally())))
 
 
 class CompressedTensorsWNA16MoE:

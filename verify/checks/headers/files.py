@@ -73,7 +73,8 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     except CkptkitError as error:
         path = subject.path if subject.kind == "hf" else subject.megatron_files.opened.hf_path
         hint = error.hint or "compare it with the release"
-        yield Issue("the config of a supported model", error.message, hint, file=path / "config.json")
+        said = error.message.removeprefix("config.json: ")
+        yield Issue("the config of a supported model", said, hint, file=path / "config.json")
 
 
 @check(

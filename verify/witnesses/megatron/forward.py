@@ -17,8 +17,18 @@ from verify.witnesses.megatron.imports import importing_megatron
 with importing_megatron():
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.moe import moe_utils
 
     from verify.witnesses.megatron.model import inputs_of, logits
+
+
+def multiply_plainly() -> None:
+    """Has the routers of this process multiply as they do where Transformer Engine is not installed.
+
+    Where it is, they call its `general_gemm`, whatever layers the model has (`RouterGatingLinearFunction`). That rounds
+    factors in float32 to TF32, which has 10 bits of mantissa, and it knows no CPU.
+    """
+    moe_utils.te_general_gemm = None
 
 
 def forward(chunks: Sequence[GPTModel], sizes: ParallelSizes, prompt: Sequence[int]) -> Tensor | None:

@@ -48,7 +48,7 @@ with importing_megatron():
     from megatron.core.package_info import __version__
 
     from verify.witnesses.megatron.alone import connect_alone
-    from verify.witnesses.megatron.forward import forward, recorded
+    from verify.witnesses.megatron.forward import forward, multiply_plainly, recorded
     from verify.witnesses.megatron.model import Build, build_chunks, connect
     from verify.witnesses.megatron.watched import WatchedLoad
 
@@ -212,6 +212,8 @@ def _load_as_trainer(
 
 def _answers(chunks: list[GPTModel], job: RankJob, vocabulary: int, stream: str | None) -> tuple[Judged, ...]:
     """What the ranks together make of the prompts; each stage of this one is written to the file `stream`."""
+    if not job.transformer_engine:
+        multiply_plainly()
     answers: list[Judged] = []
     values: list[dict[str, Tensor]] = []
     for prompt in job.prompts:

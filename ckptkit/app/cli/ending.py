@@ -1,0 +1,74 @@
+"""How each verb ends on standard error: with a closing line, or with none, and why.
+
+The line has what standard output leaves out: the time, the next command, and under `--json` the counts in words.
+Without a next command it is only for runs of a second and longer (`ckptkit.app.cli.status`).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptkit.core.progress import closing, size
+
+if TYPE_CHECKING:
+    from quant.lint.lint import LintReport
+    from verify.report import Report
+
+# A verb is in one of the two. Here with its next command, or why it names none.
+CLOSED: Mapping[str, str] = {
+    "convert": "`verify` with the source",
+    "quantize": "`verify` with the source",
+    "verify": "under --json `explain` of the first finding, which the text has itself",
+    "preflight": "under --json `explain` of the first finding, which the text has itself",
+    "lint": "`lint --fix` where that changes the list; after it `verify`",
+    "manifest": "`verify` of a copy",
+    "diff": "none: it does not know which side is right",
+    "triage": "none: each symptom has its own, also under --json",
+    "inspect": "none: any verb may follow",
+}
+# Here with the reason why it needs no line.
+UNCLOSED: Mapping[str, str] = {
+    "explain": "answers at once, and names the next command itself",
+    "doctor": "answers at once, and says itself what to install",
+}
+_DONE = "done"
+
+
+def end(counts: str, as_json: bool, after: Sequence[str] = ()) -> None:
+    """Ends a verb whose text says the `counts` itself. `after` are the words of the next command."""
+    closing(counts if as_json else _DONE, shlex.join(["ckptkit", *after]) if after else None)
+
+
+def end_report(report: Report, as_json: bool, files: Sequence[Path]) -> None:
+    """Ends `verify` and `preflight`, which wrote the report to `files`."""
+    from verify.reports.text import groups, totals
+
+    said = [totals(report)] if as_json else []
+    said += [f"report in {', '.join(map(str, files))}"] if files else []
+    # The text has the counts and this command.
+    after = f"ckptkit explain {groups(report, 1)[0].code}" if as_json and report.findings else None
+    closing("; ".join(said) or _DONE, after)
+
+
+def end_lint(report: LintReport, as_json: bool) -> None:
+    """Ends `lint`."""
+    after: list[str] = []
+    if report.fixed:
+        after = ["verify", report.path] if any(Path(report.path).glob("*.safetensors")) else []
+    elif report.findings and report.portable not in (None, tuple(report.patterns)):
+        after = ["lint", report.path, "--fix"]
+    end(f"{report.packed} of {report.tensors} matrices are INT4", as_json, after)
+
+
+def end_manifest(target: Path, is_signed: bool) -> None:
+    """Ends `manifest`, which wrote or signed the file `target`."""
+    from ckptkit.core.specs import TensorSpec
+    from ckptkit.transfer.manifest import read_manifest
+
+    tensors = read_manifest(target).tensors
+    nbytes = sum(TensorSpec(name, one.shape, one.dtype).nbytes for name, one in tensors.items())
+    after = ["ckptkit", "verify", "COPY", "--manifest", str(target), *["--manifest-key", "PUBLIC.pem"] * is_signed]
+    closing(f"digested {len(tensors)} tensors, {size(nbytes)}", shlex.join(after))

@@ -1,0 +1,131 @@
+"""How verbs end: each that takes time has one closing line on standard error, with the command that comes next."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from fixture_types import CopyOf, PathOf
+
+from ckptkit.app.cli import _MODULES, cli, status
+from ckptkit.app.cli.ending import CLOSED, UNCLOSED
+from ckptkit.app.cli.status import shown
+from ckptkit.core.progress import LOG, closing
+
+Ends = Callable[..., list[tuple[str, str | None]]]
+
+
+@pytest.fixture
+def ends(caplog: pytest.LogCaptureFixture) -> Ends:
+    """`ends(*words)`: runs the command in this process. Returns its closing lines, each with the next command."""
+
+    def run(*words: str | Path) -> list[tuple[str, str | None]]:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, LOG.name), suppress(SystemExit):  # where there are findings
+            cli.main([str(word) for word in words], standalone_mode=False)
+        return [(one.getMessage(), one.__dict__["next"]) for one in caplog.records if "next" in one.__dict__]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """INT4 weights whose `ignore` list is not read alike by all."""
+    path = tmp_path_factory.mktemp("ending") / "int4"
+    cli.main(["quantize", str(releases("qwen3_moe")), str(path), "--group-size", "32"], standalone_mode=False)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["lm_head", "re:.*mlp.gate$"]
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_every_verb_says_how_it_ends_or_why_it_does_not() -> None:
+    assert {*CLOSED, *UNCLOSED} == {*_MODULES}
+    assert {*CLOSED} & {*UNCLOSED} == set()
+
+
+def test_verbs_that_compare_end_with_done_since_their_text_has_the_rest(
+    ends: Ends, releases: PathOf, int4: Path, tmp_path: Path
+) -> None:
+    hf, log = releases("qwen3_moe"), tmp_path / "job.log"
+    log.write_text("iteration 1\nValueError: There is no module or parameter named x in y\n")
+    for words in (
+        ["verify", hf],
+        ["preflight", "--hf-checkpoint", hf],
+        ["diff", hf, hf],
+        ["inspect", hf],
+        ["inspect", hf, "--megatron-args"],
+        ["triage", log],
+    ):
+        assert ends(*words) == [("done", None)], words
+
+
+def test_verbs_that_look_at_no_checkpoint_have_no_closing_line(ends: Ends) -> None:
+    for verb in UNCLOSED:
+        assert ends(verb) == []
+
+
+def test_json_leaves_the_counts_and_the_next_command_to_the_closing_line(
+    ends: Ends, releases: PathOf, copy_of: CopyOf, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = releases("qwen3_moe")
+    broken = copy_of(hf)
+    next(broken.glob("*.safetensors")).unlink()
+    [(said, after)] = ends("verify", broken, "--json")
+    counts = json.loads(capsys.readouterr().out)["counts"]  # stdout has the JSON and nothing else
+    assert after == "ckptkit explain CK102"
+    assert said.startswith(f"{counts['checks']} checks: {counts['passed']} passed, 1 failed, ")
+    [(said, after)] = ends("diff", hf, hf, "--json")
+    found = json.loads(capsys.readouterr().out)["counts"]
+    assert (said, after) == (f"{found['equal']} tensors, {found['bytes_read'] / 1e6:.2f} MB read", None)
+    [(said, after)] = ends("inspect", hf, "--json")
+    assert (said, after) == (f"{json.loads(capsys.readouterr().out)['tensors']} tensors", None)
+
+
+def test_a_report_in_a_file_is_named(ends: Ends, releases: PathOf, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert ends("verify", releases("qwen3_moe"), "--report", page) == [(f"report in {page}", None)]
+
+
+def test_lint_ends_with_the_fix_where_there_is_one_then_with_verify(ends: Ends, copy_of: CopyOf, int4: Path) -> None:
+    path = copy_of(int4)
+    assert ends("lint", path) == [("done", f"ckptkit lint {path} --fix")]
+    assert ends("lint", path, "--fix") == [("done", f"ckptkit verify {path}")]
+    assert ends("lint", path) == [("done", None)]
+
+
+def test_manifest_ends_with_what_it_digested_and_how_a_copy_is_verified(
+    ends: Ends, releases: PathOf, tmp_path: Path
+) -> None:
+    hf, kept = releases("qwen3_moe"), tmp_path / "kept.json"
+    index = json.loads((hf / "model.safetensors.index.json").read_text())
+    count, nbytes = len(index["weight_map"]), index["metadata"]["total_size"]
+    assert ends("manifest", hf, "--output", kept) == [
+        (f"digested {count} tensors, {nbytes / 1e6:.2f} MB", f"ckptkit verify COPY --manifest {kept}")
+    ]
+
+
+def test_what_is_written_ends_with_its_size_and_verify(ends: Ends, releases: PathOf, tmp_path: Path) -> None:
+    hf, out = releases("qwen3_moe"), tmp_path / "out"
+    assert [after for _, after in ends("convert", hf, out, "--dry-run")] == [None]
+    assert [after for _, after in ends("convert", hf, out)] == [f"ckptkit verify {out} --source {hf}"]
+
+
+def test_a_short_run_with_nothing_to_go_on_with_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {}
+    for after in (None, "ckptkit explain CK505"):
+        for long in (0.0, 3600.0):
+            monkeypatch.setattr(status, "_LONG_S", long)
+            monkeypatch.setattr(sys, "stderr", stream := StringIO())
+            with shown(()):
+                closing("done", after)
+            said[after, long] = stream.getvalue()
+    assert said[None, 3600.0] == ""
+    assert said[None, 0.0].startswith("done in 0.")
+    assert said["ckptkit explain CK505", 3600.0].endswith(" s\nnext: ckptkit explain CK505\n")

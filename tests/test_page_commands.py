@@ -1,0 +1,219 @@
+"""Commands of README and docs/ run as the pages say, on small models, or the page says why they do not run here."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import models
+import pytest
+import torch
+from fake_hub import fake_hub
+from families.case import MOE, SIZES, Case, save
+from huggingface_hub import HfFileSystem, constants
+from page_blocks import BLOCKS, PAGES, ROOT, Block, Shell, bash
+from releases.record import load
+from remote_servers import Bucket, s3_server, use_s3
+from transformers import Qwen3MoeConfig
+
+MODEL = "Qwen/Qwen3-30B-A3B"
+_LAUNCH = (
+    'python3 train.py "${MODEL_ARGS[@]}" --hf-checkpoint Qwen3-30B-A3B --load qwen3-megatron --ref-load qwen3-megatron'
+)
+_SLIME = f"source model-args.sh\n{_LAUNCH} --tensor-model-parallel-size 2 --expert-model-parallel-size 2\n"
+SCRIPTS = {
+    "run-slime.sh": _SLIME,
+    "run-miles.sh": f"source model-args.sh\n{_LAUNCH} --megatron-to-hf-mode raw --tensor-model-parallel-size 2\n",
+    "run-verl.sh": "python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer"
+    " actor_rollout_ref.model.path=Qwen3-30B-A3B actor_rollout_ref.rollout.name=sglang"
+    " actor_rollout_ref.actor.megatron.use_dist_checkpointing=True"
+    " actor_rollout_ref.actor.megatron.dist_checkpointing_path=qwen3-megatron/release"
+    " actor_rollout_ref.ref.megatron.use_dist_checkpointing=True"
+    " actor_rollout_ref.ref.megatron.dist_checkpointing_path=qwen3-megatron/release\n",
+    # README's pages have no step that writes MODEL_ARGS.
+    "run-qwen3-30B-A3B.sh": _SLIME,
+}
+# Programs that clusters have: what they are given to run is run at once.
+PROGRAMS = {
+    "ckptkit": f'exec {sys.executable} -m ckptkit "$@"',
+    "python3": "exit 0",
+    # Job 7 is the one with --wrap, and the other one starts if that ended with 0.
+    "sbatch": """for word; do
+    if [ "$word" = --dependency=afterok:7 ]; then exit "$(cat job-7)"; fi
+    if [ "$before" = --wrap ]; then bash -c "$word" >&2; echo $? > job-7; echo 7; fi
+    before=$word
+done""",
+    "ray": 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"',
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model under the name that the pages use, in three shards: 4 layers and 4 experts."""
+    path, sizes = tmp_path_factory.mktemp("pages") / "Qwen3-30B-A3B", {**SIZES, **MOE, "num_hidden_layers": 4}
+    small = Case(lambda: Qwen3MoeConfig(**sizes, num_experts=4, norm_topk_prob=True))
+    save("qwen3_moe", small, path, torch.bfloat16, shard_size="800KB")
+    assert len(list(path.glob("*.safetensors"))) == 3
+    return path
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the pages share what `convert` and `quantize` wrote."""
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture
+def shell(tiny: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
+    """A shell of 80 columns in a directory with the model and the launch scripts."""
+    shutil.copytree(tiny, tmp_path / tiny.name)
+    for name, text in SCRIPTS.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return Shell(store)
+
+
+@pytest.fixture
+def hub(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub that has the small model under the release's name."""
+    with fake_hub(MODEL, tiny, []) as address:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        HfFileSystem.clear_instance_cache()
+        yield
+    HfFileSystem.clear_instance_cache()
+
+
+def blocks(page: str) -> list[Block]:
+    """The blocks of a page that the tests run."""
+    found = [block for block in BLOCKS if block.page == page and block.mark == "run"]
+    assert found
+    return found
+
+
+def run_page(page: str, shell: Shell) -> None:
+    """Runs the blocks of a page. A remark says which exit code a command has, if it is not 0."""
+    for block in blocks(page):
+        for line in block.commands:
+            command, _, remark = line.partition("  # exits ")
+            assert shell.run(command, block.without)[0] == int(remark or 0), command
+
+
+def test_every_block_is_text_or_runs_or_says_why_not() -> None:
+    shell = [block for block in BLOCKS if block.kind in ("bash", "console")]
+    assert {block.kind for block in BLOCKS} == {"bash", "console", "python", "text", "yaml"}
+    assert [block for block in shell if not block.mark] == []
+    assert [block for block in BLOCKS if block.mark and block not in shell] == []
+    for block in shell:
+        assert bool(block.reason) == (block.mark == "not run" or bool(block.without)), block
+        if block.without:
+            assert block.without in block.text
+        if block.reason:
+            print(f"{block.page}: {block.mark} {block.without or ''}: {block.reason}")
+    assert sum(len(re.findall("<!-- (?:not )?run", page.read_text())) for page in PAGES) == len(shell), (
+        "a mark stands before no block"
+    )
+    # Of a line that begins as a command does in a block of text, nobody would know whether it is right.
+    commands = re.compile(r"^(?:\$ |(?:pip|make|python3?|hf|ray) )", re.M)
+    assert [block for block in BLOCKS if block.kind == "text" and commands.search(block.text)] == []
+
+
+def test_tests_that_pages_name_are_there() -> None:
+    path = re.compile(r"\btests/[a-z0-9_/]+(?:\.py\b|/(?!\w))")
+    named = {(page, name) for page in PAGES for name in path.findall(page.read_text())}
+    assert len(named) > 20
+    assert sorted(f"{page.name}: {name}" for page, name in named if not (ROOT / name).exists()) == []
+
+
+def test_every_page_with_commands_to_run_is_run_by_a_test() -> None:
+    assert {block.page for block in BLOCKS if block.mark == "run"} == {
+        "README.md",
+        *(f"docs/{name}.md" for name in ("hooks", "index", "jobs", "lint", "manifest", "online", "remote")),
+    }
+
+
+@pytest.mark.usefixtures("hub")
+def test_readme_takes_a_release_from_the_hub_to_int4_and_a_launch(shell: Shell, tiny: Path) -> None:
+    shell.run(f"ckptkit inspect {tiny} --megatron-args > model-args.sh")
+    run_page("README.md", shell)
+
+
+@pytest.mark.usefixtures("hub")
+def test_start_page_runs_from_its_first_to_its_last_step(shell: Shell) -> None:
+    run_page("docs/index.md", shell)
+
+
+def test_each_stack_has_its_own_commands(shell: Shell) -> None:
+    for block in blocks("docs/jobs.md"):
+        for line in block.commands:
+            if "ckptkit convert Qwen" not in line or not Path("qwen3-megatron").exists():
+                assert shell.run(line)[0] == 0, line
+
+
+def test_manifests_are_written_signed_and_verified(shell: Shell, tiny: Path) -> None:
+    for name in ("PATH", "COPY"):
+        shutil.copytree(tiny, name)
+    run_page("docs/manifest.md", shell)
+
+
+def test_what_an_engine_can_be_sent_is_quantized(shell: Shell, tmp_path: Path) -> None:
+    models.save("glm4_moe", tmp_path / "GLM-4.5")
+    run_page("docs/online.md", shell)
+
+
+def test_lint_prints_the_transcript_of_its_page(shell: Shell, tmp_path: Path) -> None:
+    [block] = blocks("docs/lint.md")
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True},
+            }
+        },
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    }
+    (tmp_path / "Qwen3-30B-A3B-W4A16").mkdir()
+    config = {**load(MODEL).config, "quantization_config": quantization}
+    (tmp_path / "Qwen3-30B-A3B-W4A16/config.json").write_text(json.dumps(config))
+    [command] = block.commands
+    assert shell.run(command) == (1, block.text.partition("\n")[2])
+
+
+@pytest.mark.usefixtures("hub")
+def test_checkpoints_at_urls_are_read_and_written(
+    shell: Shell, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with s3_server(tmp_path / "log") as address, use_s3(monkeypatch, address):
+        bucket = Bucket("bucket", boto3.client("s3", endpoint_url=address))
+        bucket.client.create_bucket(Bucket=bucket.name)
+        bucket.put_directory(tiny, "qwen")
+        [block] = blocks("docs/remote.md")
+        for line in block.commands:
+            assert shell.run(line)[0] == 0, line
+            if "hf://" in line and "convert" in line:  # and the model was trained
+                shutil.copytree("qwen-megatron/release", "qwen-megatron/iter_0000100")
+        assert {"exports/100/config.json", "qwen-int4/config.json"} <= {*bucket.listed()}
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_job_starts_only_behind_its_check(number: int, shell: Shell, tiny: Path, tmp_path: Path) -> None:
+    text, programs = blocks("docs/hooks.md")[number].text, tmp_path / "bin"
+    programs.mkdir()
+    for name, body in PROGRAMS.items():
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    shell.run(f"ckptkit convert {tiny.name} qwen3-megatron")
+    shutil.copytree(tiny, "broken")
+    next(Path("broken").glob("*.safetensors")).unlink()
+    for name, code in ((tiny.name, 0), ("broken", 1)):
+        done = bash(text, programs, HF=name, LOAD="qwen3-megatron", REF="qwen3-megatron")
+        assert done.returncode == code, done.stdout + done.stderr
