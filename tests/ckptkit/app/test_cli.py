@@ -244,13 +244,13 @@ def test_inspect_says_format_tensors_and_arguments(releases: PathOf, converted: 
     assert re.fullmatch(r"\d+ files?, 551 tensors, [\d.]+ MB, [\d.]+ M parameters", first)
 
 
-def test_inspect_says_of_many_files_which_and_how_many_tensors_they_have(releases: PathOf) -> None:
+def test_inspect_says_of_many_files_which_and_how_many_tensors_they_have(releases: PathOf, ckptkit: Run) -> None:
     files = sorted(path.name for path in releases("glm4_moe").glob("*.safetensors"))
     (line,) = [one for one in ckptkit("inspect", releases("glm4_moe")).stdout.splitlines() if one.startswith("files:")]
     assert re.fullmatch(rf"files: {files[0]} to {files[-1]}, \d+ to \d+ tensors each", line)
 
 
-def test_no_verb_at_all_shows_the_help() -> None:
+def test_no_verb_at_all_shows_the_help(ckptkit: Run) -> None:
     bare, asked = ckptkit(), ckptkit("--help")
     assert (bare.returncode, bare.stdout, bare.stderr) == (2, "", asked.stdout)
     assert asked.returncode == 0
