@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckptkit.core.errors import UnsupportedError
+from ckptkit.formats.hf.side_files import quantization_of
 
 _BITSANDBYTES = (".weight.absmax", ".weight.nested_absmax", ".weight.quant_map", ".SCB")
 _LAST_OF_BITSANDBYTES = {name[name.rfind(".") :] for name in _BITSANDBYTES}
@@ -16,7 +17,10 @@ _HINTS = {
     "GPTQ": f"{_START}; `ckptkit quantize` makes INT4 of it that SGLang, vLLM and slime read",
     "AWQ or AutoRound": f"{_START}; `ckptkit quantize` makes INT4 of it that SGLang, vLLM and slime read",
     "NVIDIA ModelOpt": _START,
+    "NVFP4": _START,
 }
+# Beginnings of compressed-tensors' names of floating formats in small blocks (`CompressionFormat`).
+_BLOCKS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8")
 
 
 def refuse_foreign(names: Collection[str], where: object) -> None:
@@ -27,24 +31,43 @@ def refuse_foreign(names: Collection[str], where: object) -> None:
         )
 
 
-def refuse_modelopt(config: Mapping[str, Any], where: object) -> None:
-    """Raises UnsupportedError for NVIDIA ModelOpt's formats, whose tensors are named as those of compressed-tensors."""
-    content = config.get("quantization_config")
-    if isinstance(content, Mapping) and content.get("quant_method") == "modelopt":
-        name = "NVIDIA ModelOpt"
+def refuse_stated(config: Mapping[str, Any], where: object) -> None:
+    """Raises UnsupportedError for formats whose tensors have the names of one that is read, by what config.json says.
+
+    These are NVIDIA ModelOpt's, and compressed-tensors' NVFP4 and MX formats.
+    """
+    content = quantization_of(config)
+    if isinstance(content, Mapping) and (name := _stated(content)) is not None:
         raise UnsupportedError(
-            f"{where} holds weights in the quantized format of {name} ({content.get('quant_algo')}), which ckptkit "
-            "does not read",
-            _HINTS[name],
+            f"{where} holds weights in the quantized format of {name}, which ckptkit does not read", _START
         )
+
+
+def _stated(content: Mapping[str, Any]) -> str | None:
+    method = content.get("quant_method")
+    if method == "modelopt":
+        return f"NVIDIA ModelOpt ({content.get('quant_algo')})"
+    if method != "compressed-tensors":
+        return None
+    groups = content.get("config_groups")
+    inside = groups.values() if isinstance(groups, Mapping) else ()
+    for one in (content, *(group for group in inside if isinstance(group, Mapping))):
+        if isinstance(form := one.get("format"), str) and form.startswith(_BLOCKS):
+            return f"{form.partition('-')[0].upper()} (compressed-tensors {form})"
+    return None
 
 
 def foreign_format(names: Collection[str]) -> str | None:
     """The name of the format, by what stands beside each weight (or in its place); None for any other.
 
-    AutoRound stores GPTQ's tensors without an order of the input features, and so under the names that AWQ has.
+    AutoRound stores GPTQ's tensors without an order of the input features, and so under the names that AWQ has. Of
+    NVFP4, compressed-tensors has a `weight_global_scale` beside each weight, and ModelOpt a `weight_scale_2`.
     """
     endings = {name[name.rfind(".") :] for name in names}
+    if ".weight_scale_2" in endings:
+        return "NVIDIA ModelOpt"
+    if ".weight_global_scale" in endings:
+        return "NVFP4"
     if ".qweight" in endings:
         return "GPTQ" if ".g_idx" in endings else "AWQ or AutoRound"
     if not endings.isdisjoint(_LAST_OF_BITSANDBYTES) and any(name.endswith(_BITSANDBYTES) for name in names):

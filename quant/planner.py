@@ -64,7 +64,8 @@ def quantized(
     experts = any(verdict.quantize and is_expert(name) for name, verdict in verdicts.items())
     if experts:
         refuse_for_transformers(config, where, readers)
-    keeps = reference if reference is not None and _same_groups(reference, whole) else None
+    before = stored_scheme(reference.config) if reference is not None else None
+    keeps = reference if before is not None and before.fits(whole) else None
     special = check_zero_point_layout(whole, experts, readers)
     if special and family_of(config).sglang.joins_shared_expert:
         _check_joined([name for name, verdict in verdicts.items() if verdict.quantize and ".shared_experts." in name])
@@ -72,7 +73,9 @@ def quantized(
         quantize_step(spec, whole, keeps, special, device) if verdicts[name].quantize else identity(spec)
         for name, spec in source.specs.items()
     ]
-    written = dict(source.config) | {"quantization_config": quantization_config(whole, sglang_experts=special)}
+    others = keeps is not None and before is not None and before.has_others(whole)
+    content = quantization_config(whole, sglang_experts=special, kept_scales=others)
+    written = dict(source.config) | {"quantization_config": content}
     return View(source, Plan(tuple(steps), source.specs, where=where, config=written))
 
 
@@ -112,11 +115,6 @@ def _check_used(ignore: Sequence[str], names: Collection[str], where: str) -> No
                 f"ignore entry '{pattern}' covers no module of {where}",
                 "entries are whole module names, or `re:` and a regex; leave it out or correct it",
             )
-
-
-def _same_groups(reference: Checkpoint, scheme: QuantScheme) -> bool:
-    before = stored_scheme(reference.config)
-    return before is not None and before.fits(scheme)
 
 
 def quantize_step(

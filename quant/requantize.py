@@ -19,7 +19,7 @@ from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.grids import check, dequantize
 from quant.formats.packing import pack, pack_zero_point, unpack_zero_point
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT
-from quant.formats.scheme import GRIDS, Grid, QuantScheme, parse
+from quant.formats.scheme import GRIDS, KEPT_SCALES, Grid, QuantScheme, parse
 from quant.kernels.dispatch import Packed, quantize_pack
 
 _BLOCK = 1 << 20  # weights at a time: temporaries stay in the cache
@@ -29,17 +29,23 @@ _BLOCK = 1 << 20  # weights at a time: temporaries stay in the cache
 class StoredScheme:
     """What the config of an INT4 checkpoint says about its scales.
 
-    `grid`: None where another tool wrote the config. `scale_dtype`: None where the config states none.
+    `grid`: None where another tool wrote the config. `scale_dtype`: None where the config states none. `kept_scales`:
+    scales of another grid may be among them.
     """
 
     group_size: int | None
     symmetric: bool
     grid: Grid | None = None
     scale_dtype: torch.dtype | None = None
+    kept_scales: bool = False
 
     def fits(self, scheme: QuantScheme) -> bool:
         """Whether scales cover the same groups of weights as in `scheme`."""
         return (self.group_size, self.symmetric) == (scheme.group_size, scheme.symmetric)
+
+    def has_others(self, scheme: QuantScheme) -> bool:
+        """Whether scales kept from here may be of another grid than that of `scheme`."""
+        return self.kept_scales or self.grid != scheme.grid
 
 
 def stored_scheme(config: Mapping[str, Any]) -> StoredScheme | None:
@@ -54,7 +60,8 @@ def stored_scheme(config: Mapping[str, Any]) -> StoredScheme | None:
         return None
     weights = next(iter(parse(quantization_of(config)).config_groups.values())).weights
     grid = weights.observer_kwargs.get("grid")
-    return StoredScheme(form.group, form.symmetric, grid if grid in GRIDS else None, weights.scale_dtype)
+    kept = weights.observer_kwargs.get(KEPT_SCALES) is True
+    return StoredScheme(form.group, form.symmetric, grid if grid in GRIDS else None, weights.scale_dtype, kept)
 
 
 def stored_parts(reference: Checkpoint, module: str, symmetric: bool) -> Packed | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes import run_logged
+from sglang_server import ran
 from torch import Tensor, nn
 
 from ckptkit.core.errors import CkptkitError
@@ -143,7 +143,7 @@ def marlin_experts(words: Tensor) -> Tensor:
 def run(root: Path, orders: Mapping[str, Mapping[str, Path]]) -> dict[str, dict[str, Any]]:
     """The report of every order. Raises AssertionError with the end of the log where SGLang fails."""
     (root / "orders.json").write_text(json.dumps(orders, default=str))
-    run_logged(root / "log", "online_runs", root / "orders.json")
+    ran(root / "log", "online_runs", root / "orders.json")
     assert (root / "report.json").exists(), (root / "log").read_text()[-4000:]
     found: dict[str, dict[str, Any]] = json.loads((root / "report.json").read_text())
     return found

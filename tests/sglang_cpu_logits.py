@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from families.case import tokens
-from processes import run_logged
+from sglang_server import ran
 from torch import Tensor, nn
 
 from verify.witnesses.ending import PhaseLog, described
@@ -27,7 +27,7 @@ Weights = Iterator[tuple[str, Tensor]]
 def run(models: Path, out: Path, log: Path) -> dict[str, Tensor | str]:
     """The logits, or what was raised, by the name of the model's directory."""
     out.mkdir()
-    assert run_logged(log, "sglang_cpu_logits", models, out), log.read_text(errors="replace")[-3000:]
+    assert ran(log, "sglang_cpu_logits", models, out), log.read_text(errors="replace")[-3000:]
     logits: dict[str, Tensor | str] = {path.stem: torch.load(path) for path in out.glob("*.pt")}
     return logits | {path.stem: path.read_text() for path in out.glob("*.txt")}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes import run_logged
+from sglang_server import ran
 
 SCHEME = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 # Everything is ignored, so that no layer asks for a kernel.
@@ -27,7 +27,7 @@ QUANTIZATION = {
 def looked_up(configs: Mapping[str, Mapping[str, Any]], root: Path) -> dict[str, dict[str, Any]]:
     """For every case: `names` looked up, the model's `class`, and its declared `packed_modules_mapping`."""
     (root / "configs.json").write_text(json.dumps(configs))
-    ended_well = run_logged(root / "log", "sglang_layers", root / "configs.json", root / "out.json")
+    ended_well = ran(root / "log", "sglang_layers", root / "configs.json", root / "out.json")
     assert ended_well, (root / "log").read_text()[-2000:]
     found: dict[str, dict[str, Any]] = json.loads((root / "out.json").read_text())
     return found

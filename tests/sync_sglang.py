@@ -17,7 +17,7 @@ from typing import Any
 
 import models
 import torch
-from processes import run_logged
+from sglang_server import ran
 from torch import Tensor
 
 from verify.witnesses.ending import PhaseLog
@@ -49,7 +49,7 @@ def altered(weights: Mapping[str, Tensor], state: str) -> dict[str, Tensor]:
 def checksums(root: Path, tp: int, paths: Sequence[Path]) -> dict[str, list[list[dict[str, Any]]]]:
     """By the model's directory and state: what each rank answers."""
     root.mkdir()
-    assert run_logged(root / "log", "sync_sglang", tp, root, *paths), (root / "log").read_text()[-3000:]
+    assert ran(root / "log", "sync_sglang", tp, root, *paths), (root / "log").read_text()[-3000:]
     ranks = {
         path.name: [json.loads((root / f"{path.name}-{rank}.json").read_text()) for rank in range(tp)] for path in paths
     }

@@ -12,6 +12,7 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import TRACKER, is_legacy, locate, refuse_url, tracked
+from ckptkit.formats.own_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
 from converters.planner import dims_of
 from quant.selection.readers import readers_of
@@ -115,7 +116,7 @@ def verify(
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
     _check_early(subject, hf, path)
     chosen, left_out = choose(subject, [one for one in all_checks() if one.stage != "launch"])
-    with unchanged(_weights(path) for path in (subject.path, subject.source_path) if path):
+    with unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
         outcome = run_checks(subject, chosen)
     return Report(
         version=version("ckptkit"),
@@ -143,14 +144,6 @@ def model_of(subject: Subject) -> str | None:
 def now() -> str:
     """The time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _weights(path: Path) -> Path:
-    """The directory of the weights, beside which a trainer may save more; `path` where checks say what is wrong."""
-    try:
-        return locate(path).path
-    except CkptkitError:
-        return path
 
 
 def _implied(subject: Subject) -> frozenset[str]:

@@ -99,7 +99,9 @@ def _quantization(checkpoint: HfCheckpoint) -> str | None:
 def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     dims = dims_of(config)
     lines = unsaid(dims)
-    return megatron_args(dims) | ({UNSAID: lines} if lines else {})
+    # Not of the model: without it experts are added up in an order that changes from run to run (CK719).
+    fused = {"moe_permute_fusion": True} if dims.experts else {}
+    return megatron_args(dims) | fused | ({UNSAID: lines} if lines else {})
 
 
 def _format(location: Location) -> str:

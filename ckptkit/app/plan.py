@@ -99,7 +99,9 @@ def _to_megatron(location: Location, options: RunOptions) -> ConversionPlan:
     # In the order in which it is written, which is also the order in which the way back will read it.
     specs = {name: view.specs[name] for names in view.groups for name in names}
     cuts = rank_cuts(view.config, dialect, specs)
-    outputs = [Output(view, TorchDistFiles(specs, args, options.max_shard_size or FILE_BYTES, cuts))]
+    # slime and miles build Transformer Engine's layers; their exporters stop at the names that only others ask for.
+    files = TorchDistFiles(specs, args, options.max_shard_size or FILE_BYTES, cuts, second_names=dialect == MCORE)
+    outputs = [Output(view, files)]
     if (untouched := passthrough_of(source, str(location.directory))) is not None:
         outputs.append(Output(untouched, SafetensorsFiles(untouched.specs, _cut(untouched, options), FOLDER)))
     return ConversionPlan(

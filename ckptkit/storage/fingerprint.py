@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.directory import Directory, directory
 
+# Whether a file counts, by its path relative to the folder that is watched.
+Counts = Callable[[Path], bool]
 
-def fingerprint(folders: Iterable[Path | Directory]) -> str:
-    """SHA-256 over path, size and last change of every file below these folders; at a URL, over what the store says."""
+
+def _all(_: Path) -> bool:
+    return True
+
+
+def fingerprint(folders: Iterable[Path | Directory], counts: Counts = _all) -> str:
+    """SHA-256 over path, size and last change of each file below these folders that `counts`.
+
+    At a URL it is over what the store says of all files.
+    """
     digest = hashlib.sha256()
     for folder in map(directory, folders):
         if folder.remote is not None:
             digest.update(json.dumps([folder.remote.url, sorted(folder.remote.versions.items())]).encode())
             continue
         for path in sorted(folder.path.rglob("*")):
-            if path.is_file():
+            # A file that is removed while others are looked at is not there.
+            with suppress(FileNotFoundError):
+                if not counts(path.relative_to(folder.path)) or not path.is_file():
+                    continue
                 found = path.stat()
                 digest.update(json.dumps([str(path), found.st_size, found.st_mtime_ns]).encode())
     return digest.hexdigest()
@@ -33,22 +46,22 @@ class ChangedError(CkptkitError):
 
 
 @contextmanager
-def unchanged(folders: Iterable[Path]) -> Iterator[None]:
-    """Raises ChangedError where a file below these folders was written, cut or removed while the block ran.
+def unchanged(folders: Iterable[Path], counts: Counts = _all) -> Iterator[None]:
+    """Raises ChangedError where a file below these folders that `counts` was written or removed while the block ran.
 
     Also in place of what the block raised then: that is what came of it.
     """
     watched = list(folders)
-    before = fingerprint(watched)
+    before = fingerprint(watched, counts)
     try:
         yield
     except (OSError, CkptkitError) as error:
-        _check(watched, before, error)
+        _check(watched, counts, before, error)
         raise
-    _check(watched, before, None)
+    _check(watched, counts, before, None)
 
 
-def _check(folders: Iterable[Path], before: str, cause: Exception | None) -> None:
-    if fingerprint(folders) != before:
+def _check(folders: Iterable[Path], counts: Counts, before: str, cause: Exception | None) -> None:
+    if fingerprint(folders, counts) != before:
         paths = " or ".join(map(str, folders))
         raise ChangedError(f"{paths} changed while it was read", "run again when nothing writes there") from cause

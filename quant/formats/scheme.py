@@ -30,6 +30,8 @@ CODES_PER_WORD = 32 // BITS
 FORMAT = "pack-quantized"
 # A key of observer_kwargs; "sglang" where routed experts' zero points have the layout that only SGLang reads.
 EXPERTS_ZERO_POINTS = "experts_zero_points"
+# Another; true where scales of an INT4 checkpoint on another or an unknown grid were kept, so `grid` is only of others.
+KEPT_SCALES = "kept_scales"
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,14 @@ def _choice(what: str, value: object, known: tuple[object, ...]) -> None:
         raise CkptkitError(f"unknown {what} {value!r}", f"choose one of {', '.join(map(str, known))}")
 
 
-def quantization_config(scheme: QuantScheme, *, sglang_experts: bool = False) -> dict[str, Any]:
+def quantization_config(
+    scheme: QuantScheme, *, sglang_experts: bool = False, kept_scales: bool = False
+) -> dict[str, Any]:
     """Builds the `quantization_config` of config.json with compressed-tensors' own classes, which validate it.
 
     `weights.observer_kwargs` holds the grid, the search and, with `sglang_experts`, the layout of routed experts' zero
     points: the weight arguments forbid unknown keys, but this one holds anything and only calibration reads it.
+    `kept_scales`: some scales are those of a checkpoint on another grid, which it records too.
     Key names and order: compressed-tensors `ModelCompressor.update_config`.
     """
     # Imported here because it imports transformers, which takes seconds.
@@ -96,6 +101,7 @@ def quantization_config(scheme: QuantScheme, *, sglang_experts: bool = False) ->
     from compressed_tensors.quantization import QuantizationScheme as CompressedTensorsScheme
 
     said = {"grid": scheme.grid, "search": scheme.search, EXPERTS_ZERO_POINTS: "sglang" if sglang_experts else "none"}
+    kept = {KEPT_SCALES: True} if kept_scales else {}
     weights = QuantizationArgs(
         num_bits=BITS,
         type="int",
@@ -104,7 +110,7 @@ def quantization_config(scheme: QuantScheme, *, sglang_experts: bool = False) ->
         group_size=scheme.group_size,
         scale_dtype=scheme.scale_dtype,
         observer="minmax",
-        observer_kwargs={key: value for key, value in said.items() if value != "none"},
+        observer_kwargs={key: value for key, value in said.items() if value != "none"} | kept,
     )
     group = CompressedTensorsScheme(targets=["Linear"], weights=weights, format=FORMAT)
     config = QuantizationConfig(

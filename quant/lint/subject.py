@@ -12,6 +12,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import SINGLE, read_json, shard_names
 from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.hf.side_files import quantization_of
+from converters.foreign import refuse_stated
 from converters.stored import as_spelled
 from quant.formats.part_names import packed_in
 from quant.formats.scheme import listed
@@ -81,10 +82,11 @@ class Subject:
 def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subject, str]:
     """Loads the subject at `path`, a directory with config.json, and says in words where its names come from.
 
-    Raises CkptkitError when there is no compressed-tensors INT4 config, or the model is not known.
+    Raises CkptkitError when there is no compressed-tensors INT4 config, as `refuse_stated`, or the model is not known.
     """
     wanted = readers_of(ALL_READERS if readers is None else readers)
     config: Mapping[str, Any] = read_json(path / "config.json")
+    refuse_stated(config, path)
     content = quantization_of(config)
     if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":
         raise CkptkitError(

@@ -225,6 +225,25 @@ def megatron(release: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def slimes(release: Path) -> Path:
+    """The same in slime's dialect."""
+    path = release.parent / "slimes"
+    convert(release, path, dialect="slime")
+    return path
+
+
+# What slime's exporter knows of a layer; it stops at any other name. Source: `megatron_to_hf/deepseekv3.py`.
+EXPORTED = {
+    *(f"self_attention.linear_{name}.weight" for name in ("proj", "q_down_proj", "q_up_proj", "kv_down_proj")),
+    *(f"self_attention.linear_{name}.layer_norm_weight" for name in ("q_up_proj", "kv_up_proj")),
+    *("self_attention.linear_kv_up_proj.weight", "input_layernorm.weight", "pre_mlp_layernorm.weight"),
+    *(f"mlp.linear_{name}" for name in ("fc1.weight", "fc1.layer_norm_weight", "fc2.weight")),
+    *(f"mlp.{part}.linear_{fc}.weight" for part in ("experts.experts", "shared_experts") for fc in ("fc1", "fc2")),
+    *("mlp.router.weight", "mlp.router.expert_bias"),
+}
+
+
 def same_weights(release: Path, back: Path) -> bool:
     files = sorted(path.name for path in release.glob("*.safetensors"))
     return all(filecmp.cmp(release / file, back / file, shallow=False) for file in files) and bool(files)
@@ -337,6 +356,33 @@ def test_every_rank_holds_its_slice(release: Path, megatron: Path) -> None:
     assert [one[LAYER + "self_attention.linear_kv_down_proj.weight"] for one in by_name] == [28 * 128] * 2
     assert [one[LAYER + "self_attention.linear_proj.weight"] for one in by_name] == [128 * 100] * 2
     assert [one[LAYER + "self_attention.linear_q_up_proj.layer_norm_weight"] for one in by_name] == [48] * 2
+
+
+def test_slimes_dialect_has_only_names_that_its_exporter_knows(megatron: Path, slimes: Path) -> None:
+    """A trainer's norms have one name: Transformer Engine's."""
+    stored, both = (TorchDistCheckpoint(path / "release").metadata.tensors for path in (slimes, megatron))
+    assert {key.partition(".layers.")[2].partition(".")[2] for key in stored if key.startswith("decoder.layers.")} == (
+        EXPORTED
+    )
+    assert set(both) - set(stored) == {
+        key for key in both if key.endswith((".q_layernorm.weight", ".kv_layernorm.weight"))
+    } | {f"decoder.layers.{layer}.pre_mlp_layernorm.weight" for layer in range(3)}
+
+
+def test_norms_by_transformer_engines_names_alone_are_found_by_megatrons_local_spec(
+    release: Path, slimes: Path, copy_of: Callable[[Path], Path]
+) -> None:
+    """As a trainer saves them, but for one that was lost."""
+    pytest.importorskip("megatron.core")
+    copy, lost = copy_of(slimes), LAYER + "self_attention.linear_kv_up_proj.layer_norm_weight"
+    models.edit_metadata(copy / "release", lambda metadata: remove(metadata, lost))
+    subject, tally = Subject(copy, release), Tally()
+    (finding,) = strict_load(subject, tally)
+    assert (finding.tensor, finding.actual) == (NORMS[lost], "not on disk")
+    (note,) = tally.facts["notes"]
+    assert note.startswith("CK401: norms have the names of Transformer Engine's layers alone")
+    (unwritten,) = right_slices(subject, Tally())
+    assert (unwritten.tensor, unwritten.actual) == (lost, "still as it was before the load")
 
 
 def test_latent_attention_is_cut_by_heads() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +13,6 @@ from families import CASES
 from families.case import save
 
 from ckptkit.app.api import convert
-from ckptkit.formats.torch_dist.names import engine_name
 from converters.megatron.arguments import megatron_args
 from converters.megatron.flags import launch_flags
 from converters.planner import dims_of
@@ -35,29 +33,13 @@ def release(root: Path, name: str) -> Path:
     return root / name
 
 
-def megatron(root: Path, name: str) -> Path:
-    """What `ckptkit convert` makes of it, in slime's dialect where slime has modules of its own."""
-    path = root / f"{name}-megatron"
+def megatron(root: Path, name: str, dialect: str | None = None) -> Path:
+    """What `ckptkit convert` makes of it; without `dialect` in slime's where slime has modules of its own."""
+    chosen = dialect or ("slime" if name in OF_THEIR_OWN_MODULES else "mcore")
+    path = root / f"{name}-megatron-{chosen}"
     if not path.exists():
-        convert(release(root, name), path, dialect="slime" if name in OF_THEIR_OWN_MODULES else "mcore")
+        convert(release(root, name), path, dialect=chosen)
     return path
-
-
-def drop_second_names(root: Path, path: Path) -> Path:
-    """A copy of a Megatron checkpoint without the norms' names that only Megatron's local spec has."""
-    content = pickle.loads((path / "release" / ".metadata").read_bytes())
-    names = content.state_dict_metadata.keys()
-    second = {key for key in names if engine_name(key, names) != key}
-    copy = root / f"{path.name}-engine"
-    (copy / "release").mkdir(parents=True)
-    for file in (path / "release").iterdir():
-        (copy / "release" / file.name).symlink_to(file)
-    (copy / "release" / ".metadata").unlink()
-    for key in second:
-        del content.state_dict_metadata[key]
-    content.storage_data = {index: info for index, info in content.storage_data.items() if index.fqn not in second}
-    (copy / "release" / ".metadata").write_bytes(pickle.dumps(content))
-    return copy
 
 
 def export(label: str, source: Path, checkpoint: Path, output: Path) -> Script:

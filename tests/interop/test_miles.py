@@ -11,7 +11,7 @@ import pytest
 import ckptkit
 from ckptkit.app.api import convert, int4_scheme
 from interop.scripts import Outcome, Script, run_scripts
-from interop.slime_runs import changed, drop_second_names, export, megatron, quantize, release
+from interop.slime_runs import changed, export, megatron, quantize, release
 
 WHOLE = ("qwen2-tied", "llama", "qwen3_moe", "glm4_moe", "qwen3_next")
 LOST = ["model.layers.12.embed_tokens.weight", "model.layers.12.shared_head.head.weight"]
@@ -38,14 +38,15 @@ def runs(root: Path, checkout: Callable[[str], Path]) -> dict[str, Outcome]:
     scripts = [
         export(f"{name}/export", release(root, name), megatron(root, name), root / f"{name}-export") for name in names
     ]
-    engine = drop_second_names(root, megatron(root, "deepseek_v3"))
-    scripts.append(export("engine/export", release(root, "deepseek_v3"), engine, root / "engine-export"))
+    source = release(root, "deepseek_v3")
+    scripts.append(export("slime/export", source, megatron(root, "deepseek_v3", "slime"), root / "slime-export"))
     scripts += [
         ray_export(f"{name}/ray", root / name, megatron(root, name), root / f"{name}-ray")
         for name in ("qwen2-tied", "qwen3_moe")
     ]
-    engine = drop_second_names(root, megatron(root, "qwen3_moe"))
-    scripts.append(ray_export("engine/ray", root / "qwen3_moe", engine, root / "engine-ray"))
+    scripts.append(
+        ray_export("slime/ray", root / "qwen3_moe", megatron(root, "qwen3_moe", "slime"), root / "slime-ray")
+    )
     source = release(root, "qwen3_moe")
     scripts.append(quantize("int4", "convert_hf_to_int4_direct.py", source, root / "int4"))
     scripts.append(
@@ -69,11 +70,13 @@ def test_export_on_ray_gives_the_source_bit_for_bit(runs: dict[str, Outcome], ro
     assert changed(root / "qwen2-tied-ray", root / "qwen2-tied") == []
 
 
-def test_export_on_ray_refuses_two_names_of_one_norm_and_works_with_one(runs: dict[str, Outcome], root: Path) -> None:
+def test_export_on_ray_refuses_two_names_of_one_norm_and_takes_slimes_dialect(
+    runs: dict[str, Outcome], root: Path
+) -> None:
     assert runs["qwen3_moe/ray"].code == 1
     assert "Duplicate HF tensor emitted" in runs["qwen3_moe/ray"].log
-    assert runs["engine/ray"].code == 0, runs["engine/ray"].log[-3000:]
-    assert changed(root / "engine-ray", root / "qwen3_moe") == []
+    assert runs["slime/ray"].code == 0, runs["slime/ray"].log[-3000:]
+    assert changed(root / "slime-ray", root / "qwen3_moe") == []
 
 
 def test_export_leaves_out_the_copies_in_the_mtp_layer(runs: dict[str, Outcome], root: Path) -> None:
@@ -82,13 +85,15 @@ def test_export_leaves_out_the_copies_in_the_mtp_layer(runs: dict[str, Outcome],
     assert "CK202" in {finding.code for finding in report.findings}
 
 
-def test_export_refuses_the_local_specs_names_of_latent_attention(runs: dict[str, Outcome], root: Path) -> None:
+def test_export_refuses_the_local_specs_names_of_latent_attention_which_slimes_dialect_lacks(
+    runs: dict[str, Outcome], root: Path
+) -> None:
     assert runs["deepseek_v3/export"].code == 1
     assert "Unknown parameter name: module.module.decoder.layers.0.self_attention.kv_layernorm.weight" in (
         runs["deepseek_v3/export"].log
     )
-    assert runs["engine/export"].code == 0, runs["engine/export"].log[-3000:]
-    assert changed(root / "engine-export", root / "deepseek_v3") == LOST
+    assert runs["slime/export"].code == 0, runs["slime/export"].log[-3000:]
+    assert changed(root / "slime-export", root / "deepseek_v3") == LOST
 
 
 def test_int4_is_what_ckptkit_quantizes(runs: dict[str, Outcome], root: Path) -> None:

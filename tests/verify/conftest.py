@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from megatron_server import Start, serving
+from sglang_server import started
 
 from verify.check import all_checks, run_checks
 from verify.evidence.subject import Subject
 from verify.report import CheckResult, Finding, Report
 from verify.run import choose
 from verify.witnesses.megatron import run as megatron_run
+from verify.witnesses.sglang import run as sglang_run
 
 
 @pytest.fixture(scope="session")
@@ -72,3 +74,10 @@ def megatron_server() -> Iterator[Start]:
 def served(megatron_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the Megatron witness take its ranks from the server."""
     monkeypatch.setattr(megatron_run, "_start", megatron_server)
+
+
+@pytest.fixture
+def served_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the SGLang witness take its ranks from `sglang_server`, without a GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sglang_run, "run_module", started)

@@ -10,6 +10,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import locate
+from ckptkit.formats.own_files import is_own
 from ckptkit.storage.fingerprint import unchanged
 from verify.diff.moved import moves_of, whose_bits
 from verify.diff.pairs import Pair, pairs_of
@@ -25,7 +26,7 @@ def diff(a: str | Path, b: str | Path, *, hf: str | Path | None = None, exact: b
     cannot be opened or read. Memory holds a few groups of tensors, and of all others a digest.
     """
     sides = opened(a, b, hf)
-    with unchanged([locate(a).path, locate(b).path]):
+    with unchanged([locate(a).path, locate(b).path], is_own):
         return compare(sides, str(a), str(b), exact=exact)
 
 

@@ -13,7 +13,8 @@ from ckptkit.formats.hf.side_files import is_quantized as is_quantized
 from ckptkit.formats.hf.side_files import quantization_of
 from ckptkit.formats.megatron_config import config_in
 from converters.experts import fuse, is_fused
-from converters.foreign import refuse_foreign, refuse_modelopt
+from converters.foreign import refuse_foreign
+from converters.foreign import refuse_stated as refuse_stated_format
 from converters.planner import dims_of, rules_in, rules_of, tied_head
 from converters.registry import family_of
 from converters.stored import as_stored, remarks
@@ -93,7 +94,7 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
         config = config_in(path, subject.megatron_files.weights)
     try:
         refuse_foreign(subject.once(_names) if subject.kind == "hf" else (), subject.path)
-        refuse_modelopt(config, subject.path)
+        refuse_stated_format(config, subject.path)
         dims_of(config)
     except (TypeError, ValueError) as error:
         raise CkptkitError(f"config.json: a size is not a number: {error}", "compare it with the release") from error
@@ -190,7 +191,7 @@ def refuse_stated(subject: Subject) -> None:
         config = subject.hf_files.config
     except CkptkitError:
         return
-    refuse_modelopt(config, subject.path)
+    refuse_stated_format(config, subject.path)
 
 
 def usable_config(subject: Subject) -> Mapping[str, Any] | None:

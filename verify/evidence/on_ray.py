@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.own_files import is_own, weights_at
 from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.transfer.ray.cluster import connected
 from ckptkit.transfer.ray.tasks import cpus, outcomes, pieces_of
@@ -73,4 +74,4 @@ def _opened(task: TaskInput) -> tuple[Checkpoint, Checkpoint | None, Groups]:
 
 
 def _files(sides: Subject | TaskInput) -> str:
-    return fingerprint(filter(None, (sides.path, sides.source_path, sides.hf_path)))
+    return fingerprint(map(weights_at, filter(None, (sides.path, sides.source_path, sides.hf_path))), is_own)

@@ -56,15 +56,17 @@ def format_of(config: Mapping[str, Any]) -> Format | None:
 
 @dataclass(frozen=True)
 class Scale:
-    """The scale of one module: how many values, how many not finite, zero or negative, and the median of the others.
+    """The scale of one module: how many values, how many not finite, zero or negative, and the median of their sizes.
 
-    `shape` is what its weight_shape says; None where there is none. `nbytes` is what was read.
+    The median leaves out what is not finite or zero. `shape` is what its weight_shape says; None where there is none.
+    `nbytes` is what was read.
     """
 
     module: str
     values: int
     not_finite: int
-    not_positive: int
+    zero: int
+    negative: int
     median: float | None
     shape: tuple[int, ...] | None
     nbytes: int
@@ -84,13 +86,12 @@ def _scales(subject: Subject) -> Iterator[Scale]:
         nbytes = sum(tensor.nbytes for tensor in found.values())
         said = None if shape is None else tuple(int(size) for size in shape.flatten().tolist())
         if scale is None:
-            yield Scale(module, 0, 0, 0, None, said, nbytes)
+            yield Scale(module, 0, 0, 0, 0, None, said, nbytes)
             continue
-        good = scale[scale.isfinite() & (scale > 0)]
-        wrong, low = int((~scale.isfinite()).sum()), int((scale <= 0).sum())
-        yield Scale(
-            module, scale.numel(), wrong, low, float(good.float().median()) if good.numel() else None, said, nbytes
-        )
+        good = scale[scale.isfinite() & (scale != 0)].float().abs()
+        wrong, zero, negative = (int(found.sum()) for found in (~scale.isfinite(), scale == 0, scale < 0))
+        middle = float(good.median()) if good.numel() else None
+        yield Scale(module, scale.numel(), wrong, zero, negative, middle, said, nbytes)
 
 
 def part_shapes(

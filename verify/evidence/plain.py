@@ -8,7 +8,7 @@ from ckptkit.core.plan import View
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.side_files import is_quantized
 from ckptkit.storage.directory import Directory
-from converters.foreign import refuse_foreign, refuse_modelopt
+from converters.foreign import refuse_foreign, refuse_stated
 from converters.planner import copies_of
 from converters.stored import as_stored
 
@@ -20,7 +20,7 @@ def plain(path: Path | Directory) -> HfCheckpoint | View:
     """
     source = HfCheckpoint(path)
     refuse_foreign(source.specs, path)
-    refuse_modelopt(source.config, path)
+    refuse_stated(source.config, path)
     if not is_quantized(source.config):
         return source
     from quant.formats.dequantize import dequantized

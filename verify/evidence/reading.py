@@ -11,7 +11,7 @@ from functools import partial
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.progress import progress
 from converters.experts import is_fused
-from converters.foreign import refuse_foreign, refuse_modelopt
+from converters.foreign import refuse_foreign, refuse_stated
 from verify.evidence.on_ray import parts_on_ray
 from verify.evidence.subject import Subject
 from verify.evidence.values import Groups, Values, common_groups, look, sides
@@ -35,7 +35,7 @@ def stored_values(subject: Subject) -> Values:
 def _pass(subject: Subject, stored: bool) -> Values:
     if subject.kind == "hf":
         refuse_foreign(subject.checkpoint.specs, subject.path)
-        refuse_modelopt(subject.checkpoint.config, subject.path)
+        refuse_stated(subject.checkpoint.config, subject.path)
     checkpoint, source = sides(subject, stored)
     specs, values = checkpoint.specs, Values()
     groups = list(common_groups(checkpoint, source))

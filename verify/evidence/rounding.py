@@ -12,6 +12,12 @@ The bound on the error of a rounded weight, in steps (one step is the scale of i
 - Asymmetric grids. Range and scale are each rounded: 30 u at the end of 15 steps. The quotient, below 16, takes 8 u,
   its sum with the zero point 4 u, the quotient that the zero point is rounded from at most 6 u more. Together 48 u.
 
+Negative scales, as AutoRound's symmetric grid has them: scale = -(the weight of largest size) / 8, so that this one is
+always -8, and one of the other sign, at up to 8, becomes 7. AutoRound also learns the rounding (it adds up to 1/2 to
+the quotient, so a weight inside the grid is up to 1 step off) and the ends of each range, which in its 200 steps of at
+most 1/200 shrink to no less than about half: a weight beyond the end of the codes may stand at up to 16, 9 steps from
+the last code. Roundings of a quotient below 16 are twice those above. Source: AutoRound `quant_tensor_sym`, `wrapper`.
+
 A step that is too large hides behind this bound, so where config.json names the grid the scale itself is compared too:
 absmax/7 (qmax7, at least 1e-5) or absmax/7.5 (minmax), each rounded a few times on the way.
 
@@ -31,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.specs import TensorSpec
 from converters.planner import expected_hf
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
+from quant.formats.scheme import KEPT_SCALES
 from verify.evidence.expected import config_of, packed_parts, weights_of
 from verify.evidence.packed import Format, format_of, part_shapes
 from verify.evidence.subject import Subject
@@ -45,6 +52,8 @@ _LARGEST = {"qmax7": 7.0, "minmax": 7.5}
 _FLOOR = 1e-4
 # The smallest part of a group's range that a search keeps (`quant.formats.search`).
 _NARROWEST = 0.81
+# How many steps further off than others a weight may be that stands beyond the codes of AutoRound's grid.
+_BEYOND = 8.0
 # The largest distance of a row that GPTQ rounded from its source, as a part of its norm.
 _GPTQ_LIMIT = 0.5
 
@@ -105,8 +114,9 @@ def _rounding(
     parts: Mapping[str, Tensor], module: str, form: Format, original: Tensor, config: Mapping[str, Any]
 ) -> Rounding:
     scale, grid = parts[module + SCALE], grid_of(config)
-    steps = worst_steps(parts, module, form, original)
-    limit = bound_in_steps(scale.dtype, form.symmetric, is_searched(config))
+    signed = form.symmetric and bool((scale < 0).any())
+    steps = worst_steps(parts, module, form, original, signed)
+    limit = bound_in_steps(scale.dtype, form.symmetric, is_searched(config), signed)
     off = scale_off(scale, original, form, grid) if grid and steps <= limit else 0.0
     distance = worst_row(parts, module, form, original) if is_gptq(config) else None
     return Rounding(steps, limit, off, sum(tensor.nbytes for tensor in parts.values()), distance)
@@ -167,11 +177,16 @@ def grouped(weight: Tensor, form: Format) -> Tensor:
     return (torch.nn.functional.pad(weight, (0, short)) if short else weight).reshape(rows, -1, group)
 
 
-def bound_in_steps(dtype: torch.dtype, symmetric: bool, searched: bool = False) -> float:
-    """The largest error of a correctly rounded weight, in steps, where scales are stored in `dtype`."""
+def bound_in_steps(dtype: torch.dtype, symmetric: bool, searched: bool = False, signed: bool = False) -> float:
+    """The largest error of a correctly rounded weight, in steps, where scales are stored in `dtype`.
+
+    `signed`: some scales are negative, and what `_BEYOND` allows is already taken off.
+    """
     import torch
 
     unit_roundoff = torch.finfo(dtype).eps / 2
+    if signed:
+        return 1.0 + 24 * unit_roundoff
     clipped = (7.5 if symmetric else 15) * (1 / _NARROWEST - 1) if searched else 0.0
     return 0.5 + clipped + (12 if symmetric else 48) * unit_roundoff
 
@@ -187,19 +202,32 @@ def is_gptq(config: Mapping[str, Any]) -> bool:
     return weights_of(config).get("actorder") not in (None, False)
 
 
-def grid_of(config: Mapping[str, Any]) -> str | None:
-    """The symmetric grid that ckptkit wrote into config.json; None where it names none, or scales were searched for."""
+def keeps_scales(config: Mapping[str, Any]) -> bool:
+    """Whether config.json says that some scales were kept from a checkpoint on another grid."""
     said = weights_of(config).get("observer_kwargs")
-    if not isinstance(said, Mapping) or is_searched(config) or weights_of(config).get("symmetric", True) is False:
+    return isinstance(said, Mapping) and said.get(KEPT_SCALES) is True
+
+
+def names_grid(config: Mapping[str, Any]) -> bool:
+    """Whether ckptkit made all scales, by config.json, and so none is negative."""
+    said = weights_of(config).get("observer_kwargs")
+    return isinstance(said, Mapping) and said.get("grid") in _LARGEST and not keeps_scales(config)
+
+
+def grid_of(config: Mapping[str, Any]) -> str | None:
+    """The symmetric grid of all scales; None where config.json names none, or scales were searched for or kept."""
+    weights = weights_of(config)
+    if not names_grid(config) or is_searched(config) or weights.get("symmetric", True) is False:
         return None
-    return said.get("grid") if said.get("grid") in _LARGEST else None
+    grid: str = weights["observer_kwargs"]["grid"]
+    return grid
 
 
 def scale_off(scale: Tensor, original: Tensor, form: Format, grid: str) -> float:
     """By how much, as a part of itself, the worst scale [rows, groups] differs from that of `grid`; 0 where none does.
 
     A few roundings to the dtypes of weights and scales are allowed for. Left out are groups so small that the grid's
-    floor decides, and those whose scale is not a positive number, which CK304 names.
+    floor decides, and those whose scale is not a positive number, of which CK304 speaks.
     """
     import torch
 
@@ -210,13 +238,21 @@ def scale_off(scale: Tensor, original: Tensor, form: Format, grid: str) -> float
     return worst if worst > allowed else 0.0
 
 
-def worst_steps(parts: Mapping[str, Tensor], module: str, form: Format, original: Tensor) -> float:
+def worst_steps(
+    parts: Mapping[str, Tensor], module: str, form: Format, original: Tensor, signed: bool = False
+) -> float:
     """The largest distance of a dequantized weight from `original` [rows, columns], in steps of its own group.
 
-    Groups whose scale is not a positive number are left out; CK304 names them.
+    `signed`: as AutoRound rounds. `_BEYOND` is then taken off the distance of weights beyond the codes that have the
+    last of them. Groups whose scale is zero or not finite are left out; CK304 names them.
     """
     error, scale = _errors(parts, module, form, original)
-    steps = (error.amax(dim=-1) / scale)[scale.isfinite() & (scale > 0)]
+    steps = error / scale.abs().unsqueeze(-1)
+    if signed:
+        ideal = grouped(original.float(), form) / scale.unsqueeze(-1)
+        codes = (dequantized(parts, module, form, tuple(original.shape))[0] / scale.unsqueeze(-1)).round()
+        steps -= _BEYOND * ((ideal < -8) & (codes == -8) | (ideal > 7) & (codes == 7))
+    steps = steps.amax(dim=-1)[scale.isfinite() & (scale != 0)]
     return float(steps.max()) if steps.numel() else 0.0
 
 

@@ -18,10 +18,8 @@ from ckptkit.storage.regular import read_regular
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 _TIKTOKEN, _SENTENCEPIECE = "tiktoken.model", "tokenizer.model"
-_TOKENIZER_FILES = (
-    *("tokenizer*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "tekken.json"),
-    *("*.tiktoken", "tiktoken.model", "sentencepiece*", "spiece.model", "*.spm", "tokenization_*.py"),
-)
+# What holds a vocabulary, or is code that does. transformers makes a tokenizer of no words of the settings alone.
+_TOKENIZER_FILES = ("tokenizer.*", "vocab*", "tekken.json", "*.model", "*.tiktoken", "*.spm", "tokenization_*.py")
 _TEMPLATE, _TEMPLATE_JSON, _MORE_TEMPLATES = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
 
 
@@ -48,7 +46,7 @@ class SideFiles:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether any file of a tokenizer is there, of whatever kind."""
+        """Whether a tokenizer is there, of whatever kind; its settings (tokenizer_config.json) alone are none."""
         return any(next(self.root.glob(pattern), None) for pattern in _TOKENIZER_FILES)
 
     @cached_property

@@ -84,6 +84,13 @@ def norm_alias(name: str, names: Container[str]) -> str | None:
     return pair and pair[pair.index(name) - 1]
 
 
+def second_names(names: Iterable[str]) -> dict[str, str]:
+    """The local spec's name of each norm that these have under Transformer Engine's, with that name; in their order."""
+    known = dict.fromkeys(names)
+    pairs = ((alias, name) for name in known if (alias := norm_alias(name, known)))
+    return {alias: name for alias, name in pairs if engine_name(alias, known) == name}
+
+
 def engine_name(name: str, names: Container[str]) -> str:
     """The name that Transformer Engine's spec has for a tensor, given under that name or the local spec's."""
     pair = _norm_names(name, names)

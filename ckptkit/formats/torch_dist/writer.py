@@ -27,7 +27,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import TRACKER
 from ckptkit.formats.files import FILE_BYTES, Piece
-from ckptkit.formats.torch_dist.names import disk_key, extra_states, norm_alias, rows_apart
+from ckptkit.formats.torch_dist.names import disk_key, extra_states, rows_apart, second_names
 from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.saved_tensor import SavedLayout, SavedTensor
 from ckptkit.storage.buffers import BUFFER, new_buffer, row_cuts
@@ -76,8 +76,8 @@ class TorchDistFiles:
 
     `args` become the stored training arguments. Tensors lie in the order of `specs`, in files of at least `file_bytes`
     each except the last; each file is one piece of work. `cuts` splits tensors into chunks, so that a rank need not
-    read a whole one. Raises CkptkitError for a dtype that the format has no name for, and for experts of one layer in
-    several dtypes.
+    read a whole one. `second_names`: norms also have the name that Megatron's local spec asks for. Raises CkptkitError
+    for a dtype that the format has no name for, and for experts of one layer in several dtypes.
     """
 
     def __init__(
@@ -86,8 +86,9 @@ class TorchDistFiles:
         args: Mapping[str, Any],
         file_bytes: int = FILE_BYTES,
         cuts: Mapping[str, Cuts] | None = None,
+        second_names: bool = True,
     ) -> None:
-        self.specs = specs
+        self.specs, self._second_names = specs, second_names
         self.names: dict[str, list[str]] = {}
         self._args, self._cuts = args, cuts or {}
         self._experts: dict[str, int] = defaultdict(int)
@@ -227,7 +228,7 @@ class TorchDistFiles:
             ends = [tuple(map(sum, zip(box.offsets, box.sizes, strict=True))) for box in boxes]
             size = torch.Size(map(max, zip(*ends, strict=True)))
             entries[key] = TensorStorageMetadata(TensorProperties(dtype=torch_dtype(self._dtypes[key])), size, boxes)
-        aliases = {alias: key for key in entries if (alias := norm_alias(key, entries.keys()))}
+        aliases = second_names(entries) if self._second_names else {}
         for alias, key in aliases.items():
             entries[alias] = entries[key]
             storage[MetadataIndex(alias, torch.Size([0]), 0)] = storage[MetadataIndex(key, torch.Size([0]), 0)]

@@ -20,9 +20,29 @@ import pytest
 from fixture_types import PathOf
 from models import tensors
 
+from ckptkit.app.cli import main
 
-def ckptkit(*arguments: str | Path, file_limit: int | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs the command; `file_limit` bytes is the largest file it may write, as on a disk that fills up."""
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def ckptkit(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """`ckptkit(*arguments)`: how the command ends with these arguments, run in this process."""
+
+    def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        words = ["ckptkit", *map(str, arguments)]
+        monkeypatch.setattr(sys, "argv", words)
+        capfd.readouterr()  # what was printed while checkpoints were made
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert isinstance(ended.value.code, int)
+        return subprocess.CompletedProcess(words, ended.value.code, *capfd.readouterr())
+
+    return command
+
+
+def in_a_process(*arguments: str | Path, file_limit: int | None = None) -> subprocess.CompletedProcess[str]:
+    """The same in a process; `file_limit` bytes is the largest file it may write, as on a disk that fills up."""
 
     def limit() -> None:
         if file_limit is not None:
@@ -72,7 +92,7 @@ def only_bin(path: Path) -> str:
 
 @pytest.mark.parametrize("damage", [truncated, outside, unknown_type, missing_shard, only_bin])
 def test_damaged_source_is_refused_and_nothing_is_left(
-    releases: PathOf, copy_of: Callable[[Path], Path], tmp_path: Path, damage: Callable[[Path], str]
+    releases: PathOf, copy_of: Callable[[Path], Path], tmp_path: Path, damage: Callable[[Path], str], ckptkit: Run
 ) -> None:
     source = copy_of(releases("glm4_moe"))
     named = damage(source)
@@ -85,7 +105,7 @@ def test_damaged_source_is_refused_and_nothing_is_left(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["glm4_moe"]
 
 
-def test_path_that_holds_nothing_is_refused_in_words(tmp_path: Path) -> None:
+def test_path_that_holds_nothing_is_refused_in_words(tmp_path: Path, ckptkit: Run) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     for path, message in (("absent", "does not exist"), ("empty", "the directory is empty"), ("file", "is a file")):
@@ -100,7 +120,7 @@ def test_path_that_holds_nothing_is_refused_in_words(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_existing_destination_is_kept(releases: PathOf, tmp_path: Path) -> None:
+def test_existing_destination_is_kept(releases: PathOf, tmp_path: Path, ckptkit: Run) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/precious").write_text("x")
     done = ckptkit("convert", releases("qwen2-tied"), tmp_path / "out")
@@ -121,7 +141,7 @@ def test_full_disk_ends_the_run_and_leaves_nothing(
     releases: PathOf, converted: PathOf, tmp_path: Path, direction: str
 ) -> None:
     source = releases("glm4_moe") if direction == "to Megatron" else converted("glm4_moe")
-    done = ckptkit("convert", source, tmp_path / "out", file_limit=300_000)
+    done = in_a_process("convert", source, tmp_path / "out", file_limit=300_000)
     assert done.returncode == 2, done.stderr
     assert "File too large" in done.stderr
     assert "Traceback" not in done.stderr
@@ -149,7 +169,7 @@ def test_full_file_system_keeps_finished_files(
         pytest.skip("this machine does not let root mount a tmpfs")
     try:
         source = releases("glm4_moe") if direction == "to Megatron" else converted("glm4_moe")
-        done = ckptkit("convert", source, tmp_path / "out")
+        done = in_a_process("convert", source, tmp_path / "out")
         assert done.returncode == 2, done.stderr
         assert "No space left on device" in done.stderr
         assert "Traceback" not in done.stderr
@@ -197,20 +217,20 @@ def test_ctrl_c_keeps_finished_files(releases: PathOf, converted: PathOf, tmp_pa
         ["preflight"],
     ],
 )
-def test_bad_usage_exits_2(arguments: list[str]) -> None:
+def test_bad_usage_exits_2(arguments: list[str], ckptkit: Run) -> None:
     done = ckptkit(*arguments)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
 
 
-def test_dry_run_writes_nothing_and_names_everything(releases: PathOf, tmp_path: Path) -> None:
+def test_dry_run_writes_nothing_and_names_everything(releases: PathOf, tmp_path: Path, ckptkit: Run) -> None:
     done = ckptkit("convert", releases("glm4_moe"), tmp_path / "out", "--dry-run")
     assert done.returncode == 0
     assert "decoder.layers.{2..11}.mlp.experts.experts.{0..11}.linear_fc1.weight" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-def test_inspect_says_format_tensors_and_arguments(releases: PathOf, converted: PathOf) -> None:
+def test_inspect_says_format_tensors_and_arguments(releases: PathOf, converted: PathOf, ckptkit: Run) -> None:
     hf = json.loads(ckptkit("inspect", releases("glm4_moe"), "--json").stdout)
     assert (hf["format"], hf["tensors"], hf["dtypes"]) == ("HF safetensors", 551, {"bfloat16": 541, "float32": 10})
     megatron = json.loads(ckptkit("inspect", converted("glm4_moe"), "--json").stdout)
@@ -224,13 +244,13 @@ def test_inspect_says_format_tensors_and_arguments(releases: PathOf, converted: 
     assert re.fullmatch(r"\d+ files?, 551 tensors, [\d.]+ MB, [\d.]+ M parameters", first)
 
 
-def test_inspect_says_of_many_files_which_and_how_many_tensors_they_have(releases: PathOf) -> None:
+def test_inspect_says_of_many_files_which_and_how_many_tensors_they_have(releases: PathOf, ckptkit: Run) -> None:
     files = sorted(path.name for path in releases("glm4_moe").glob("*.safetensors"))
     (line,) = [one for one in ckptkit("inspect", releases("glm4_moe")).stdout.splitlines() if one.startswith("files:")]
     assert re.fullmatch(rf"files: {files[0]} to {files[-1]}, \d+ to \d+ tensors each", line)
 
 
-def test_no_verb_at_all_shows_the_help() -> None:
+def test_no_verb_at_all_shows_the_help(ckptkit: Run) -> None:
     bare, asked = ckptkit(), ckptkit("--help")
     assert (bare.returncode, bare.stdout, bare.stderr) == (2, "", asked.stdout)
     assert asked.returncode == 0
@@ -238,7 +258,7 @@ def test_no_verb_at_all_shows_the_help() -> None:
 
 
 def test_without_a_terminal_a_run_says_its_time_and_the_next_command_unless_quiet(
-    releases: PathOf, tmp_path: Path
+    releases: PathOf, tmp_path: Path, ckptkit: Run
 ) -> None:
     done = ckptkit("convert", releases("qwen2-tied"), tmp_path / "out")
     wrote, after = done.stderr.splitlines()

@@ -1,4 +1,7 @@
-"""What real Megatron would unpickle is refused before it starts, unless megatron-core and torch write such names."""
+"""What real Megatron would unpickle is refused before it starts, unless megatron-core and torch write such names.
+
+That all which real Megatron saves is let through: test_megatron_written.py, which has such saves.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,6 @@ class Evil:
 @pytest.fixture
 def release(converted: PathOf, copy_of: CopyOf) -> Path:
     return copy_of(converted("qwen2-tied")) / "release"
-
-
-def test_every_save_of_real_megatron_is_let_through(saved: Path) -> None:
-    found = [file.parent for file in saved.rglob(".metadata")]
-    assert len(found) > 5
-    for path in found:
-        refuse_foreign_names(path)
 
 
 def test_training_arguments_are_let_through(release: Path) -> None:

@@ -15,6 +15,7 @@ from megatron_saves import SAVES
 
 from ckptkit.app.api import convert
 from ckptkit.app.inspection import inspect
+from ckptkit.formats.torch_dist.foreign_names import refuse_foreign_names
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint
 from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
@@ -103,6 +104,13 @@ def test_what_training_saves_beside_the_weights_is_left_out(saved: Path, label: 
     assert "rng_state/shard_0.1_1.4" in objects
     assert "rerun_state_machine_state/shard_3_4" in objects
     assert not [name for name in checkpoint.specs if "optimizer" in name or "state" in name]
+
+
+def test_every_save_is_let_through_to_megatrons_own_unpickling(saved: Path) -> None:
+    found = [file.parent for file in saved.rglob(".metadata")]
+    assert len(found) > 5
+    for path in found:
+        refuse_foreign_names(path)
 
 
 def test_common_state_is_read_wherever_it_is(saved: Path) -> None:

@@ -24,6 +24,7 @@ from quant.formats.scheme import QuantScheme, quantization_config
 from quant.kernels.dispatch import Packed, quantize_pack
 from quant.planner import quantized as as_int4
 from quant.requantize import StoredScheme, requantize, stored_parts, stored_scheme
+from verify.run import verify
 
 SCHEMES = [
     QuantScheme(32, "qmax7"),
@@ -187,6 +188,7 @@ def test_a_release_by_way_of_megatron(int4: Callable[..., Path], tmp_path: Path,
     convert(source, tmp_path / "megatron")
     convert(tmp_path / "megatron", tmp_path / "back", quantize=scheme, like=source)
     assert same_files(source, tmp_path / "back")
+    assert verify(tmp_path / "back", source=tmp_path / "megatron").findings == []
     written = quantize(source, tmp_path / "direct", scheme)
     assert same_files(source, tmp_path / "direct")
     assert written.dequantized is not None
@@ -226,6 +228,8 @@ def test_what_a_config_records() -> None:
     assert stored_scheme(config_of(QuantScheme(64, "minmax", (), False, "none", torch.float32))) == StoredScheme(
         64, False, "minmax", torch.float32
     )
+    kept = {"quantization_config": quantization_config(QuantScheme(32, "qmax7"), kept_scales=True)}
+    assert stored_scheme(kept) == StoredScheme(32, True, "qmax7", None, kept_scales=True)
     content = quantized.compressed_config("pack-quantized", strategy="channel", symmetric=True)
     assert stored_scheme({"quantization_config": content}) == StoredScheme(None, True)
     assert stored_scheme({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}) is None

@@ -1,4 +1,4 @@
-"""MLX, bitsandbytes, GPTQ, AWQ, AutoRound and ModelOpt: named once, and not judged by the rules of others."""
+"""MLX, bitsandbytes, GPTQ, AWQ, AutoRound, ModelOpt, NVFP4: named once, and not judged by the rules of others."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ckptkit.app.api import convert, quantize
-from ckptkit.core.errors import UnsupportedError
+from ckptkit.core.errors import CkptkitError, UnsupportedError
 from quant.formats.scheme import QuantScheme
+from quant.lint.lint import lint
 from verify.launch.preflight import preflight
 from verify.run import verify
 
@@ -69,6 +70,53 @@ def modelopt(module: str, weight: Tensor) -> Mapping[str, Tensor]:
     }
 
 
+def nvfp4(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    """Two codes a byte, groups of 16. Source: compressed-tensors `nvfp4/base.py`."""
+    rows, columns = weight.shape
+    return {
+        f"{module}.weight_packed": torch.randint(0, 255, (rows, columns // 2), dtype=torch.uint8),
+        f"{module}.weight_scale": torch.rand(rows, columns // 16).to(torch.float8_e4m3fn),
+        f"{module}.weight_global_scale": torch.rand(1),
+        f"{module}.input_global_scale": torch.rand(1),
+    }
+
+
+def modelopt_nvfp4(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    """The same as nvidia's releases have it, such as DeepSeek-R1-FP4."""
+    rows, columns = weight.shape
+    return {
+        f"{module}.weight": torch.randint(0, 255, (rows, columns // 2), dtype=torch.uint8),
+        f"{module}.weight_scale": torch.rand(rows, columns // 16).to(torch.float8_e4m3fn),
+        f"{module}.weight_scale_2": torch.tensor(0.5),
+        f"{module}.input_scale": torch.tensor(0.5),
+    }
+
+
+def mxfp4(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    """Two codes a byte, groups of 32 with a power of two. Source: compressed-tensors `mxfp4/base.py`."""
+    rows, columns = weight.shape
+    return {
+        f"{module}.weight_packed": torch.randint(0, 255, (rows, columns // 2), dtype=torch.uint8),
+        f"{module}.weight_scale": torch.randint(110, 130, (rows, columns // 32), dtype=torch.uint8),
+    }
+
+
+def floats(form: str, group: int) -> dict[str, Any]:
+    """What config.json says of them."""
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": group}
+    inputs = weights | {"dynamic": "local"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": form}}
+    return {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": form,
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": ["lm_head"],
+        }
+    }
+
+
 # What config.json says: mlx-lm writes both keys.
 FORMATS: dict[str, tuple[Parts, dict[str, Any]]] = {
     "MLX": (mlx, {"quantization": {"group_size": 32, "bits": 4}, "quantization_config": {"group_size": 32, "bits": 4}}),
@@ -86,6 +134,20 @@ FORMATS: dict[str, tuple[Parts, dict[str, Any]]] = {
         modelopt,
         {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}},
     ),
+    "NVIDIA ModelOpt of NVFP4": (
+        modelopt_nvfp4,
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}},
+    ),
+    "NVIDIA ModelOpt of NVFP4, in hf_quant_config.json alone": (modelopt_nvfp4, {}),
+    "NVFP4": (nvfp4, floats("nvfp4-pack-quantized", 16)),
+    "NVFP4 of a config that says mixed-precision": (
+        nvfp4,
+        {
+            "quantization_config": floats("nvfp4-pack-quantized", 16)["quantization_config"]
+            | {"format": "mixed-precision"}
+        },
+    ),
+    "MXFP4": (mxfp4, floats("mxfp4-pack-quantized", 32)),
 }
 
 
@@ -115,6 +177,24 @@ def test_verify_names_the_format_once_and_judges_nothing(foreign: tuple[str, Pat
             f"the quantized format of {name}" in reason and "which ckptkit does not read" in reason
             for reason in report.reasons
         ] == [True]
+
+
+def test_lint_names_the_format_that_config_json_states(foreign: tuple[str, Path]) -> None:
+    name, path = foreign
+    stated = json.loads((path / "config.json").read_text()).get("quantization_config", {}).get("quant_method")
+    if stated not in ("compressed-tensors", "modelopt"):
+        with pytest.raises(CkptkitError, match="has no quantization_config of compressed-tensors"):
+            lint(path)
+        return
+    with pytest.raises(UnsupportedError, match=f"quantized format of {name}"):
+        lint(path)
+
+
+def test_a_source_in_the_format_is_named_too(foreign: tuple[str, Path], releases: Callable[[str], Path]) -> None:
+    name, path = foreign
+    report = verify(releases("qwen2-untied"), source=path)
+    assert (report.status, report.errors) == ("inconclusive", 0)
+    assert any(f"quantized format of {name}" in reason for reason in report.reasons)
 
 
 def test_convert_and_quantize_name_the_format(foreign: tuple[str, Path], tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def sides(releases: PathOf, converted: PathOf, tmp_path: Path) -> tuple[Path, Pa
         shutil.copytree(converted("qwen2-tied"), tmp_path / "megatron"),
     )
     for side in (engine, root / "hf"):
+        (side / "tokenizer.model").unlink()
         write(side, "tokenizer.json", tokenizer())
         write(side, "tokenizer_config.json", CONFIG)
     return engine, root / "hf"
@@ -159,16 +160,27 @@ def test_two_formats_cannot_be_compared(sides: tuple[Path, Path]) -> None:
 
 
 def test_an_engine_without_a_vocabulary_is_an_error(sides: tuple[Path, Path]) -> None:
-    (sides[0] / "tokenizer.json").unlink()
+    (sides[0] / "tokenizer.json").rename(sides[0] / "vocab.txt")
     (finding,) = found(sides)
     assert (finding.severity, finding.actual) == ("error", f"{sides[0]} has none that can be read")
 
 
 def test_an_engine_without_a_tokenizer_is_an_error(releases: PathOf, tmp_path: Path) -> None:
     engine = shutil.copytree(releases("qwen2-tied"), tmp_path / "engine")
-    (engine / "tokenizer_config.json").unlink()
+    (engine / "tokenizer.model").unlink()
     (finding,) = preflight(hf_checkpoint=engine).findings
     assert (finding.code, finding.severity, finding.actual) == ("CK716", "error", "none")
+
+
+@pytest.mark.parametrize("option", ["--sglang-skip-tokenizer-init", "--skip-tokenizer-init"])
+def test_an_engine_that_is_started_without_one_may_lack_it(option: str, releases: PathOf, tmp_path: Path) -> None:
+    """slime's rollout loads it, where the user has not put another in its place."""
+    engine = shutil.copytree(releases("qwen2-tied"), tmp_path / "engine")
+    (engine / "tokenizer.model").unlink()
+    report = preflight(arguments=["--hf-checkpoint", str(engine), option])
+    (finding,) = report.findings
+    assert (report.status, finding.severity) == ("passed", "warning")
+    assert finding.actual == f"none, and {option} spares the engine alone"
 
 
 def test_a_tokenizer_that_cannot_be_read_is_an_error(sides: tuple[Path, Path]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from check_examples import hold_example
 from fixture_types import CopyOf, PathOf, RunAlone
+from transformers import AutoTokenizer
 
 # Of 352 rows: 350 words, and two special tokens behind them.
 WORDS = {f"w{number}": number for number in range(350)}
@@ -362,20 +363,32 @@ def test_a_source_tokenizer_that_cannot_be_read(pair: tuple[Path, Path], alone: 
 )
 def test_any_file_of_a_tokenizer_is_enough(file: str, releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
     path = copy_of(releases("qwen2-tied"))
-    (path / "tokenizer_config.json").rename(path / file)
+    (path / "tokenizer.model").rename(path / file)
     assert alone("CK720", path)[1] == []
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"])
+def test_settings_alone_are_no_tokenizer(file: str, releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+    """transformers refuses them, or makes a tokenizer of the special tokens alone, which encodes a text as nothing."""
+    path = copy_of(releases("qwen2-tied"))
+    (path / "tokenizer.model").unlink()
+    (path / "tokenizer_config.json").rename(path / file)
+    assert alone("CK720", path)[1][0].severity == "warning"
+    if file == "tokenizer_config.json":
+        made = AutoTokenizer.from_pretrained(path)
+        assert made("hello world")["input_ids"] == []
 
 
 def test_no_tokenizer_at_all_is_a_warning_and_an_error_beside_a_source_that_has_one(
     releases: PathOf, copy_of: CopyOf, alone: RunAlone, tmp_path: Path
 ) -> None:
     path = copy_of(releases("qwen2-tied"))
-    (path / "tokenizer_config.json").unlink()
-    _, (finding,) = alone("CK720", path)
-    assert finding.severity == "warning"
-    hold_example("CK720", finding)
-    for engine in ("sglang", "engine"):
-        assert alone("CK720", path, against=frozenset({engine}))[1][0].severity == "error"
+    (path / "tokenizer.model").unlink()
+    for asked in ((), ("sglang",), ("engine",)):  # both start SGLang without a tokenizer
+        _, (finding,) = alone("CK720", path, against=frozenset(asked))
+        assert (finding.severity, finding.actual) == ("warning", "no file of a tokenizer")
+        assert "--skip-tokenizer-init" in finding.hint
+        hold_example("CK720", finding)
     _, (finding,) = alone("CK720", path, source_path=releases("qwen2-tied"))
     assert (finding.severity, finding.hint) == ("error", f"copy the tokenizer files from {releases('qwen2-tied')}")
     bare = tmp_path / "bare"

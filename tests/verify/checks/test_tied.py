@@ -149,12 +149,12 @@ def test_quantize_like_a_reference_with_other_head_keeps_the_packed_set(
 
 
 @pytest.mark.sglang
+@pytest.mark.usefixtures("served_sglang")
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_moe"])
 def test_sglang_loads_a_tied_model_with_its_head(
-    releases: PathOf, tmp_path: Path, edit_json: Callable[..., None], name: str, monkeypatch: pytest.MonkeyPatch
+    releases: PathOf, tmp_path: Path, edit_json: Callable[..., None], name: str
 ) -> None:
     """SGLang 0.5.16 drops the head of qwen2, whose class ties, and loads that of qwen3_moe."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     path = Path(shutil.copytree(releases(name), tmp_path / "tied"))
     embedding = models.tensors(path)[EMBEDDING]
     if HEAD in models.tensors(path):

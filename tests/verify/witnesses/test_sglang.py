@@ -417,7 +417,7 @@ def test_verify_streams_a_megatron_checkpoint_and_keeps_stdout_clean(
     assert capfd.readouterr().out == ""
 
 
-@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.usefixtures("served_sglang")
 def test_a_model_that_sglang_cannot_load_is_a_finding(releases: Callable[[str], Path], tmp_path: Path) -> None:
     release = releases("qwen2-tied")
     path = written(tmp_path, "wide", release, models.tensors(release), vocab_size=640)

@@ -199,6 +199,7 @@ def seen(report: SglangReport, name: str, numbers: Tensor) -> Tensor:
     return numbers[:0].flatten() if any(one.tensor == name for one in report.dropped) else numbers.flatten()
 
 
+@pytest.mark.usefixtures("served_sglang")
 def test_verify_streams_a_megatron_checkpoint_to_a_process_a_rank(root: Path, tmp_path: Path) -> None:
     convert(root / "qwen3_moe", tmp_path / "megatron")
     report = verify(tmp_path / "megatron", root / "qwen3_moe", tp=2, ep=2, against=frozenset({"sglang"}))

@@ -14,7 +14,7 @@ from verify.run import verify
 from verify.witnesses.sglang import run as sglang_run
 from verify.witnesses.sglang.run import SglangRun
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300), pytest.mark.usefixtures("served_sglang")]
 
 PathOf = Callable[..., Path]
 INT4 = "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors"

@@ -273,12 +273,17 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "CK720",
     "a tokenizer lies beside the weights",
     stage="configuration",
-    rationale="An engine loads the tokenizer from the directory of the weights; without one it does not start.",
-    fix="Copy the tokenizer files of the release into this directory.",
+    rationale="An engine loads the tokenizer from the directory of the weights; without one it does not start, or it "
+    "knows no words. tokenizer_config.json alone is no tokenizer.",
+    fix="Copy the tokenizer files of the release into this directory, or start the engine with `--skip-tokenizer-init` "
+    "and send it token ids.",
     unless=lambda subject: None if subject.kind == "hf" else "Megatron loads no tokenizer from its checkpoint",
 )
 def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Any file of a tokenizer; without one an error where the source has one or an engine is asked, else a warning."""
+    """Any file with the words of a tokenizer; without one an error where the source has one, else a warning.
+
+    `--against-sglang` and `--engine` start SGLang without a tokenizer, so they need none.
+    """
     tally.compared(0)
     if side_of(subject).has_tokenizer:
         return
@@ -287,7 +292,7 @@ def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint = (
         f"copy the tokenizer files from {there.root}"
         if there and known
-        else "copy them from the release, if an engine is to load this directory"
+        else "copy them from the release; an engine started with --skip-tokenizer-init needs none"
     )
     where = str(subject.path)
     yield Issue(
@@ -295,5 +300,5 @@ def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
         "no file of a tokenizer",
         hint,
         file=where,
-        severity="error" if known or subject.against & {"sglang", "engine"} else "warning",
+        severity="error" if known else "warning",
     )

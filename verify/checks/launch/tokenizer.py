@@ -13,6 +13,8 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.launch import sides_of
 
+# With these SGLang takes and gives token ids; options of slime and miles, and SGLang's own.
+_SKIPPED = ("--sglang-skip-tokenizer-init", "--skip-tokenizer-init")
 _SPECIAL = ("eos", "pad", "bos", "unk")
 _HINT = "give the HF directory of the model that the trainer's weights were converted from as --hf-checkpoint"
 
@@ -44,8 +46,7 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
     engine = _engine(subject)
     tally.compared(0)
     if not engine.has_tokenizer:
-        expected = "files of a tokenizer, which engine and trainer load from --hf-checkpoint"
-        yield Issue(expected, "none", "copy them from the release of the model", file=engine.root)
+        yield _none(subject, engine)
         return
     sides = sides_of(subject.launch) if subject.launch else []
     for root in dict.fromkeys(side.path.parent / "hf" for side in sides if side.kind == "megatron" and side.path):
@@ -57,6 +58,22 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
         except CkptkitError as error:
             hint = error.hint or "copy them from the release"
             yield Issue("files that can be read", error.message, hint, file=root)
+
+
+def _none(subject: Subject, engine: SideFiles) -> Issue:
+    """An error, or a warning where the engine is started without one: only slime's own rollout loads it then.
+
+    Source: slime `rollout/sglang_rollout.py` `GenerateState`; a rollout function of the user may do without.
+    """
+    words = subject.launch.words if subject.launch else ()
+    expected, hint = (
+        "files of a tokenizer, which engine and trainer load from --hf-checkpoint",
+        "copy them from the release",
+    )
+    if (given := next((word for word in words if word in _SKIPPED), None)) is None:
+        return Issue(expected, "none", f"{hint} of the model", file=engine.root)
+    hint += ", unless the launch has a rollout function of its own that takes and gives token ids"
+    return Issue(expected, f"none, and {given} spares the engine alone", hint, file=engine.root, severity="warning")
 
 
 def _differing(engine: SideFiles, trainer: SideFiles, tally: Tally) -> Iterator[Issue]:

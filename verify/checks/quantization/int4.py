@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,8 @@ from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.quantization_config import config_issue
 from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config
 from verify.evidence.folding import alike
-from verify.evidence.packed import Format, format_of, part_shapes, read_scales
+from verify.evidence.packed import Format, Scale, format_of, part_shapes, read_scales
+from verify.evidence.rounding import keeps_scales, names_grid
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 
@@ -238,23 +239,45 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "scales are finite and not zero, and weight_shape is true",
     stage="quantization",
     rationale="A scale of zero silences a group of weights, one of NaN poisons it; decompressors take the row length "
-    "from weight_shape.",
+    "from weight_shape. A negative scale is sound where the grid has them, as AutoRound's symmetric one, and turns the "
+    "sign of a group of weights where it has none.",
     fix="Quantize again from the release.",
     unless=not_quantized,
 )
 def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Reads every scale and weight_shape, which are a small part of the checkpoint."""
-    config, _, _ = packed_weights(subject)
-    shapes = expected_hf(config)
+    """Reads every scale and weight_shape, which are a small part of the checkpoint.
+
+    Readers multiply by a scale with its sign (compressed-tensors `_dequantize`, the Marlin kernels of SGLang), so a
+    negative one is wrong only on a grid that has none (`_is_signed`).
+    """
+    config, _, form = packed_weights(subject)
+    shapes, scales = expected_hf(config), subject.once(read_scales)
+    signed = _is_signed(config, form, scales)
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for scale in subject.once(read_scales):
+    for scale in scales:
         tally.compared(scale.nbytes)
         want, name = shapes.get(f"{scale.module}.weight"), scale.module + SCALE
         if want is not None and scale.shape is not None and scale.shape != want:
             wrong[str(list(want)), str(list(scale.shape))].append(scale.module + SHAPE)
         if scale.not_finite:
             wrong["finite scales", "NaN or infinity"].append(name)
-        elif scale.not_positive:
-            wrong["scales above zero", f"{scale.not_positive} of {scale.values} are zero or negative"].append(name)
+        elif scale.zero:
+            wrong["scales other than zero", f"{scale.zero} of {scale.values} are zero"].append(name)
+        elif scale.negative and not signed:
+            wrong["scales above zero", f"{scale.negative} of {scale.values} are negative"].append(name)
+    if signed and (negative := sum(scale.negative for scale in scales)):
+        values = sum(scale.values for scale in scales)
+        tally.note(f"CK304: {negative} of {values} scales are negative, as AutoRound's are; readers keep their sign")
     for (expected, actual), names in wrong.items():
         yield Issue(expected, actual, "quantize again from the release", names=names, file=subject.path)
+
+
+def _is_signed(config: Mapping[str, Any], form: Format, scales: Sequence[Scale]) -> bool:
+    """Whether negative scales belong to the grid: a symmetric one that is not ckptkit's.
+
+    Such a scale has the sign of the group's largest weight, so of all about half are negative; where it is less than
+    one in a hundred, these are faults. Scales that were kept from another checkpoint may be any part of all.
+    """
+    if not form.symmetric or names_grid(config):
+        return False
+    return keeps_scales(config) or 100 * sum(one.negative for one in scales) >= sum(one.values for one in scales)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from ckptkit.core.specs import ranges
+from ckptkit.core.specs import fold, ranges
 from ckptkit.formats.torch_dist.names import norm_alias
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS
 from converters.planner import dims_of, rules_of
@@ -71,6 +71,11 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
         )
     for report in run.reports:
         tally.tensors += report.requested
+    if renamed := {key for report in run.reports for key in report.renamed}:
+        tally.note(
+            f"CK401: norms have the names of Transformer Engine's layers alone, such as {fold(sorted(renamed))[0]}, as "
+            "trainers save them; Megatron's local spec, which was run here, would not find them by its own"
+        )
     yield from _unexpected(run.reports)
     if subject.megatron.ranks:
         tally.note(f"--ranks: only {ranks} are looked at; what the others ask for or hold is not")

@@ -87,6 +87,7 @@ class RankReport:
     this rank asked for and the disk lacks. `refused`: names on which `load_state_dict` was not strict. `requested`: how
     many keys it asked for. `judged`: what Megatron makes of each prompt, on ranks of the last pipeline stage. `stream`:
     the file with what this rank computed at its stages, if it is the first of the ranks that compute the same.
+    `renamed`: keys on disk of norms that it asked for by another name, that of Megatron's local spec.
     """
 
     rank: int
@@ -104,6 +105,7 @@ class RankReport:
     mtp: tuple[int, ...] = ()
     asked: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
     stream: str | None = None
+    renamed: tuple[str, ...] = ()
 
     def save(self, path: Path) -> None:
         """Writes the report as JSON."""
@@ -113,7 +115,7 @@ class RankReport:
     def load(path: Path) -> RankReport:
         """The report written by `save`."""
         values: Mapping[str, Any] = json.loads(path.read_text())
-        tuples = {key: tuple(values[key]) for key in ("missing", "unexpected", "refused", "mtp")}
+        tuples = {key: tuple(values[key]) for key in ("missing", "unexpected", "refused", "mtp", "renamed")}
         layers = tuple(tuple(chunk) for chunk in values["layers"])
         seen = tuple(TensorSeen(**{**one, "origins": tuple(one["origins"])}) for one in values["tensors"])
         judged = tuple(Judged(**one) for one in values["judged"])

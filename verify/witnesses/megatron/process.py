@@ -190,6 +190,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
         stream=stream,
         mtp=tuple(len(chunk.mtp.layers) if chunk.mtp_process else 0 for chunk in chunks),
         asked={key: tuple(boxes) for key, boxes in reader.asked.items()},
+        renamed=tuple(sorted(reader.renamed.values())),
     )
 
 

@@ -1,0 +1,143 @@
+"""What is written beside or into a checkpoint while it is verified: its own files count, a trainer's others do not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fixture_types import CopyOf, PathOf
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.storage.fingerprint import ChangedError
+from verify import run
+from verify.diff.diff import diff
+from verify.evidence.subject import Subject
+from verify.run import verify
+
+
+def log(path: Path) -> None:
+    (path / "train.log").write_text("step 11\n")
+    (path / "runs").mkdir(exist_ok=True)
+    (path / "runs" / "events.out.tfevents.1").write_bytes(b"\0")
+    (path / "trainer_state.json").write_text("{}")
+
+
+def another_iteration(path: Path) -> None:
+    """As Megatron saves one beside the release, and says so in the tracker."""
+    shutil.copytree(path / "release", path / "iter_0000011")
+    (path / "latest_checkpointed_iteration.txt").write_text("11")
+
+
+def another_checkpoint(path: Path) -> None:
+    """As transformers' trainer saves one below the model."""
+    shutil.copytree(path, path.parent / "checkpoint-11")
+    shutil.move(path.parent / "checkpoint-11", path / "checkpoint-11")
+
+
+def touched(pattern: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        file = min(path.glob(pattern))
+        file.write_bytes(file.read_bytes())
+        os.utime(file, ns=(1, 1))
+
+    return change
+
+
+def removed(path: Path) -> None:
+    min(path.glob("*.safetensors")).unlink()
+
+
+def one_more_shard(path: Path) -> None:
+    shutil.copy(min(path.glob("*.safetensors")), path / "model-00099-of-00099.safetensors")
+
+
+@pytest.fixture
+def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
+    """`meanwhile(change)`: what happens when all checks have run, and before the files are looked at again."""
+
+    def at_the_end(change: Callable[[], None]) -> None:
+        checks = run.run_checks
+
+        def run_checks(subject: Subject, chosen: object) -> object:
+            outcome = checks(subject, chosen)  # type: ignore[arg-type]
+            change()
+            return outcome
+
+        monkeypatch.setattr(run, "run_checks", run_checks)
+
+    return at_the_end
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [("hf", log), ("hf", another_checkpoint), ("megatron", log), ("megatron", another_iteration)],
+)
+def test_what_belongs_to_another_program_changes_no_verdict(
+    kind: str,
+    change: Callable[[Path], None],
+    releases: PathOf,
+    converted: PathOf,
+    copy_of: CopyOf,
+    meanwhile: Callable[[Callable[[], None]], None],
+) -> None:
+    path = copy_of((releases if kind == "hf" else converted)("qwen2-tied"))
+    meanwhile(lambda: change(path))
+    report = verify(path)
+    assert (report.status, report.findings) == ("passed", [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("hf", touched("*.safetensors")),
+        ("hf", touched("*.index.json")),
+        ("hf", touched("config.json")),
+        ("hf", touched("tokenizer.model")),
+        ("hf", removed),
+        ("hf", one_more_shard),
+        ("megatron", touched("release/*.distcp")),
+        ("megatron", touched("release/.metadata")),
+        ("megatron", touched("release/common.pt")),
+    ],
+)
+def test_a_file_of_the_checkpoint_that_changes_ends_the_run(
+    kind: str,
+    change: Callable[[Path], None],
+    releases: PathOf,
+    converted: PathOf,
+    copy_of: CopyOf,
+    meanwhile: Callable[[Callable[[], None]], None],
+) -> None:
+    path = copy_of((releases if kind == "hf" else converted)("qwen2-tied"))
+    meanwhile(lambda: change(path))
+    with pytest.raises(ChangedError, match="changed while it was read"):
+        verify(path)
+
+
+def test_a_source_counts_as_the_checkpoint_does(
+    releases: PathOf, copy_of: CopyOf, meanwhile: Callable[[Callable[[], None]], None]
+) -> None:
+    source = copy_of(releases("qwen2-tied"))
+    meanwhile(lambda: log(source))
+    assert verify(releases("qwen2-tied"), source=source).status == "passed"
+    meanwhile(lambda: touched("*.safetensors")(source))
+    with pytest.raises(CkptkitError, match="changed while it was read"):
+        verify(releases("qwen2-tied"), source=source)
+
+
+def test_diff_takes_a_log_for_none_of_its_files(
+    releases: PathOf, copy_of: CopyOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    compare = diff.__globals__["compare"]
+
+    def compared(*arguments: object, **named: object) -> object:
+        result = compare(*arguments, **named)
+        log(path)
+        return result
+
+    monkeypatch.setitem(diff.__globals__, "compare", compared)
+    assert not diff(path, releases("qwen2-tied")).differing
