@@ -67,7 +67,7 @@ def test_the_manifest_of_a_release(releases: PathOf, manifests: PathOf) -> None:
         for name, tensor in models.tensors(release).items()
     }
     assert content["tensors"] == expected
-    files = ("config.json", "generation_config.json", "tokenizer_config.json")
+    files = ("config.json", "generation_config.json", "tokenizer.model", "tokenizer_config.json")
     assert content["files"] == {name: blake3((release / name).read_bytes()).hexdigest() for name in files}
 
 
