@@ -55,7 +55,7 @@ def run(*arguments: str | Path) -> str:
 
 def test_the_command_line_says_what_it_dequantizes(fp8: Path, tmp_path: Path) -> None:
     assert f"quantization: {WORDS}: 84 tensors; `ckptkit convert` dequantizes them" in run("inspect", fp8)
-    assert f" GB, dequantized from {WORDS}\n" in run("convert", fp8, tmp_path / "megatron", "--dry-run")
+    assert f" MB, dequantized from {WORDS}\n" in run("convert", fp8, tmp_path / "megatron", "--dry-run")
     assert json.loads(run("convert", fp8, tmp_path / "megatron", "--json"))["dequantized"] == WORDS
     assert json.loads(run("convert", tmp_path / "megatron", tmp_path / "back", "--json"))["dequantized"] is None
     assert inspect(tmp_path / "back")["quantization"] is None

@@ -124,12 +124,12 @@ _CLASSES = b"\x80\x04cm\nn\n\x94ctorch\nSize\n\x94cm\nn\nctorch\nSize\n"
 
 
 def _outcome(content: bytes) -> object:
-    """What the pickle builds or is refused for, and what the memo holds then."""
+    """What the pickle builds, with what the memo holds then, or what it is refused for."""
     machine = Machine(content, lambda module, name: _named(module, name, None))
     try:
         end = _written_out(machine.run())
     except pickle.UnpicklingError as error:
-        end = re.sub(r"byte \d+", "", str(error))
+        return re.sub(r"byte \d+", "", str(error))
     return end, [_written_out(one) for one in machine._memo]
 
 
