@@ -154,7 +154,8 @@ def test_without_a_template_or_a_tokenizer_it_is_inconclusive(judge: Judge, reco
     status, reason, _ = judge([prompted(ASKED, RENDERED)], path=path)
     assert status == "skipped"
     assert "has no chat template" in reason
-    (path / "tokenizer.json").unlink()
+    for name in ("tokenizer.json", "tokenizer.model"):
+        (path / name).unlink()
     status, reason, _ = judge([prompted("hello", "hello")], path=path)
     assert status == "skipped"
     assert "has no tokenizer" in reason
