@@ -123,9 +123,9 @@ def _task() -> Callable[[str, bytes, Sequence[str]], tuple[str | None, Any]]:
         import platform
 
         try:
-            import ckptkit
+            from ckptkit.core.installation import program_version as version_here
 
-            found = ckptkit.__version__
+            found = version_here()
         except ImportError:
             found = "none"
         if found != wanted:
