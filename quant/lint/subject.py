@@ -18,7 +18,7 @@ from quant.formats.part_names import packed_in
 from quant.formats.scheme import listed
 from quant.patterns.entries import check_entries
 from quant.selection.class_tree import class_tree
-from quant.selection.matrices import Matrix, matrices_named
+from quant.selection.matrices import Matrix, fused_experts, matrices_named
 from quant.selection.portable import Divergence, Reading, covered, divergences, packed_by, read_all
 from quant.selection.published import severities
 from quant.selection.readers import ALL_READERS, RULES, readers_of
@@ -100,7 +100,7 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subj
     config = as_spelled(config, stored)
     tree = class_tree(config)
     names = stored or [f"{module}.weight" for module in [*tree.others, *sorted(tree.linears), *_draft_modules(tree)]]
-    matrices = matrices_named(names, tree, config)
+    matrices = [*matrices_named(names, tree, config), *fused_experts(names, tree, config)]
     packed = frozenset(packed_in(names))
     asked = None if readers is None else tuple(readers)
     return Subject(

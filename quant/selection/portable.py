@@ -16,6 +16,7 @@ from quant.patterns.entries import check_lookups, matcher
 from quant.selection.matrices import Matrix, names_in_sglang, names_in_vllm
 from quant.selection.readers import RULES
 from quant.selection.spelling import candidates
+from quant.selection.tree import DRAFT_LAYER
 
 Answer = Literal["packs", "keeps", "refuses"]
 _MAX_ADVICE = 3  # each try looks at every tensor again
@@ -103,7 +104,8 @@ def _asked(
     reader: str, matrices: Iterable[Matrix], ignore: set[str], config: Mapping[str, Any]
 ) -> Iterator[tuple[str, ...]]:
     if reader == "slime":
-        yield from ((matrix.tensor,) for matrix in matrices)
+        # It packs what ends so, and fused experts do not.
+        yield from ((matrix.tensor,) if matrix.tensor.endswith(".weight") else () for matrix in matrices)
         return
     if reader in _BY_CLASS:
         yield from ((matrix.module,) for matrix in matrices)
@@ -241,9 +243,13 @@ def quoted(patterns: Iterable[str]) -> str:
 
 
 def advice(found: Sequence[Divergence], question: Question, ignore: Sequence[str]) -> str:
-    """The next move: what to write instead of the entries that readers take differently, and what to add."""
+    """The next move: what to write instead of the entries that readers take differently, and what to add.
+
+    Draft layers are left out by one entry for the whole layer, since engines give its modules other names.
+    """
     moves = []
-    suspects = list(dict.fromkeys(pattern for one in found for pattern in one.patterns))
+    drafts = {matrix.tensor for matrix in question.matrices if matrix.kept == DRAFT_LAYER}
+    suspects = list(dict.fromkeys(pattern for one in found if one.tensor not in drafts for pattern in one.patterns))
     for pattern in suspects[:_MAX_ADVICE]:
         better = _respell(pattern, question, ignore)
         moves.append(
@@ -253,7 +259,7 @@ def advice(found: Sequence[Divergence], question: Question, ignore: Sequence[str
         )
     if rest := suspects[_MAX_ADVICE:]:
         moves.append(f"treat {len(rest)} more entries alike")
-    bare = {one.tensor for one in found if not one.patterns}
+    bare = {one.tensor for one in found if not one.patterns or one.tensor in drafts}
     if missing := dict.fromkeys(matrix.entry for matrix in question.matrices if matrix.tensor in bare):
         moves.append("add " + quoted(missing))
     return "; ".join(moves)
