@@ -129,7 +129,8 @@ class SglangClass:
     SGLang has instead. `entries`: beginnings that SGLang rewrites in plain entries of `ignore` (`hf_to_sglang_mapper`);
     the first that fits counts. `outside`: parts of names that it spells otherwise in layers outside the language model;
     None: it never asks about those. `dense`: what it cannot hold as INT4. `joins_shared_expert`: on CUDA it makes the
-    shared expert one of the routed ones, unless told not to.
+    shared expert one of the routed ones, unless told not to. `tells_experts`: its routers know their layer (`layer_id`
+    of `TopK`), without which an engine that is asked for the experts of each token ends.
     """
 
     fused: tuple[str, ...] = ()
@@ -138,6 +139,7 @@ class SglangClass:
     outside: tuple[tuple[str, str], ...] | None = None
     dense: tuple[Dense, ...] = ()
     joins_shared_expert: bool = False
+    tells_experts: bool = True
 
     @cached_property
     def packed_modules(self) -> Mapping[str, tuple[str, ...]]:

@@ -22,8 +22,8 @@ from quant.lint.lint import lint
 from quant.selection.class_tree import class_tree
 from quant.selection.decision import default_ignore, resolve
 from quant.selection.matrices import matrices_named
-from quant.selection.portable import read_all
 from quant.selection.readers import RULES
+from quant.selection.reading import read_all
 
 QWEN2 = {key: value for key, value in QWEN.items() if key not in ("num_experts", "moe_intermediate_size")} | {
     "model_type": "qwen2",

@@ -94,7 +94,6 @@ def test_quantization_config_without_packed_weights_is_an_error(
             ("config_groups", "group_0", "input_activations"),
             {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
         ),
-        (("kv_cache_scheme",), {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}),
         (("ignore",), 7),
         (("ignore",), ["lm_head", "re:(["]),
     ],

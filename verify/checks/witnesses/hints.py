@@ -68,7 +68,7 @@ def _why_unpacked(name: str, config: Mapping[str, Any]) -> str | None:
             f"add `{keep_router(config)}` to quantization_config.ignore and leave the router in its own dtype"
         )
     if name.endswith(INT4_ENDINGS):
-        return f"SGLang builds {module} unquantized: store it unpacked and keep it in quantization_config.ignore"
+        return f"SGLang builds {module} unquantized: store it unquantized and keep it in quantization_config.ignore"
     if name.endswith("_proj.weight"):
         return (
             f"SGLang builds {module} quantized: pack it, or ignore it by a regex that also matches the fused name "

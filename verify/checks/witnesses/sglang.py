@@ -17,7 +17,7 @@ from verify.checks.witnesses.hints import (
     why_not_repacked,
     why_unwritten,
 )
-from verify.evidence.expected import config_of, is_quantized, usable_config, weights_of
+from verify.evidence.expected import config_of, is_cache_scale, is_quantized, usable_config, weights_of
 from verify.evidence.folding import alike, by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -27,6 +27,10 @@ from verify.witnesses.sglang.names import of_draft
 from verify.witnesses.sglang.run import TESTED, engine_sizes, run_sglang
 
 MODEL, DRAFT = "SGLang", "SGLang's draft model"
+_OF_CACHE = (
+    "SGLang's class has no place for scales of the key-value cache: a cache in FP8 (--kv-cache-dtype) gets a scale of "
+    "1, one in the model's dtype needs none"
+)
 _NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
 
 
@@ -168,8 +172,14 @@ def none_dropped(subject: Subject, tally: Tally) -> Iterator[Issue]:
     packed = subject.kind == "hf" and bool(weights_of(config))
     for report, where in _reports(subject):
         _count(tally, report.fed)
-        why = partial(why_dropped, report=report, config=config, packed=packed)
-        yield from _findings("CK503", report.dropped, "written into its own parameter", why, where=where)
+        why, expected = (
+            partial(why_dropped, report=report, config=config, packed=packed),
+            "written into its own parameter",
+        )
+        scales = [seen for seen in report.dropped if is_cache_scale(seen.tensor, config)]
+        others = [seen for seen in report.dropped if seen not in scales]
+        yield from _findings("CK503", others, expected, why, where=where)
+        yield from _findings("CK503", scales, expected, lambda seen: _OF_CACHE, "warning", where)
 
 
 @check(
@@ -308,6 +318,7 @@ def loads_draft(subject: Subject, tally: Tally) -> Iterator[Issue]:
             hint,
             names=report.draft,
             file=subject.path,
+            together=True,
         )
         return
     if run.draft is None:
