@@ -55,8 +55,8 @@ def agreement(
     ignore, tree, stored = listed(quantization_of(config), "ignore"), class_tree(config), set(packed_in(specs))
     matrices = [*matrices_of(specs, tree, config), *_absent(specs, tree, config)]
     packed = [matrix.module in stored for matrix in matrices]
-    others = {name.removesuffix(".weight") for name, spec in specs.items() if spec.dtype.startswith("float8")}
-    question = Question(matrices, packed, config, tuple(RULES), targets_of(groups_of(config)), others)
+    in_floats = {name.removesuffix(".weight") for name, spec in specs.items() if spec.dtype.startswith("float8")}
+    question = Question(matrices, packed, config, tuple(RULES), targets_of(groups_of(config)), in_floats)
     found = question.divergences(ignore)
     everybody = _for_everybody(found)
     forbidden = {

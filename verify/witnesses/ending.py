@@ -29,9 +29,10 @@ _OF_THE_MACHINE = frozenset(
     | {"AcceleratorError", "DistBackendError", "DistError", "DistNetworkError", "OutOfMemoryError"}
 )
 _MACHINE_SAYS = re.compile(
-    r"can't allocate memory|out of memory|CUDA error|no kernel image|shared object file|_OpNamespace", re.IGNORECASE
+    r"can't allocate memory|out of memory|CUDA error|no kernel image|shared object file|_OpNamespace"
+    r"|current (?:platform|GPU)|only for NPU",
+    re.IGNORECASE,
 )
-_MACHINE_LACKS = re.compile(r"current (platform|GPU)|only for NPU", re.IGNORECASE)
 # Modules that start compilers, ask devices or make process groups, and where SGLang reads what was set up before.
 _MACHINERY = (
     *("ctypes", "subprocess", "triton", "tvm_ffi", "torch.cuda", "torch.utils.cpp_extension"),
@@ -146,7 +147,7 @@ def _is_decision(error: BaseException, phase: Phase) -> bool:
     theirs = _beyond_ours(error)
     raised_by = str(theirs[-1].f_globals.get("__name__", "")) if theirs else ""
     failed_import = isinstance(error, ImportError) and error.name is not None
-    return _is_within(raised_by, phase.deciders) and not failed_import and _MACHINE_LACKS.search(str(error)) is None
+    return _is_within(raised_by, phase.deciders) and not failed_import and _MACHINE_SAYS.search(str(error)) is None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
