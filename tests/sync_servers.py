@@ -27,6 +27,7 @@ from sync_engines import served
 from torch import Tensor
 
 from ckptkit import CkptkitError
+from ckptkit.app.job.engines import waiting
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.hooks import WeightSyncCheck
 
@@ -55,7 +56,7 @@ class Server:
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})  # noqa: S310 - our server
-        with urlopen(request, timeout=300) as answer:  # noqa: S310
+        with waiting(f"{self.url}/{path}"), urlopen(request, timeout=300) as answer:  # noqa: S310
             answer.read()
 
     def send(self, pairs: Sequence[tuple[str, Tensor]], version: object, loader: str | None = None) -> None:
