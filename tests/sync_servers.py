@@ -94,13 +94,14 @@ def started(model: Path, tp: int, log: Path, *options: str) -> Iterator[Server]:
 def wait(server: Server, seconds: float = 200) -> None:
     """Until the server says what it serves."""
     end = time.monotonic() + seconds
-    while True:
-        try:
-            return server.ask("model_info")
-        except (HTTPError, URLError, OSError):
-            if time.monotonic() > end:
-                raise
-            time.sleep(1)
+    with waiting(f"{server.url} to start"):
+        while True:
+            try:
+                return server.ask("model_info")
+            except (HTTPError, URLError, OSError):
+                if time.monotonic() > end:
+                    raise
+                time.sleep(1)
 
 
 def weights(path: Path, version: int) -> dict[str, Tensor]:
