@@ -69,21 +69,19 @@ def _in_groups(config: Mapping[str, Any]) -> bool:
     Readers then find each module's group by its name (`quant.selection.reading`).
     """
     content = quantization_of(config)
+    if content.get("quant_method") != "compressed-tensors" or content.get("format") not in _FORMATS:
+        return False
     try:
-        parse(content)
         groups = groups_of(config)
         check_entries(listed(content, "ignore"), "config.json: ignore")
         check_entries([target for group in groups for target in group.targets], "config.json: targets")
+        several = [group.targets for group in groups] != [("Linear",)] or content.get("kv_cache_scheme") is not None
+        if not (several and any(group.kind == "packs" for group in groups)):
+            return False
+        parse(content)  # last, since it imports compressed-tensors
     except CkptkitError:
         return False
-    several = [group.targets for group in groups] != [("Linear",)] or content.get("kv_cache_scheme") is not None
-    return (
-        several
-        and content.get("quant_method") == "compressed-tensors"
-        and content.get("format") in _FORMATS
-        and any(group.kind == "packs" for group in groups)
-        and all(group.targets and _is_judged(group) for group in groups)
-    )
+    return all(group.targets and _is_judged(group) for group in groups)
 
 
 def _is_judged(group: Group) -> bool:
