@@ -28,6 +28,7 @@ from ckptkit.core.printable import shortened
 from ckptkit.core.specs import MOST_AXES, TensorSpec
 from ckptkit.formats.megatron_config import config_in, hf_home
 from ckptkit.formats.torch_dist.names import engine_name, whole_of
+from ckptkit.formats.torch_dist.plain_dcp import refuse_plain_dcp
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob, dense_stride
 from ckptkit.formats.torch_save.records import Dtype, is_bounded
@@ -78,12 +79,14 @@ class StoredTensor:
 class StoredMetadata:
     """`.metadata` as data: tensors and the blobs of byte objects, by key.
 
-    `names`: every class and function that the pickle names (`module.name`).
+    `names`: every class and function that the pickle names (`module.name`). `by_torch`: whether torch's own planner
+    wrote it, which notes how names are nested.
     """
 
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, Blob]
     names: frozenset[str] = frozenset()
+    by_torch: bool = False
 
 
 def read_metadata(path: Path) -> StoredMetadata:
@@ -113,7 +116,10 @@ def _read_metadata(path: Path, file: Path) -> StoredMetadata:
         key: storage.blob(key, None) for key, entry in entries.items() if entry.kind.endswith(".BytesStorageMetadata")
     }
     return StoredMetadata(
-        {key: _stored(storage, key, entry) for key, entry in entries.items() if key not in objects}, objects, names
+        {key: _stored(storage, key, entry) for key, entry in entries.items() if key not in objects},
+        objects,
+        names,
+        bool(getattr(content, "planner_data", None)),
     )
 
 
@@ -297,6 +303,7 @@ class TorchDistCheckpoint:
         self.path = Path(path).absolute()
         self.hf = hf_home(self.path, hf)
         self.metadata = read_metadata(self.path)
+        refuse_plain_dcp(self.path, self.metadata)
         self._logical = self._name_once()
         for stored in {id(part.stored): part.stored for parts in self._logical.values() for part in parts}.values():
             if problem := tiling_problem(stored.shape, [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]):

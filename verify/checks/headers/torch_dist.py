@@ -63,6 +63,7 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
             "a torch_dist checkpoint", "Megatron's legacy format (mp_rank_*)", hint, file=weights, severity="warning"
         )
         return
+    files.readable  # noqa: B018 - raises for a format that is not torch_dist
     yield from _backend(weights)
     try:
         files.args  # noqa: B018 - a cached property that raises
