@@ -193,6 +193,8 @@ def _run(one: Check, subject: Subject, broken: str | None) -> Outcome:
         unable = False
     else:
         reason, unable = _collect(one, subject, tally, found, broken)
+    if reason is None and tally.tensors == 0 and not found and broken:
+        reason = f"nothing to look at because {broken} failed"
     if reason is None and tally.tensors == 0 and not found:
         hint = "a check that looks at nothing proves nothing: please report this"
         found += Issue("something to compare", "nothing was compared", hint).findings(one.code)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.unused import refuse_hf
-from ckptkit.formats.detect import TRACKER, is_legacy, locate, refuse_url, tracked
+from ckptkit.formats.detect import TRACKER, is_legacy, locate, refuse_other_format, refuse_url, tracked
 from ckptkit.formats.own_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
 from converters.planner import dims_of
@@ -182,6 +182,8 @@ def _refuse_other_formats(subject: Subject) -> None:
         raise CkptkitError(f"{weights} is in Megatron's legacy format (mp_rank_*), which verify cannot look into", hint)
     if subject.kind == "megatron":
         subject.megatron_files.readable  # noqa: B018 - raises for a distributed checkpoint that is not torch_dist
+    else:
+        refuse_other_format(subject.path)
 
 
 def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> None:

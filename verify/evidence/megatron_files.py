@@ -50,7 +50,7 @@ class MegatronFiles:
 
         Raises CkptkitError when `.metadata` cannot be read, UnsupportedError where it is none of torch_dist.
         """
-        refuse_plain_dcp(self.weights, self.metadata)
+        refuse_plain_dcp(self.weights, self.metadata.keys, self.metadata.by_torch)
         return LenientTorchDist(self.weights, self.metadata, self.hf)
 
     @cached_property

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckptkit.core.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from ckptkit.formats.torch_dist.reader import StoredMetadata
 
 _OF_MEGATRON = re.compile(r"(?:^|\.)(?:(?:decoder|encoder|mtp)\.layers\.|embedding\.word_embeddings\.|output_layer\.)")
 # What Megatron-LM puts into every state dict beside the weights.
@@ -20,25 +17,25 @@ _EXPORT = "export it to HF from the run that wrote it (Megatron-Bridge: AutoBrid
 _KEEP = "keep this directory: ckptkit has not looked at what is in it"
 
 
-def refuse_plain_dcp(path: Path, metadata: StoredMetadata) -> None:
+def refuse_plain_dcp(path: Path, keys: Collection[str], by_torch: bool) -> None:
     """Raises UnsupportedError, naming the format, where `path` is a DCP checkpoint and none of torch_dist.
 
-    It may be sound. One of torch_dist whose metadata.json and common state were lost is left to those who ask for them.
+    It may be sound. `keys` are those of its `.metadata`, and `by_torch` whether that says how names are nested. One of
+    torch_dist whose metadata.json and common state were lost is left to those who ask for them.
 
     Source: Megatron-LM `training/checkpointing.py` (`save_checkpoint`, `generate_state_dict`): for `fsdp_dtensor` and
     `torch_dcp` it calls torch's `save`, which writes neither file and, unlike Megatron's planner, how names are nested.
     """
     apart = (path / "metadata.json").exists() or (path / "common.pt").exists()
-    if apart or any(key.startswith("common_state") for key in metadata.objects):
+    if apart or any(key.startswith("common_state") for key in keys):
         return
-    keys = [*metadata.tensors, *metadata.objects]
-    if not metadata.by_torch and any(map(_OF_MEGATRON.search, keys)):
+    if not keys or (not by_torch and any(map(_OF_MEGATRON.search, keys))):
         return
     what, hint = _named(keys)
     raise UnsupportedError(f"{path} is {what}, which ckptkit does not read", f"{hint}; {_KEEP}")
 
 
-def _named(keys: list[str]) -> tuple[str, str]:
+def _named(keys: Collection[str]) -> tuple[str, str]:
     """The format in words, and what to do."""
     if not _ARGUMENTS.issubset(key.partition(".")[0] for key in keys):
         return (

@@ -33,6 +33,7 @@ from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob, dense_stride
 from ckptkit.formats.torch_save.records import Dtype, is_bounded
 from ckptkit.storage.directory import Directory
+from ckptkit.storage.links import why_unreadable
 from ckptkit.storage.read import FileExtent
 from ckptkit.storage.regular import read_regular
 
@@ -88,6 +89,11 @@ class StoredMetadata:
     names: frozenset[str] = frozenset()
     by_torch: bool = False
 
+    @property
+    def keys(self) -> list[str]:
+        """Of tensors and objects."""
+        return [*self.tensors, *self.objects]
+
 
 def read_metadata(path: Path) -> StoredMetadata:
     """`.metadata` of a torch_dist directory. Raises CkptkitError when it is missing, damaged or incomplete."""
@@ -97,7 +103,7 @@ def read_metadata(path: Path) -> StoredMetadata:
             return _read_metadata(path, file)
     except OSError as error:
         raise CkptkitError(
-            f"{file}: {error.strerror}", "a torch_dist checkpoint needs it; was the save cut short?"
+            f"{file}: {why_unreadable(file, error)}", "a torch_dist checkpoint needs it; was the save cut short?"
         ) from error
     except (pickle.UnpicklingError, AttributeError, TypeError, LookupError) as error:
         raise CkptkitError(f"{file} is no DCP metadata: {error}", _COPY) from error
@@ -303,7 +309,7 @@ class TorchDistCheckpoint:
         self.path = Path(path).absolute()
         self.hf = hf_home(self.path, hf)
         self.metadata = read_metadata(self.path)
-        refuse_plain_dcp(self.path, self.metadata)
+        refuse_plain_dcp(self.path, self.metadata.keys, self.metadata.by_torch)
         self._logical = self._name_once()
         for stored in {id(part.stored): part.stored for parts in self._logical.values() for part in parts}.values():
             if problem := tiling_problem(stored.shape, [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]):
@@ -354,7 +360,7 @@ class TorchDistCheckpoint:
         if [chunk.blob for chunk in stored.chunks] != [chunk.blob for chunk in alias.chunks]:
             raise CkptkitError(
                 f"{self.path}: {stored.key} and {alias.key} are two names of one norm but are stored apart",
-                "delete the one that is not meant; Megatron's specs would load different models",
+                "Megatron's specs would load different models: save again with one --transformer-impl, keep this save",
             )
 
     @property
