@@ -111,7 +111,7 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     require_weights(subject)
     gone = [file for file in files.missing if file not in files.dangling]
     if gone:
-        yield _together(files, gone, "the file, since the index names it", "not there", "copy or download it")
+        yield _together(files, gone, "the file, since the index names it", "it is not there", "copy or download it")
     whole: dict[tuple[str, str], list[str]] = defaultdict(list)
     for file, shard in files.shards.items():
         tally.compared(0, len(shard.specs) or 1)
@@ -141,7 +141,7 @@ def _together(files: HfFiles, found: Sequence[str], expected: str, actual: str, 
     """What is wrong with one file, or with several in the same way."""
     if len(found) == 1:
         return Issue(expected, actual, hint, file=files.root / found[0])
-    several = f"{found[0]} and {len(found) - 1} more: {actual}"
+    several = f"{found[0]} and {len(found) - 1} more: {actual.removeprefix('it is ')}"
     return Issue(expected, several, hint, file=files.root, count=len(found))
 
 
@@ -182,7 +182,7 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
     specs = names_of(subject, listed=True)
     config = usable_config(subject)
     expected = subject.once(expected_of)
-    tally.compared(0, len(specs) + (len(subject.hf_files.unknown) if subject.kind == "hf" else 0))
+    tally.compared(0, len(specs) or len(subject.hf_files.unknown))
     if subject.kind == "hf":
         yield from leftovers(subject.hf_files)
     yield from _three_way(subject, specs, expected)
