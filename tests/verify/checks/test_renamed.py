@@ -26,7 +26,7 @@ def saved(releases: PathOf, tmp_path: Path) -> Renamed:
     """`saved(change)`: a release in one file, with the names that `change` gives; None leaves a tensor out."""
 
     def save(change: Change, name: str = "qwen2-untied") -> Path:
-        release, path = releases(name), tmp_path / "renamed"
+        release, path = releases(name), tmp_path / f"renamed {name}"
         shutil.copytree(release, path, ignore=shutil.ignore_patterns("*.safetensors*"))
         content: dict[str, Tensor] = {}
         for stored, tensor in models.tensors(release).items():
@@ -69,8 +69,9 @@ def test_prefix_of_all_names_is_one_finding(prefix: str, saved: Renamed, only: O
 
 
 def test_prefix_of_a_mixture_of_experts_is_one_finding(saved: Renamed, only: OnlyFinding) -> None:
-    finding = only(verify(saved(lambda name: f"model.{name}", "qwen3_moe")))
-    assert (finding.code, finding.actual) == ("CK104", "a further `model.` before their names")
+    for name in ("qwen3_moe", "glm4_moe"):  # the latter with multi-token prediction
+        finding = only(verify(saved(lambda stored: f"model.{stored}", name)))
+        assert (finding.code, finding.actual) == ("CK104", "a further `model.` before their names")
 
 
 def test_names_of_the_inner_model_are_one_finding(saved: Renamed, only: OnlyFinding) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 _SAVED = "save it again, from"
@@ -31,26 +31,40 @@ class Renamed:
 def renamed(names: Collection[str], promised: Collection[str]) -> Renamed | None:
     """The one change that gives `names` the names that the config promises; None without one.
 
-    Names of wrappers count anywhere, a prefix where it is that of at least half of the names.
+    Names of wrappers count anywhere, a prefix where it is that of at least half of the names. All names with the change
+    are `stored`, those of parts too (multi-token prediction) that are only promised where they have their own names.
     """
     odd = [name for name in names if name not in promised]
     if not odd:
         return None
     wanted = {_module(name) for name in promised}
     prefixes = ((found, len(names) / 2) for find in (_further, _lacking) for found in find(odd, wanted))
-    for (change, hint, stored), least in (*((found, 1) for found in _wrapped(odd, wanted)), *prefixes):
-        if len(stored) >= least:
-            right = (name for parts in map(_promised, stored, stored.values()) for name in parts)
-            return Renamed(change, hint, tuple(stored), frozenset(right))
+    for found, least in (*((found, 1) for found in _wrapped(odd, wanted)), *prefixes):
+        if len(found.right) >= least:
+            right = (name for parts in map(_promised, found.right, found.right.values()) for name in parts)
+            changed = sorted(filter(found.has_it, odd), key=_is_numbered)
+            return Renamed(found.change, found.hint, tuple(changed), frozenset(right))
     return None
 
 
-_Found = Iterable[tuple[str, str, dict[str, str]]]  # a change, the next move, and the right module by stored name
+@dataclass(frozen=True)
+class _Found:
+    """A change, the next move, the right module of each name that it explains, and which names have it."""
+
+    change: str
+    hint: str
+    right: Mapping[str, str]
+    has_it: Callable[[str], bool]
 
 
 def _module(name: str) -> str:
     """All but the last part, which is not the same where a weight is quantized."""
     return name.rpartition(".")[0]
+
+
+def _is_numbered(name: str) -> bool:
+    """Whether a name has the number of a layer: the others are few, and tell more."""
+    return any(part.isdecimal() for part in name.split("."))
 
 
 def _promised(name: str, module: str) -> tuple[str, str]:
@@ -59,32 +73,31 @@ def _promised(name: str, module: str) -> tuple[str, str]:
     return f"{module}.{leaf}", f"{module}.weight" if leaf.startswith("weight") else f"{module}.{leaf}"
 
 
-def _wrapped(odd: Iterable[str], wanted: set[str]) -> _Found:
+def _wrapped(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
     """Names of wrappers anywhere in the names."""
     for wrapper in _ANYWHERE:
-        bare = {name: ".".join(part for part in _module(name).split(".") if part != wrapper) for name in odd}
-        stored = {name: module for name, module in bare.items() if module in wanted and module != _module(name)}
-        yield f"`{wrapper}.` stands in their names", _WRAPPERS[wrapper], stored
+        inside = [name for name in odd if wrapper in name.split(".")]
+        bare = {name: ".".join(part for part in _module(name).split(".") if part != wrapper) for name in inside}
+        right = {name: module for name, module in bare.items() if module in wanted}
+        yield _Found(f"`{wrapper}.` stands in their names", _WRAPPERS[wrapper], right, set(inside).__contains__)
 
 
-def _further(odd: Iterable[str], wanted: set[str]) -> _Found:
+def _further(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
     """A prefix too many."""
     heads: dict[str, tuple[str, str]] = {}
     for name in odd:
         parts = _module(name).split(".")
         at = next((at for at in range(1, len(parts)) if ".".join(parts[at:]) in wanted), None)
         if at is not None:
-            heads[name] = ".".join(parts[:at]), ".".join(parts[at:])
-    if (head := _usual(head for head, _ in heads.values())) is not None:
-        hint = _WRAPPERS.get(head.partition(".")[0], "save it again from the model itself, or take the prefix away")
-        yield (
-            f"a further `{head}.` before their names",
-            hint,
-            {name: to for name, (by, to) in heads.items() if by == head},
-        )
+            heads[name] = f"{'.'.join(parts[:at])}.", ".".join(parts[at:])
+    if (usual := _usual(head for head, _ in heads.values())) is not None:
+        hint = _WRAPPERS.get(usual.partition(".")[0], "save it again from the model itself, or take the prefix away")
+        right = {name: module for name, (head, module) in heads.items() if head == usual}
+        prefix = usual
+        yield _Found(f"a further `{usual}` before their names", hint, right, lambda name: name.startswith(prefix))
 
 
-def _lacking(odd: Iterable[str], wanted: set[str]) -> _Found:
+def _lacking(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
     """A prefix too few."""
     by_tail: dict[str, list[str]] = {}
     for module in wanted:
@@ -92,9 +105,10 @@ def _lacking(odd: Iterable[str], wanted: set[str]) -> _Found:
         by_tail.setdefault(tail, []).append(head)
     heads = {name: by_tail[_module(name)] for name in odd if len(by_tail.get(_module(name), ())) == 1}
     if (usual := _usual(first for first, *_ in heads.values())) is not None:
-        stored = {name: f"{usual}.{_module(name)}" for name, (first, *_) in heads.items() if first == usual}
+        right = {name: f"{usual}.{_module(name)}" for name, (first, *_) in heads.items() if first == usual}
         hint = "the inner model was saved: save the whole one (...ForCausalLM), with its output layer"
-        yield f"no `{usual}.` before their names", hint, stored
+        firsts = {name.partition(".")[0] for name in right}
+        yield _Found(f"no `{usual}.` before their names", hint, right, lambda name: name.partition(".")[0] in firsts)
 
 
 def _usual(heads: Iterable[str]) -> str | None:
