@@ -18,7 +18,7 @@ from pathlib import Path
 from pkgutil import walk_packages
 from typing import Literal
 
-from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, UnsupportedError, words_of
 from ckptkit.core.progress import phase
 from verify import checks as packages
 from verify.evidence.subject import Subject
@@ -193,6 +193,8 @@ def _run(one: Check, subject: Subject, broken: str | None) -> Outcome:
         unable = False
     else:
         reason, unable = _collect(one, subject, tally, found, broken)
+    if reason is None and tally.tensors == 0 and not found and broken:
+        reason = f"nothing to look at because {broken} failed"
     if reason is None and tally.tensors == 0 and not found:
         hint = "a check that looks at nothing proves nothing: please report this"
         found += Issue("something to compare", "nothing was compared", hint).findings(one.code)
@@ -232,6 +234,5 @@ def _collect(
 
 def _own_fault(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    said = "".join(traceback.format_exception_only(error)).strip()
-    where = f"{Path(frame.filename).name}:{frame.lineno}"
+    said, where = words_of(error, with_class=True), f"{Path(frame.filename).name}:{frame.lineno}"
     return f"an error inside this check, which says nothing of the checkpoint: {said} ({where}); please report it"

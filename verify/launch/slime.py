@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import ITERATION, TRACKER, is_legacy, tracked, tracker_text
+from ckptkit.storage.links import absent, next_move
 from verify.launch.sides import PathIssue, Side, is_supported_hf, path_issue
 
 ROLLOUT = "rollout engine"
@@ -93,8 +94,9 @@ def rollout(path: Path) -> Side:
     if (path / "config.json").exists():
         return Side(ROLLOUT, "hf", path, "--hf-checkpoint")
     megatron = (path / TRACKER).exists() or (path / ".metadata").exists() or is_legacy(path)
-    found = "a Megatron checkpoint" if megatron else "no config.json in it"
-    actual, hint = found if path.exists() else "no such directory", "give the HF directory of the same model"
+    found = "a Megatron checkpoint" if megatron else absent(path / "config.json")
+    actual = found if path.exists() else "no such directory"
+    hint = next_move(path / "config.json", "give the HF directory of the same model")
     issue = path_issue("--hf-checkpoint", path, "an HF directory with config.json", actual, hint)
     return Side(ROLLOUT, None, None, f"--hf-checkpoint {path} is no HF directory: {actual}", (issue,))
 

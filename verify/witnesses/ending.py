@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, words_of
+from ckptkit.core.printable import one_line
 
 OVER_MEMORY = 256  # in place of an exit code: it was ended because of its memory
 _OURS = frozenset({"__main__", "ckptkit", "converters", "quant", "verify"})
@@ -91,7 +92,7 @@ class PhaseLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            said = "\n  ".join(filter(None, [described(error), self._step]))
+            said = "; ".join(filter(None, [described(error), self._step]))
             Ending(self._phase.name, said, is_verdict(error, self._phase)).save(self._path)
 
 
@@ -114,13 +115,12 @@ def how_it_ended(code: int) -> str | None:
 
 
 def described(error: BaseException) -> str:
-    """Describes an exception in a few lines, with the place that raised it; one of ckptkit's own by what it says."""
+    """Describes an exception on one line, with the place that raised it; one of ckptkit's own by what it says."""
     if isinstance(error, CkptkitError):
         return ": ".join(filter(None, [error.message, error.hint]))
-    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
-    lines = lines if len(lines) <= 8 else [*lines[:4], *lines[-4:]]
     at = traceback.extract_tb(error.__traceback__)[-1:]
-    return "\n".join([*lines, *(f"  at {frame.filename}, line {frame.lineno}, in {frame.name}" for frame in at)])
+    places = [f" (at {one_line(frame.filename)}, line {frame.lineno}, in {frame.name})" for frame in at]
+    return "".join([words_of(error, with_class=True), *places])
 
 
 def is_verdict(error: BaseException, phase: Phase) -> bool:

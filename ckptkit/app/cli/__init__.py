@@ -22,7 +22,7 @@ from ckptkit.app.cli.output import echo, prepare_streams
 from ckptkit.app.cli.status import shown
 from ckptkit.app.cli.verb import anywhere, asked
 from ckptkit.core.allocator import return_freed_memory
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import printable
 from ckptkit.core.shadowed import refuse_shadowed
 
@@ -143,7 +143,7 @@ def _show_error(error: Exception, debug: bool) -> None:
         said = CkptkitError(str(error), "check the path and its permissions")
     else:
         said = CkptkitError(
-            f"an error inside ckptkit: {type(error).__name__}: {error}",
+            f"an error inside ckptkit: {words_of(error, with_class=True)}",
             "please report it, with the output of `ckptkit --debug ...`",
         )
     with suppress(OSError):  # `echo` then finds the same

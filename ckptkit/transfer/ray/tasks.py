@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.specs import summarize
 
 PIECE = 1_000_000_000  # bytes up to which neighbours are one task
@@ -106,9 +106,9 @@ def _outcome(ray: Any, reference: Any, piece: Sequence[str]) -> Any:
             raise error.cause from None
         raise
     except ray.exceptions.RayError as error:
-        words = str(error).strip().partition("\n")[0]
         raise CkptkitError(
-            f"Ray lost the task of {summarize(piece)} {RETRIES + 1} times: {words}", "has every node enough memory?"
+            f"Ray lost the task of {summarize(piece)} {RETRIES + 1} times: {words_of(error)}",
+            "has every node enough memory?",
         ) from error
     if refused is not None:
         raise CkptkitError(refused, "install the same version on every node of the cluster")

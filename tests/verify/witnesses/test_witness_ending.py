@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from verify.witnesses.ending import Ending, Phase, PhaseLog, ending_path, how_it_ended, is_verdict
 from verify.witnesses.sglang.load import BUILD, LOAD, REPACK, SET_UP
@@ -160,7 +161,19 @@ def test_phase_log_keeps_phase_and_exception(tmp_path: Path) -> None:
         chain(OURS, MODEL)()
     ending = Ending.load(path)
     assert (ending.phase, ending.verdict) == ("building the model", True)
-    assert ending.said.startswith("ValueError: no\n  at <string>, line 2, in f")
+    assert ending.said == "ValueError: no (at <string>, line 2, in f)"
+
+
+def test_an_exception_of_a_library_is_told_on_one_line_without_where_it_is_installed(tmp_path: Path) -> None:
+    path, layer = ending_path(tmp_path / "report.json"), torch.nn.Linear(2, 3)
+    with pytest.raises(RuntimeError), PhaseLog(path) as phases:
+        phases.enter(LOAD)
+        layer.load_state_dict({"bias": torch.ones(4)})
+    assert Ending.load(path).said.startswith(
+        'RuntimeError: Error(s) in loading state_dict for Linear: Missing key(s) in state_dict: "weight". size mismatch'
+    )
+    assert " (at torch/nn/modules/module.py, line " in Ending.load(path).said
+    assert "\n" not in Ending.load(path).said
 
 
 def test_an_exception_is_told_with_the_step_that_it_came_in(tmp_path: Path) -> None:
@@ -170,12 +183,12 @@ def test_an_exception_is_told_with_the_step_that_it_came_in(tmp_path: Path) -> N
         phases.step("of another phase")
         phases.enter(LOAD)
         chain(OURS, MODEL)()
-    assert Ending.load(path).said.endswith("in f")
+    assert Ending.load(path).said.endswith("in f)")
     with pytest.raises(ValueError, match="no"), PhaseLog(path) as phases:
         phases.enter(LOAD)
         phases.step("the last tensor it was given: a")
         chain(OURS, MODEL)()
-    assert Ending.load(path).said.endswith("in f\n  the last tensor it was given: a")
+    assert Ending.load(path).said.endswith("in f); the last tensor it was given: a")
 
 
 def test_the_end_of_a_process_in_words() -> None:

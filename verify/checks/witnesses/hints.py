@@ -107,7 +107,7 @@ def _why_unknown(seen: Observation, model: str) -> str:
             "in config.json with the release; a class may not read all of them (head_dim, for one)"
         )
     unknown = f"SGLang's {model} has no parameter {seen.param}"
-    return f"{unknown}: compare model_type and num_hidden_layers with the release, or remove the tensor"
+    return f"{unknown}: compare model_type, num_hidden_layers and the name of the tensor with the release"
 
 
 def why_not_repacked(seen: Observation) -> str:

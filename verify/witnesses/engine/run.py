@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import one_line
 from converters.planner import dims_of
 from converters.registry import family_of
 from verify.evidence.expected import config_of
@@ -192,7 +193,7 @@ def last_error(log: Path) -> str | None:
     block = list(takewhile(lambda line: not line.startswith("["), lines[starts[-1] + 1 :]))
     frames = [line.strip() for line in block if line.startswith("  File ")]
     said = [line for line in block if line and not line.startswith(" ")]
-    return " | ".join([*said[:2], *(f"at {frame}" for frame in frames[-1:])])
+    return one_line(" | ".join([*said[:2], *(f"at {frame}" for frame in frames[-1:])]))
 
 
 def prompts_of(config: Mapping[str, Any], with_long: bool) -> list[list[int]]:

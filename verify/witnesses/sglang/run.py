@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ckptkit.core.printable import one_line
 from ckptkit.formats.hf.reader import read_json
 from converters.open import open_megatron
 from converters.passthrough import passthrough_beside
@@ -199,7 +200,7 @@ def last_words(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     if not starts:
-        return f"it last printed: {' | '.join(lines[-_LAST_LINES:])}" if lines else "it printed nothing"
+        return f"it last printed: {one_line(' | '.join(lines[-_LAST_LINES:]))}" if lines else "it printed nothing"
     frames = [line.strip() for line in lines[starts[-1] :] if line.startswith("  File ")]
     message = [line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")]
-    return " | ".join([*message[:_LAST_LINES], *(f"at {frame}" for frame in frames[-1:])])
+    return one_line(" | ".join([*message[:_LAST_LINES], *(f"at {frame}" for frame in frames[-1:])]))
