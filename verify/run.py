@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.installation import program_version
 from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import TRACKER, is_legacy, locate, refuse_other_format, refuse_url, tracked
 from ckptkit.formats.own_files import is_own, weights_at
@@ -119,7 +119,7 @@ def verify(
     with unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
         outcome = run_checks(subject, chosen)
     return Report(
-        version=version("ckptkit"),
+        version=program_version(),
         command=tuple(command),
         checkpoint=str(path),
         source=str(source) if source else None,

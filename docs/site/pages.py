@@ -73,9 +73,9 @@ EXAMPLES = {
         "and tp / ep ranks cut an expert; give these sizes with --against-megatron alone",
     ),
     "CK508": (
-        "multi-token prediction layers whose draft class SGLang's release does not have",
-        "inconclusive: the draft model was not looked at: while setting SGLang up, no report; SGLang has no class for"
-        " the multi-token prediction layers of Glm4MoeForCausalLM: serve it without",
+        "two multi-token prediction layers, where SGLang's draft class takes one",
+        "…: expected SGLang's draft class is built and loads the multi-token prediction layers; actual …Only 1 nextn "
+        "layer is supported…",
     ),
     "CK511": (
         "the engine answers with NaN",

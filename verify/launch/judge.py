@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 
+from ckptkit.core.installation import program_version
 from verify.check import NOTES, Check, Outcome, all_checks, run_checks
 from verify.checks.config.config import STAGES
 from verify.checks.headers.torch_dist import TRAINING_STATE
@@ -46,7 +46,7 @@ def judged(
     if notes:
         outcome.facts[NOTES] = [*notes, *outcome.facts.get(NOTES, [])]
     return Report(
-        version=version("ckptkit"),
+        version=program_version(),
         command=("ckptkit", "preflight"),
         checkpoint=", ".join(dict.fromkeys(str(side.path) for side in sides if side.path)),
         source=None,
