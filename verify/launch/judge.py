@@ -6,16 +6,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 
-from verify.check import NOTES, Check, Outcome, all_checks, run_checks
+from verify.check import NOT_APPLICABLE, NOTES, Check, Outcome, all_checks, looked_at, run_checks
 from verify.checks.config.config import STAGES
 from verify.checks.headers.torch_dist import TRAINING_STATE
 from verify.checks.launch.paths import NOT_READ
-from verify.checks.launch.same_weights import start_alike
+from verify.checks.launch.same_weights import COMPARED, NOT_COMPARED, sharing_weights
 from verify.evidence.subject import Subject
 from verify.launch.kept import kept_outcome
+from verify.launch.one_cause import FOLDED, of_another_model
 from verify.launch.sides import Side
 from verify.report import CheckResult, Report
 from verify.run import choose, model_of, now
+
+_FACTS = (STAGES, TRAINING_STATE, NOTES, NOT_READ, FOLDED)
 
 
 def judged(
@@ -32,7 +35,7 @@ def judged(
     """
     checks, directories = all_checks(), list(subjects)
     launched = replace(launched, loaded={one.path: one for one in directories})
-    chosen = choose(launched, [one for one in checks if one.stage == "launch"])[0]
+    chosen, left_out = choose(launched, [one for one in checks if one.stage == "launch"])
     outcome = run_checks(launched, [one for one in chosen if not one.needs])
     last = [one for one in chosen if one.needs]
 
@@ -41,7 +44,7 @@ def judged(
 
     paths = {path for one in directories for path in (one.path, one.source_path, one.hf_path) if path}
     loads = [(one.role, one.kind, one.path) for one in sides]
-    question = repr((sorted(map(repr, directories)), loads, _alike(launched)))
+    question = repr((sorted(map(repr, directories)), loads, _sharing(launched)))
     outcome.add(kept_outcome(f"{question} {[one.code for one in last]}", paths, look) if cache else look())
     if notes:
         outcome.facts[NOTES] = [*notes, *outcome.facts.get(NOTES, [])]
@@ -53,11 +56,32 @@ def judged(
         checks=_merged(checks, outcome.checks),
         findings=list(dict.fromkeys(outcome.findings)),
         facts={"what would be loaded": [str(side) for side in sides]}
-        | {key: lines for key, lines in outcome.facts.items() if key in (STAGES, TRAINING_STATE, NOTES, NOT_READ)},
+        | {key: lines for key, lines in outcome.facts.items() if key in _FACTS}
+        | {NOT_APPLICABLE: _not_applicable(outcome, left_out)},
         reasons=outcome.reasons,
         model=next(filter(None, map(model_of, directories)), None),
         date=now(),
+        asked=[*looked_at(outcome.checks), *outcome.facts.get(COMPARED, [])],
+        not_asked=[*_not_compared(outcome), "engine"],
     )
+
+
+def _not_compared(outcome: Outcome) -> list[str]:
+    """What of the weights was not compared, as the verdict names it."""
+    if not outcome.facts.get(COMPARED):
+        return ["weights"]
+    return ["some weights"] if outcome.facts.get(NOT_COMPARED) else []
+
+
+def _not_applicable(outcome: Outcome, left_out: Sequence[str]) -> list[str]:
+    """A line for each reason why checks do not apply, to the launch or to any of its directories."""
+    ran = {one.code for one in outcome.checks}
+    reasons: dict[str, list[str]] = {}
+    for line in [*left_out, *outcome.facts.get(NOT_APPLICABLE, [])]:
+        codes, _, reason = line.partition(": ")
+        found = reasons.setdefault(reason, [])
+        found += [code for code in codes.split(", ") if code not in ran and code not in found]
+    return [f"{', '.join(sorted(codes))}: {reason}" for reason, codes in reasons.items() if codes]
 
 
 def _checkpoints(
@@ -71,14 +95,17 @@ def _checkpoints(
     return headers
 
 
-def _alike(launched: Subject) -> list[tuple[str, str]]:
-    return start_alike(launched.launch) if launched.launch else []
+def _sharing(launched: Subject) -> list[tuple[str, str]]:
+    return [(one.role, other.role) for one, other in sharing_weights(launched.launch)] if launched.launch else []
 
 
 def check_headers(subject: Subject) -> Outcome:
     """Runs what preflight checks of one directory: headers and JSON files, no weight."""
     wanted = [one for one in all_checks() if one.stage == "headers" or one.preflight]
-    return run_checks(subject, choose(subject, wanted)[0])
+    chosen, left_out = choose(subject, wanted)
+    outcome = run_checks(subject, chosen)
+    outcome.facts[NOT_APPLICABLE] = left_out
+    return of_another_model(subject, outcome)
 
 
 def failed_gate(checks: Sequence[Check], outcome: Outcome) -> str | None:

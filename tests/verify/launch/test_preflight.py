@@ -62,8 +62,11 @@ def test_of_weights_samples_alone_are_read_and_none_of_a_run_that_resumes(
     assert 0 < report.to_json()["counts"]["bytes_compared"] <= 64 * (96 << 10)
     assert {check.code for check in report.checks if check.bytes_compared} == {"CK723"}
     assert not [check.code for check in report.checks if check.code[:3] in ("CK2", "CK3", "CK4", "CK5", "CK6")]
-    report = preflight(hf_checkpoint=releases(NAME), load=run_of, ref_load=bare)
+    report = preflight(hf_checkpoint=releases(NAME), load=run_of)
     assert report.to_json()["counts"]["bytes_compared"] == 0
+    report = preflight(hf_checkpoint=releases(NAME), load=run_of, ref_load=bare)
+    (note,) = report.facts["notes"]
+    assert note.startswith("reference and rollout engine: samples of 64 tensors compared")
 
 
 def test_a_resumed_run_loads_what_its_tracker_says(releases: PathOf, converted: PathOf, run_of: Path) -> None:
@@ -166,6 +169,44 @@ def test_a_step_does_not_replace_a_release(converted: PathOf) -> None:
     report = preflight(ref_load=converted(NAME), ckpt_step=10)
     assert report.findings == []
     assert all("the tracker of --ref-load says release" in line for line in loads(report))
+
+
+def test_a_step_beside_a_release_in_load_is_a_warning(converted: PathOf, run_of: Path, only: OnlyFinding) -> None:
+    """Source: Megatron-LM `get_checkpoint_name`, which looks at the number only where the tracker has one."""
+    report = preflight(load=converted(NAME), ckpt_step=10)
+    finding = only(report)
+    assert (finding.code, finding.severity, finding.file) == ("CK713", "warning", str(converted(NAME) / TRACKER))
+    assert finding.actual == "release, which Megatron loads whatever --ckpt-step 10 says"
+    path = converted(NAME) / "release"
+    why = "the tracker of --load says release, beside which step 10 has no effect"
+    assert loads(report) == [f"actor loads {path} (Megatron): {why}"]
+    # The run takes the step; the release beside it takes none, and nothing is wrong with that.
+    assert preflight(load=run_of, ref_load=converted(NAME), ckpt_step=10).findings == []
+
+
+def test_what_does_not_apply_is_listed(releases: PathOf, converted: PathOf) -> None:
+    """A check that ran for one directory is not among them, though it does not apply to another."""
+    report = preflight(hf_checkpoint=releases(NAME), ref_load=converted(NAME))
+    lines = report.facts["not applicable"]
+    listed = {code for line in lines for code in line.partition(": ")[0].split(", ")}
+    assert {"CK703", "CK709", "CK718", "CK722", "CK740"} <= listed
+    assert listed.isdisjoint(check.code for check in report.checks)
+    assert "CK718, CK719: the launch gives no model arguments" in lines
+    assert report.to_json()["facts"]["not applicable"] == lines
+
+
+def test_a_wrong_path_is_one_finding(releases: PathOf, converted: PathOf, only: OnlyFinding) -> None:
+    report = preflight(hf_checkpoint=releases("qwen3_moe"), load=converted(NAME))
+    finding = only(report)
+    assert (finding.code, finding.severity, finding.file) == ("CK701", "error", str(converted(NAME) / "release"))
+    assert finding.expected == f"the model of {releases('qwen3_moe')}/config.json"
+    assert "num_layers" not in finding.actual
+    for said in ("another one: ", "rotary_percent = 0.5", "more arguments", "tensors with other names or shapes"):
+        assert said in finding.actual
+    folded = report.facts["of another model"]
+    assert len(folded) > 15
+    assert "CK701: expected moe_router_score_function = softmax, found moe_router_score_function = sigmoid" in folded
+    assert any(line.startswith("CK104: decoder.layers.{0..11}.self_attention.linear_qkv.bias: ") for line in folded)
 
 
 def test_a_step_counts_for_the_reference_too(run_of: Path, converted: PathOf, tmp_path: Path) -> None:
