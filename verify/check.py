@@ -50,7 +50,7 @@ LOOKS_AT: dict[Stage, str] = {
     "headers": "files",
     "configuration": "files",
     "values": "values",
-    "quantization": "values",
+    "quantization": "files",
     "megatron": "Megatron",
     "sglang": "SGLang",
     "engine": "engine",

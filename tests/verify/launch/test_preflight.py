@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from check_examples import hold_example
+from click.testing import CliRunner
 from fixture_types import CopyOf, OnlyFinding, PathOf
 from processes import python
+from safetensors.torch import load_file, save_file
 
-from ckptkit.app.api import quantize
+from ckptkit.app.api import convert, quantize
+from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
 from verify.launch.preflight import preflight
@@ -279,6 +282,70 @@ def test_broken_files_are_found_on_every_side(
 def test_parallel_sizes(releases: PathOf, only: OnlyFinding) -> None:
     finding = only(preflight(hf_checkpoint=releases(NAME), ep=5))
     assert (finding.code, finding.actual) == ("CK703", "the number of experts = 12")
+
+
+def written(folder: Path, *lines: str) -> Path:
+    """A launch script of these lines."""
+    (folder / "run.sh").write_text("\n".join(lines) + "\n")
+    return folder / "run.sh"
+
+
+def test_sizes_that_do_not_divide_name_file_and_line(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+    script = written(
+        tmp_path,
+        f"python3 train.py --hf-checkpoint {releases(NAME)} --ref-load {converted(NAME)} \\",
+        "  --actor-num-nodes 1 --actor-num-gpus-per-node 6 \\",
+        "  --tensor-model-parallel-size 4 \\",
+        "  --rollout-num-gpus-per-engine 5 \\",
+        "  --expert-model-parallel-size 5",
+    )
+    found = [one for one in preflight(script=script).findings if one.code in ("CK703", "CK722")]
+    assert {one.file for one in found} == {str(script)}
+    said = {(one.code, one.expected) for one in found}
+    assert ("CK703", "the number of experts that divides by ep = 5 (ep at line 5)") in said
+    job = "actor_num_nodes and actor_num_gpus_per_node at line 2, tensor_model_parallel_size at line 3"
+    assert (
+        "CK722",
+        f"a multiple of TP x PP x CP = 4 x 1 x 1 = 4 GPUs ({job}, expert_model_parallel_size at line 5)",
+    ) in said
+    engine = "rollout_num_gpus_per_engine at line 4"
+    assert ("CK722", f"num_key_value_heads that divides 5 ranks, or is divided by them ({engine})") in said
+
+
+def test_int4_training_of_another_group_size_names_file_and_line(releases: PathOf, tmp_path: Path) -> None:
+    quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*",)))
+    flag, group = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
+    command = f"python3 train.py --hf-checkpoint {tmp_path / 'int4'}"
+    script = written(tmp_path, "#!/bin/bash", f"export {flag}=1", f"export {group}=128", command)
+    (finding,) = [one for one in preflight(script=script).findings if one.code == "CK709"]
+    assert finding.file == str(script)
+    assert finding.expected == f"group_size = 128, as training rounds ({flag} at line 2, {group} at line 3)"
+    environment = json.dumps({"env_vars": {flag: "1", group: "128"}})
+    submit = f"ray job submit --runtime-env-json='{environment}' -- {command}"
+    (finding,) = [one for one in preflight(script=written(tmp_path, submit)).findings if one.code == "CK709"]
+    assert (finding.file, "at line 1)" in finding.expected) == (str(script), True)
+
+
+def test_readme_form_tells_the_right_model_from_another(
+    releases: PathOf, converted: PathOf, copy_of: CopyOf, tmp_path: Path
+) -> None:
+    """The form of the README: one Megatron checkpoint under --load and --ref-load, and what SGLang serves."""
+    quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*",)))
+
+    def exit_code(megatron: Path) -> tuple[int, str]:
+        words = ["--hf-checkpoint", tmp_path / "int4", "--load", megatron, "--ref-load", megatron]
+        done = CliRunner().invoke(cli, ["preflight", *map(str, words), "--tp", "2", "--ep", "4", "--no-cache"])
+        return done.exit_code, done.output
+
+    code, output = exit_code(converted("qwen3_moe"))
+    assert (code, "PASSED launch, files and digests of weights; engine not asked" in output) == (0, True), output
+    other = copy_of(releases("qwen3_moe"))
+    for file in other.glob("*.safetensors"):
+        tensors = {name: one.flip(0) if one.dim() > 1 else one for name, one in load_file(file).items()}
+        save_file({name: one.contiguous() for name, one in tensors.items()}, file, {"format": "pt"})
+    convert(other, tmp_path / "wrong")
+    code, output = exit_code(tmp_path / "wrong")
+    assert (code, "error  CK723" in output, "FAILED with 1 error" in output) == (1, True, True), output
 
 
 def test_nothing_given_is_bad_usage() -> None:

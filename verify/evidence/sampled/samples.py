@@ -168,15 +168,16 @@ class _Likeness:
     def add(self, here: np.ndarray | None, there: np.ndarray | None) -> None:
         if here is not None and there is not None:
             self.count += here.size
-            self.product += float(here @ there)
-            self.here += float(here @ here)
-            self.there += float(there @ there)
+            with np.errstate(all="ignore"):  # elements that are not finite are for other checks
+                self.product += float(here @ there)
+                self.here += float(here @ here)
+                self.there += float(there @ there)
 
     @property
     def unrelated(self) -> bool:
         """Whether there is enough of both to say that they are not one matrix, before and after training."""
-        norm = math.sqrt(self.here * self.there)
-        return self.count >= _FEWEST and math.isfinite(norm) and norm > 0 and abs(self.product) < _UNRELATED * norm
+        norm = math.sqrt(self.here) * math.sqrt(self.there)
+        return self.count >= _FEWEST and math.isfinite(norm) and norm > 0 and self.product < _UNRELATED * norm
 
 
 def _read(extent: FileExtent, count: int, dtype: str) -> np.ndarray:
