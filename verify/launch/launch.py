@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 
 from ckptkit.formats.detect import TRACKER
+from ckptkit.formats.hf.hub_cache import HubModel
 from verify.launch import slime
-from verify.launch.hub import HubModel
 from verify.launch.options.given import GivenArguments, given_arguments
 from verify.launch.options.tables import MODULES
 from verify.launch.role_files import RoleFiles, role_files

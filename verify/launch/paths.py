@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.hub import hub_model
+from ckptkit.formats.hf.hub_cache import hub_model
 from verify.launch.launch import Launch
 from verify.launch.words import LaunchText, Word, known_words
 
@@ -71,7 +71,10 @@ def launch_of(
     """
     words = _Words(known_words(text.words))
     hf = words.path("--hf-checkpoint", hf_checkpoint)
-    hub = hub_model(str(hf), environment or {}) if hf else None
+    word = words.last("--hf-checkpoint")
+    # `./org/model` is a path, and Path forgets that.
+    name = str(hf_checkpoint) if hf_checkpoint else word.text if word else ""
+    hub = hub_model(name, environment or {})
     launch = Launch(
         hub.path if hub else hf,
         words.path("--load", load),

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import refuse_url
+from ckptkit.formats.hf.hub_cache import hub_model
 from verify.checks.launch.int4_training import updates
 from verify.evidence.subject import Subject
 from verify.launch.arguments import LaunchArguments
-from verify.launch.hub import hub_model
 from verify.launch.judge import judged
 from verify.launch.launch import Launch, sides_of
 from verify.launch.paths import launch_of

@@ -179,8 +179,8 @@ def test_a_name_on_a_hub_that_is_not_in_the_cache_is_downloaded_and_inconclusive
     report = json.loads(done.stdout)
     assert (done.exit_code, report["status"], report["findings"]) == (2, "inconclusive", [])
     cache = tmp_path / "home" / ".cache" / "huggingface" / "hub"
-    said = f"not in {cache}, so it is downloaded at the start; not looked at"
-    assert any(REPOSITORY in line and said in line for line in report["facts"]["not read"])
+    text = f"not in {cache}, so it is downloaded at the start; not looked at"
+    assert any(REPOSITORY in line and text in line for line in report["facts"]["not read"])
     assert not [line for line in report["facts"]["what would be loaded"] if "cannot start" in line]
 
 
@@ -212,6 +212,15 @@ def test_a_directory_of_that_name_counts_before_the_hub(releases: PathOf, tmp_pa
     shutil.copytree(releases(NAME), tmp_path / REPOSITORY)
     report = preflight(hf_checkpoint=REPOSITORY)
     assert (report.status, report.findings) == ("passed", [])
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(
+    "name", ["org/model.git", "org/a--b", "org/a..b", "runs/model/hf", "./org/model", "org/" + "a" * 120]
+)
+def test_what_is_no_name_on_a_hub_is_a_path(name: str) -> None:
+    report = preflight(arguments=["--hf-checkpoint", name])
+    assert [(finding.code, finding.actual) for finding in report.findings] == [("CK714", "no such directory")]
 
 
 @pytest.mark.usefixtures("quiet")

@@ -204,8 +204,8 @@ def test_a_wrong_path_is_one_finding(releases: PathOf, converted: PathOf, only: 
     assert (finding.code, finding.severity, finding.file) == ("CK701", "error", str(converted(NAME) / "release"))
     assert finding.expected == f"the model of {releases('qwen3_moe')}/config.json"
     assert "num_layers" not in finding.actual
-    for said in ("another one: ", "rotary_percent = 0.5", "more arguments", "tensors with other names or shapes"):
-        assert said in finding.actual
+    for part in ("another one: ", "rotary_percent = 0.5", "more arguments", "tensors with other names or shapes"):
+        assert part in finding.actual
     folded = report.facts["of another model"]
     assert len(folded) > 15
     assert "CK701: expected moe_router_score_function = softmax, found moe_router_score_function = sigmoid" in folded
@@ -301,15 +301,15 @@ def test_sizes_that_do_not_divide_name_file_and_line(releases: PathOf, converted
     )
     found = [one for one in preflight(script=script).findings if one.code in ("CK703", "CK722")]
     assert {one.file for one in found} == {str(script)}
-    said = {(one.code, one.expected) for one in found}
-    assert ("CK703", "the number of experts that divides by ep = 5 (ep at line 5)") in said
+    expected = {(one.code, one.expected) for one in found}
+    assert ("CK703", "the number of experts that divides by ep = 5 (ep at line 5)") in expected
     job = "actor_num_nodes and actor_num_gpus_per_node at line 2, tensor_model_parallel_size at line 3"
     assert (
         "CK722",
         f"a multiple of TP x PP x CP = 4 x 1 x 1 = 4 GPUs ({job}, expert_model_parallel_size at line 5)",
-    ) in said
+    ) in expected
     engine = "rollout_num_gpus_per_engine at line 4"
-    assert ("CK722", f"num_key_value_heads that divides 5 ranks, or is divided by them ({engine})") in said
+    assert ("CK722", f"num_key_value_heads that divides 5 ranks, or is divided by them ({engine})") in expected
 
 
 def test_int4_training_of_another_group_size_names_file_and_line(releases: PathOf, tmp_path: Path) -> None:

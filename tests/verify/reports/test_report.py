@@ -301,11 +301,11 @@ def test_verdict_counts_warnings() -> None:
 
 def test_verdict_of_a_pass_says_what_was_looked_at_and_what_was_not() -> None:
     passed = replace(report_of(passing), asked=("files", "values"), not_asked=("source", "Megatron", "SGLang"))
-    said = "files and values; source not given; Megatron, SGLang not asked"
-    assert passed.verdict == f"PASSED {said}"
-    assert text_of(replace(passed, source=None)).splitlines()[-1] == f"PASSED {said}  /data/a"
+    scope = "files and values; source not given; Megatron, SGLang not asked"
+    assert passed.verdict == f"PASSED {scope}"
+    assert text_of(replace(passed, source=None)).splitlines()[-1] == f"PASSED {scope}  /data/a"
     warned = replace(passed, findings=report_of(warning).findings)
-    assert warned.verdict == f"PASSED with 1 warning: {said}"
+    assert warned.verdict == f"PASSED with 1 warning: {scope}"
     content = json.loads(json.dumps(passed.to_json()))
     assert (content["status"], content["asked"]) == ("passed", ["files", "values"])
     assert content["not_asked"] == ["source", "Megatron", "SGLang"]
@@ -316,14 +316,14 @@ def test_verdict_of_a_pass_says_what_was_looked_at_and_what_was_not() -> None:
 
 def test_every_format_has_the_verdict_of_a_pass() -> None:
     report = replace(report_of(passing), asked=("files",), not_asked=("weights", "engine"))
-    said = "PASSED files; weights not compared; engine not asked"
-    assert f"# ckptkit: {said}\n" in text_in(report, ".md")
-    assert f"**{said}**: " in text_in(report, ".md")
-    assert f">{said}<" in text_in(report, ".html")
+    scope = "PASSED files; weights not compared; engine not asked"
+    assert f"# ckptkit: {scope}\n" in text_in(report, ".md")
+    assert f"**{scope}**: " in text_in(report, ".md")
+    assert f">{scope}<" in text_in(report, ".html")
     suite = ElementTree.fromstring(text_in(report, ".xml"))[0]  # noqa: S314 - our own text
     properties = {one.get("name"): one.get("value") for one in suite.iter("property")}
-    assert properties["verdict"] == said
-    assert json.loads(text_in(report, ".sarif"))["runs"][0]["properties"] == {"verdict": said}
+    assert properties["verdict"] == scope
+    assert json.loads(text_in(report, ".sarif"))["runs"][0]["properties"] == {"verdict": scope}
 
 
 def test_two_exchanged_layers_pass_without_a_source_and_the_verdict_says_so(releases: PathOf, copy_of: CopyOf) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.hub import hub_model
+from ckptkit.formats.hf.hub_cache import hub_model
 from verify.launch.settings.config import Config, UnresolvedError
 from verify.launch.words import Word
 

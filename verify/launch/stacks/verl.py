@@ -67,7 +67,7 @@ def read(settings: Settings, megatron: bool) -> Stacked:
     sizes = {role: _arguments(settings, role, engine) for role in roles} if megatron else {}
     settings.not_looked_at(_ELSEWHERE)
     _notes(settings, roles)
-    alike = [] if resumed.path else _alike(first)
+    alike = [] if resumed.path else _sharing_weights(first)
     hf = settings.model(_MODEL) if settings.resolved(_MODEL) else None
     return Stacked(
         "verl",
@@ -83,7 +83,7 @@ def read(settings: Settings, megatron: bool) -> Stacked:
     )
 
 
-def _alike(first: Mapping[str, Side | None]) -> list[tuple[str, str]]:
+def _sharing_weights(first: Mapping[str, Side | None]) -> list[tuple[str, str]]:
     """Roles with the same weights before anything is resumed; Megatron weights are those of `model.path` too."""
     actor, reference = first.get("actor"), first.get("reference")
     pairs = [("actor", "reference")] if actor and reference else []

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import INDEX, read_json
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,17 @@ def hub_model(text: str, environment: Mapping[str, str]) -> HubModel | None:
 
     A directory of that name counts first, as for transformers and SGLang.
     """
-    if Path(text).exists() or not _NAME.fullmatch(text):
+    if not _NAME.fullmatch(text) or Path(text).exists():
         return None
-    from huggingface_hub import try_to_load_from_cache  # half a second, and most launches name directories
+    # Half a second, and most launches name directories.
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     cache = hub_cache(environment)
-    found = try_to_load_from_cache(text, "config.json", cache_dir=cache)
+    try:
+        found = try_to_load_from_cache(text, "config.json", cache_dir=cache)
+    except HFValidationError:
+        return None  # the trainer refuses it too
     if not isinstance(found, str) or not Path(found).exists():
         return HubModel(text, None, f"not in {cache}, so it is downloaded at the start; not looked at")
     snapshot = Path(found).parent
