@@ -23,8 +23,7 @@ STRETCHES, STRETCH_BYTES = 3, 32 << 10
 _MOST_OUTSIDE = 8
 # Experts of a kind among which is chosen.
 _MOST_ALIKE = 4096
-# Below this cosine two matrices have nothing to do with one another; training leaves it near 1, and of so few elements
-# chance alone takes it far from 0.
+# Below this cosine two matrices are not one before and after training; of fewer elements chance alone may give another.
 _UNRELATED, _FEWEST = 0.5, 256
 # A wider dtype, and those that a cast of it may give.
 _CASTS = {("float32", "bfloat16"), ("float32", "float16")}
