@@ -16,7 +16,7 @@ from ckptkit.formats.own_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
 from converters.planner import dims_of
 from quant.selection.readers import readers_of
-from verify.check import WITNESSES, Check, Skip, all_checks, run_checks
+from verify.check import NOT_APPLICABLE, WITNESSES, Check, Skip, all_checks, looked_at, run_checks
 from verify.checks.values.manifest import manifest_verifier
 from verify.evidence.expected import stated_config_of, usable_config
 from verify.evidence.float_rounding import float_rounding_of, float_weights
@@ -125,12 +125,24 @@ def verify(
         source=str(source) if source else None,
         checks=outcome.checks,
         findings=outcome.findings,
-        facts=outcome.facts | ({"not applicable": left_out} if left_out else {}),
+        facts=outcome.facts | ({NOT_APPLICABLE: left_out} if left_out else {}),
         heat=_heat(subject, outcome.findings),
         reasons=outcome.reasons,
         model=model_of(subject),
         date=now(),
+        asked=looked_at(outcome.checks),
+        not_asked=_not_asked(subject),
     )
+
+
+def _not_asked(subject: Subject) -> list[str]:
+    """What could have been given or asked, as the verdict names it; a live engine is SGLang too."""
+    asked = {
+        "source": subject.source_path is not None,
+        "Megatron": "megatron" in subject.against,
+        "SGLang": not subject.against.isdisjoint({"sglang", "engine"}),
+    }
+    return [name for name, given in asked.items() if not given]
 
 
 def model_of(subject: Subject) -> str | None:

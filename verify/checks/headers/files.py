@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import LOADED, other_weights, refuse_other_format
 from ckptkit.formats.hf.reader import INDEX
@@ -85,9 +85,11 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     try:
         subject.once(config_of)
         tally.compared(0)
-    except UnsupportedError:
-        raise
     except CkptkitError as error:
+        # A launch of a model that is not known here may be right; the trainer may know it.
+        known = not isinstance(error, UnknownModelError) or subject.arguments is not None
+        if isinstance(error, UnsupportedError) and known:
+            raise
         path = subject.path if subject.kind == "hf" else subject.megatron_files.opened.hf_path
         hint = error.hint or "compare it with the release"
         said = error.message.removeprefix("config.json: ")
