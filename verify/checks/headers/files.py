@@ -16,7 +16,8 @@ from converters.planner import tied_head
 from quant.formats.part_names import PACKED, SCALE, SHAPE
 from verify.check import Skip, Tally, check
 from verify.checks.headers.layer_counts import layer_table, uneven
-from verify.evidence.expected import Expected, config_of, expected_of, remarks_of, usable_config
+from verify.checks.headers.spelling import other_names
+from verify.evidence.expected import Expected, config_of, expected_of, remarks_of, spelling_of, usable_config
 from verify.evidence.folding import alike
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.subject import Subject
@@ -136,6 +137,7 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0, len(specs))
     if subject.kind == "hf":
         yield from _duplicates_and_orphans(subject)
+    yield from other_names(subject)
     yield from _three_way(subject, specs, expected)
     for text in remarks_of(subject) if config else ():
         tally.note(text)
@@ -176,7 +178,10 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
     unknown = files.unknown if files else frozenset()
     optional = expected.optional if expected else frozenset()
     reasons: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    spelling, promises = subject.once(spelling_of), expected.shapes if expected else {}
     for name in _not_everywhere(specs, index, expected.shapes if expected else None):
+        if spelling and spelling.explains(name, specs, promises):
+            continue
         stored, listed = name in specs or name in unknown, index is None or name in index
         promised = expected is None or name in expected.shapes or name in optional
         if not (stored and listed and promised) and (name not in optional or stored or listed):
@@ -263,6 +268,8 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     expected = subject.once(expected_of)
     if expected is None:
         raise Skip("there is no usable config.json (CK101)")
+    if (spelling := subject.once(spelling_of)) and not spelling.renamed:
+        raise Skip(f"not run because the layers are stored under {spelling.found}* (CK104)")
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
     tally.compared(0, sum(map(specs.__contains__, expected.shapes)))
     for name, shape in expected.shapes.items():
