@@ -146,7 +146,9 @@ def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Issue]:
         try:
             yield from _tie_issues(tie, config, text, tally, where, "warning" if _has_head(subject) else "error")
         except CkptkitError as error:
-            yield Issue(f"{TIED} = true or false", error.message.removeprefix("config.json: "), error.hint, file=where)
+            yield Issue(
+                f"{TIED} = true or false", error.message.removeprefix("config.json: "), error.hint or "", file=where
+            )
     for key in _TWICE:
         if key in config and key in text and not (key == TIED and tie is not None):
             tally.compared(0)
