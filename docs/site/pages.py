@@ -28,6 +28,15 @@ _SYMPTOM = re.compile(r"### (S(\d+)\. .*)")
 # Cause, and what the tool says of it, where neither a mutation of the tests nor a symptom shows what a check finds.
 # A test holds each against a finding (tests/check_examples.py). `…` stands for what another release words otherwise.
 EXAMPLES = {
+    "CK730": (
+        "a Qwen3-VL that was trained on text and exported without its vision tower",
+        "model.visual.*: expected stored, since SGLang, vLLM and transformers build it for"
+        " Qwen3VLForConditionalGeneration; actual in no shard",
+    ),
+    "CK731": (
+        "a gpt-oss that transformers 5 has loaded and saved",
+        'expected "swiglu_limit": 7.0, which SGLang\'s class reads; actual no swiglu_limit',
+    ),
     "CK119": (
         "the manifest was changed after it had been signed",
         "expected a signature of ckptkit.json by the key mine.pub; actual it signs another manifest, or this one was"

@@ -18,7 +18,7 @@ from converters.foreign import refuse_foreign
 from converters.foreign import refuse_stated as refuse_stated_format
 from converters.planner import dims_of, rules_in, rules_of, tied_head
 from converters.registry import family_of
-from converters.stored import as_stored, remarks
+from converters.stored import OtherSpelling, as_stored, other_spelling, remarks
 from quant.formats.part_names import (
     FP8_SCALE,
     FP8_SCALE_INV,
@@ -68,6 +68,17 @@ def remarks_of(subject: Subject) -> list[str]:
     """What the names of its tensors say of the checkpoint that is not wrong. Raises as `stated_config_of`."""
     names = subject.once(_names)
     return remarks(subject.once(stated_config_of), names) if names else []
+
+
+def spelling_of(subject: Subject) -> OtherSpelling | None:
+    """How the layers of an HF checkpoint are spelled, where that is as another class than the config's has them.
+
+    None also where there is no usable config.
+    """
+    try:
+        return other_spelling(subject.once(stated_config_of), subject.once(_names)) if subject.kind == "hf" else None
+    except (CkptkitError, Skip):
+        return None
 
 
 def _names(subject: Subject) -> Collection[str]:
