@@ -8,7 +8,8 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from verify.launch.shell.expand import script_directory, separators, unknown
+from verify.launch.shell.arithmetic import ArithmeticFault
+from verify.launch.shell.expand import calculate_in, script_directory, separators, unknown
 from verify.launch.shell.values import Gap, Shell, TooMuchError, Value, Variable, together
 
 # True or False: whether the command succeeded; None: nobody knows.
@@ -43,9 +44,14 @@ def _texts(words: Sequence[Value]) -> tuple[str, tuple[Gap, ...]]:
 
 def _echo(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     newline = True
+    escapes = False
     while words and re.fullmatch(r"-[neE]+", words[0].text):
-        newline &= "n" not in words.pop(0).text
+        option = words.pop(0).text
+        newline &= "n" not in option
+        escapes = "e" in option
     text, gaps = _texts(words)
+    if escapes and "\\" in text:
+        return False, True
     _say(shell, text + "\n" * newline, gaps)
     return True, True
 
@@ -70,6 +76,8 @@ def _printf(shell: Shell, words: list[Value], line: int) -> tuple[bool, Result]:
 
 def _formatted(form: str, arguments: list[str]) -> str | None:
     """What printf writes; None for a format that is not known. The format is used again while arguments are left."""
+    if re.search(r"\\[^nt\\]", form):
+        return None
     form = re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[0]), form)
     if re.search(r"%(?![sdiq]|0?\d*[sd])", form.replace("%%", "")):
         return None
@@ -141,20 +149,46 @@ def _read(shell: Shell, command: str, words: Sequence[Value], here: Value | None
             shell.assign_array(name, (Value(f"${{{name}[@]}}", (Gap(f"${{{name}[@]}}", why),), shell.file, line),))
         return True, None
     text = here.text.split("\n", 1)[0]
+    blanks = separators(shell)
+    pieces = re.split(f"[{re.escape(blanks)}]", text)
+    if ("r" not in flags and "\\" in text) or (blanks.strip() and "" in pieces):
+        shell.forget(names[0], f"read at {shell.place(line)} of a text with escapes or empty fields")
+        return True, True
     if "a" in flags:
-        pieces = [piece for piece in re.split(f"[{re.escape(separators(shell))}]", text) if piece]
+        pieces = [piece for piece in pieces if piece]
         shell.assign_array(names[0], tuple(Value(piece, (), shell.file, line) for piece in pieces))
     else:
         shell.assign(names[0], Value(text.strip(), (), shell.file, line))
     return True, True
 
 
-def _unset(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+def _unset(shell: Shell, words: list[Value], line: int) -> tuple[bool, Result]:
+    functions = bool(words) and words[0].text == "-f"
     for word in words:
-        shell.variables.pop(word.text, None)
-        if word.text in shell.environment:
-            shell.variables[word.text] = Variable((), array=True)
+        element = re.fullmatch(r"(\w+)\[.*\]", word.text, re.DOTALL)
+        if not word.known:
+            shell.unresolved[f"{shell.place(line)}: unset of a name that is not known"] = None
+        elif element:
+            shell.forget(element[1], f"unset of an element at {shell.place(line)}")
+        elif functions or (word.text in shell.functions and shell.lookup(word.text) is None):
+            shell.functions.pop(word.text, None)
+        else:
+            shell.drop(word.text)
     return True, True
+
+
+def _let(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+    value = 0
+    for word in words:
+        try:
+            if not word.known:
+                raise ArithmeticFault("an expression that is not known")
+            value = calculate_in(shell, word.text, lambda _, part: unknown(part.source, "a command in an expression"))
+        except ArithmeticFault as fault:
+            if found := re.match(r"\s*([A-Za-z_]\w*)", word.text):
+                shell.forget(found[1], str(fault))
+            return True, None
+    return True, value != 0
 
 
 def _export(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
@@ -173,9 +207,24 @@ def _shift(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
 
 
 def _set(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
-    """`set -- words` gives the positional parameters; options change nothing here."""
-    if words and words[0].text == "--":
-        shell.arguments = tuple(words[1:])
+    """`set -- words` gives the positional parameters, `-e` makes failures end the script; others are passed over."""
+    for number, word in enumerate(words):
+        if word.text == "--" or word.text[:1] not in "-+":
+            shell.arguments = tuple(words[number + (word.text == "--") :])
+            shell.argument_uses.append(0)
+            break
+        if "e" in word.text or (word.text[1:] == "o" and [one.text for one in words[number + 1 :][:1]] == ["errexit"]):
+            shell.errexit = word.text[0] == "-"
+        if word.text[-1:] == "o":
+            return True, True
+    return True, True
+
+
+def _shopt(shell: Shell, words: list[Value], line: int) -> tuple[bool, Result]:
+    """`shopt`, of whose options two change what is read here."""
+    for word in words:
+        if word.text in ("nocasematch", "lastpipe"):
+            shell.unresolved[f"{shell.place(line)}: shopt {word.text} is not followed"] = None
     return True, True
 
 
@@ -200,7 +249,8 @@ _COMMANDS: dict[str, Callable[[Shell, list[Value], int], tuple[bool, Result]]] =
     "local": _nothing(True),
     "set": _set,
     "shift": _shift,
-    "shopt": _nothing(True),
+    "let": _let,
+    "shopt": _shopt,
     "trap": _nothing(True),
     "wait": _nothing(None),
     "sleep": _nothing(True),

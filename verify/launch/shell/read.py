@@ -13,6 +13,7 @@ from verify.issue import Issue
 from verify.launch.arguments import QAT_FLAG, QAT_GROUP
 from verify.launch.options.nearest import nearest
 from verify.launch.options.tables import OPTIONS, PATHS, SWITCH_NAMES
+from verify.launch.shell.expand import BRACES
 from verify.launch.shell.parser import parse
 from verify.launch.shell.run import follow
 from verify.launch.shell.values import Shell, Start, TooMuchError, Value, clipped
@@ -52,7 +53,7 @@ def read_script(
         lines = " and ".join(f"{file or 'line'}:{line}" for _, line, file in starts)
         more = f"{lines} both start a trainer: give the command that is meant as a script of its own"
         return LaunchText(unresolved=(more, *shell.unresolved))
-    return _launch(shell, shell.starts[0], [] if shell.arguments_used else arguments)
+    return _launch(shell, shell.starts[0], [] if shell.argument_uses else arguments)
 
 
 def _text(script: Path) -> str:
@@ -83,7 +84,7 @@ def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
     for name in (QAT_FLAG, QAT_GROUP):
         if isinstance(word := environment.get(name), UnresolvedWord):
             unresolved[f"{word.place}: {name}: {word.why}"] = None
-    return LaunchText(words, environment, tuple(unresolved), (*_lost(shell), *_misspelled(shell)))
+    return LaunchText(words, environment, tuple(unresolved), (*shell.issues, *_lost(shell), *_misspelled(shell)))
 
 
 def _word(value: Value) -> Word:
@@ -105,7 +106,7 @@ def _words(start: Start, unresolved: dict[str, None]) -> Iterator[Word]:
         else:
             about = option
         if isinstance(word, UnresolvedWord):
-            anything = not about or (not name.startswith("--") and _may_be_options(value))
+            anything = not about or _may_be_options(value, name)
             if anything or _matters(about):
                 said = f"{about} " if about and not anything and about != name else ""
                 unresolved[f"{word.place}: {said}{clipped(value.text)}: {clipped(word.why)}"] = None
@@ -135,8 +136,10 @@ def _placed(word: Word, option: str, start: Start) -> Word:
     return Word(f"{name}={text}" if equals and name in PATHS else text, word.file, word.line)
 
 
-def _may_be_options(value: Value) -> bool:
-    """Whether a word that is not known may be several, options among them."""
+def _may_be_options(value: Value, name: str) -> bool:
+    """Whether a word that is not known may be several, options among them; `name` is what stands before its `=`."""
+    if name.startswith("--"):
+        return any(gap.source in name or gap.why == BRACES for gap in value.gaps)
     if len(value.gaps) != 1 or value.text != value.gaps[0].source:
         return False
     return "[@]" in value.text or "$@" in value.text or _MANY.search(value.text) is not None
