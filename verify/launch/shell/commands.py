@@ -116,17 +116,32 @@ def _pwd(shell: Shell, _words: list[Value], _: int) -> tuple[bool, Result]:
     return True, True
 
 
-def _path(change: Callable[[str], str]) -> Callable[[Shell, list[Value], int], tuple[bool, Result]]:
-    """A command that writes a path made of its one argument."""
+def _path(change: Callable[[str], str], suffixes: int = 0) -> Callable[[Shell, list[Value], int], tuple[bool, Result]]:
+    """A command that writes a path made of its one argument, less a suffix where a second one gives it."""
 
     def act(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
         words = [word for word in words if not word.text.startswith("-")]
-        if len(words) != 1 or not words[0].known:
+        if len(words) not in (1, suffixes + 1) or not all(word.known for word in words):
             return False, None
-        _say(shell, change(words[0].text) + "\n")
+        text = change(words[0].text)
+        cut = words[1].text if words[1:] else ""
+        _say(shell, (text if text == cut else text.removesuffix(cut)) + "\n")
         return True, True
 
     return act
+
+
+def filtered(words: Sequence[Value], text: str) -> str | None:
+    """What a command writes that reads this text; None where it is not known: `cat`, and `sed` of plain text."""
+    if words[0].text == "cat" and not words[1:]:
+        return text
+    scripts = [word.text for word in words[1:] if word.text not in ("-e", "-E", "-r")]
+    if words[0].text != "sed" or len(scripts) != 1 or not all(word.known for word in words):
+        return None
+    found = re.fullmatch(r"s(\W)((?:(?!\1).)+)\1((?:(?!\1).)*)\1(g?)", scripts[0])
+    if found is None or set("\\.*[]^$+?(){}|").intersection(found[2]) or set("\\&").intersection(found[3]):
+        return None
+    return "\n".join(line.replace(found[2], found[3], -1 if found[4] else 1) for line in text.split("\n"))
 
 
 def _absolute(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
@@ -143,6 +158,10 @@ def _read(shell: Shell, command: str, words: Sequence[Value], here: Value | None
     """`read -ra NAME <<< TEXT`; names that are read from anything else become unknown."""
     flags = "".join(word.text[1:] for word in words if word.text.startswith("-"))
     names = [word.text for word in words if re.fullmatch(r"[A-Za-z_]\w*", word.text)]
+    if flags == "rd" and [word.text for word in words[:-1]] == ["-r", "-d", ""] and here is not None and names:
+        # The whole text, up to a character that it has not.
+        shell.assign(names[0], Value(here.text.strip(" \t\n"), here.gaps, shell.file, line))
+        return True, False
     if here is None or here.gaps or command != "read" or set(flags) - {"r", "a"} or len(names) != 1:
         why = f"{command} at {shell.place(line)}: " + (here.gaps[0].why if here and here.gaps else "what it reads")
         for name in names:
@@ -208,15 +227,20 @@ def _shift(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
 
 def _set(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     """`set -- words` gives the positional parameters, `-e` makes failures end the script; others are passed over."""
+    named = False
     for number, word in enumerate(words):
+        if named:
+            # The name of an option, behind `-o`, `-euo` and their like.
+            shell.errexit = words[number - 1].text[0] == "-" if word.text == "errexit" else shell.errexit
+            named = False
+            continue
         if word.text == "--" or word.text[:1] not in "-+":
             shell.arguments = tuple(words[number + (word.text == "--") :])
             shell.argument_uses.append(0)
             break
-        if "e" in word.text or (word.text[1:] == "o" and [one.text for one in words[number + 1 :][:1]] == ["errexit"]):
+        if "e" in word.text:
             shell.errexit = word.text[0] == "-"
-        if word.text[-1:] == "o":
-            return True, True
+        named = "o" in word.text
     return True, True
 
 
@@ -238,7 +262,7 @@ _COMMANDS: dict[str, Callable[[Shell, list[Value], int], tuple[bool, Result]]] =
     "cd": _cd,
     "pwd": _pwd,
     "dirname": _path(lambda path: os.path.dirname(path.rstrip("/")) or ("/" if path.startswith("/") else ".")),
-    "basename": _path(lambda path: os.path.basename(path.rstrip("/"))),
+    "basename": _path(lambda path: os.path.basename(path.rstrip("/")), suffixes=1),
     "realpath": _absolute,
     "readlink": _absolute,
     "unset": _unset,

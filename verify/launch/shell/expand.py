@@ -130,6 +130,8 @@ def _literal(shell: Shell, text: str, quoted: bool, first: bool) -> Value:
         return Value(text)
     name, slash, rest = text.partition("/")
     home = shell.lookup("HOME")
+    if not re.fullmatch(r"~[A-Za-z_+-]?[\w-]*", name):
+        return Value(text)
     if name != "~" or home is None or not home.values:
         return Value(text, (Gap(name, "the home directory is not known"),))
     return replace(home.values[0], text=home.values[0].text + slash + rest)
@@ -339,7 +341,7 @@ def _looked_up(shell: Shell, part: Parameter, run: Run | None) -> list[Value] | 
 
 def _positional(shell: Shell, number: int) -> list[Value] | None:
     if number == 0:
-        return [Value(str(shell.file))] if shell.file else None
+        return [Value(str(shell.script))] if shell.script else None
     shell.argument_uses.append(number)
     if any(value.maybe for value in shell.arguments[:number]):
         return [unknown(f"${number}", next(_maybes(shell.arguments)))]

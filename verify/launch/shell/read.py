@@ -15,12 +15,17 @@ from verify.launch.options.nearest import nearest
 from verify.launch.options.tables import OPTIONS, PATHS, SWITCH_NAMES
 from verify.launch.shell.expand import BRACES
 from verify.launch.shell.parser import parse
+from verify.launch.shell.program import default_config
 from verify.launch.shell.run import follow
 from verify.launch.shell.values import Shell, Start, TooMuchError, Value, clipped
 from verify.launch.unread import unread
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 
 _LARGEST = 1_000_000
+# Options with paths: those of `_BESIDE` are relative to the program, the others to where it is started.
+_BESIDE = frozenset({"--config-path", "-cp", "--config_path"})
+_PLACED = frozenset({*PATHS, *_BESIDE, "--config", "--config-dir", "-cd"})
+_SETTING = re.compile(r"[+~]{0,2}[A-Za-z_]\w*(?:[./@][\w-]+)+|[+~]{1,2}[A-Za-z_]\w*")
 # A variable of this name that is given without an option may be any number of options.
 _MANY = re.compile(r"ARGS|ARGUMENTS|OPTS|OPTIONS|FLAGS|EXTRA", re.IGNORECASE)
 
@@ -39,7 +44,7 @@ def read_script(
     """
     text = _text(script) if text is None and script is not None else text or ""
     place = str(script) if script else "the text"
-    shell = Shell(script, Path.cwd(), environment or {}, tuple(Value(word) for word in arguments))
+    shell = Shell(script, Path.cwd(), environment or {}, tuple(Value(word) for word in arguments), script=script)
     try:
         follow(shell, parse(text, place))
     except TooMuchError as error:
@@ -78,13 +83,21 @@ def _without_trainer(shell: Shell, place: str, arguments: Sequence[str]) -> Laun
 
 def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
     unresolved: dict[str, None] = dict(shell.unresolved)
-    words = (*_words(start, unresolved), *(Word(text) for text in arguments))
+    words = (*_default(start), *_words(start, unresolved), *(Word(text) for text in arguments))
     environment = {name: _word(value) for name, value in start.environment.items()}
     environment |= dict(_runtime(start.before, unresolved))
     for name in (QAT_FLAG, QAT_GROUP):
         if isinstance(word := environment.get(name), UnresolvedWord):
             unresolved[f"{word.place}: {name}: {word.why}"] = None
-    return LaunchText(words, environment, tuple(unresolved), (*shell.issues, *_lost(shell), *_misspelled(shell)))
+    wrong = (*shell.issues, *_lost(shell), *_misspelled(shell))
+    return LaunchText(words, environment, tuple(unresolved), wrong, program=start.program)
+
+
+def _default(start: Start) -> Iterator[Word]:
+    """The file of settings that the program itself names, where the launch names none."""
+    named = any(value.text.partition("=")[0] == "--config" for value in start.words)
+    if start.program_file and not named and (path := default_config(start.program_file)):
+        yield Word(f"--config={path}", start.file, start.line)
 
 
 def _word(value: Value) -> Word:
@@ -96,15 +109,21 @@ def _word(value: Value) -> Word:
 
 def _words(start: Start, unresolved: dict[str, None]) -> Iterator[Word]:
     """The words of a trainer; `unresolved` gets a line for each that is not known and that something depends on."""
-    option = ""
+    option, taken = "", False
     for value in start.words:
-        word = _placed(_word(value), option, start)
+        word = _placed(_word(value), "" if taken else option, start)
         name, equals, _ = value.text.partition("=")
         if name.startswith("--"):
-            option = "" if equals or name in SWITCH_NAMES else name
+            option, taken = "" if equals or name in SWITCH_NAMES else name, False
             about = name
+        elif taken and _SETTING.fullmatch(name) and equals:
+            # An override of a setting, as Hydra has them, behind the value of an option.
+            if isinstance(word, UnresolvedWord):
+                unresolved[f"{word.place}: {word.text}: {word.why}"] = None
+            yield word
+            continue
         else:
-            about = option
+            about, taken = option, True
         if isinstance(word, UnresolvedWord):
             anything = not about or _may_be_options(value, name)
             if anything or _matters(about):
@@ -123,17 +142,20 @@ def _placed(word: Word, option: str, start: Start) -> Word:
     """A word; a path that is relative to another directory than this one's becomes absolute."""
     here = Path.cwd()
     name, equals, value = word.text.partition("=")
-    if start.directory == here or isinstance(word, UnresolvedWord):
+    about = name if equals and name in _PLACED else option if option in _PLACED else ""
+    if not about or isinstance(word, UnresolvedWord):
         return word
-    if option not in PATHS and not (equals and name in PATHS):
+    base = start.directory
+    if about in _BESIDE:
+        # Hydra looks for it beside the program; that of a module is where it is installed.
+        base = start.program_file.parent if start.program_file else here
+    text = value if about == name else word.text
+    if base == here or text.startswith("--") or text.isdecimal() or Path(text).is_absolute():
         return word
-    text = value if equals and name in PATHS else word.text
-    if text.startswith("--") or text.isdecimal() or Path(text).is_absolute():
-        return word
-    if start.directory is None:
+    if base is None:
         return UnresolvedWord(word.text, word.file, word.line, "relative to a directory that is not known")
-    text = str(start.directory / text)
-    return Word(f"{name}={text}" if equals and name in PATHS else text, word.file, word.line)
+    text = str(base / text)
+    return Word(f"{name}={text}" if about == name else text, word.file, word.line)
 
 
 def _may_be_options(value: Value, name: str) -> bool:

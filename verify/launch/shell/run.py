@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from ckptkit.storage.regular import read_regular
 from verify.issue import Issue
 from verify.launch.shell.arithmetic import ArithmeticFault
 from verify.launch.shell.assign import assign
-from verify.launch.shell.commands import Result, known_command
+from verify.launch.shell.commands import Result, filtered, known_command
 from verify.launch.shell.conditions import decide, opposite
 from verify.launch.shell.expand import as_pattern, calculate_in, expand, joined, script_directory, unknown
 from verify.launch.shell.operators import matches
@@ -38,7 +38,7 @@ from verify.launch.shell.syntax import (
     While,
 )
 from verify.launch.shell.trainers import inner_script, start_of
-from verify.launch.shell.values import DEEPEST, Shell, TooMuchError, Value, merged, together
+from verify.launch.shell.values import DEEPEST, Shell, TooMuchError, Value, Variable, merged, together
 
 # How a list of commands ended: "", "exit", "return", "break:1" or "continue:1" with the number of loops, or "maybe"
 # where it may have ended early, and nobody knows.
@@ -198,12 +198,20 @@ def _pipeline(shell: Shell, node: Pipeline) -> tuple[Flow, Result]:
     if len(node.commands) == 1:
         flow, result = _guarded(shell, lambda: _node(shell, node.commands[0]))
         return flow, opposite(result) if node.negated else result
-    for command in node.commands:
+    text: str | None = None
+    for number, command in enumerate(node.commands):
         branch = shell.branch()
-        branch.output = None
+        branch.output = []
         _node(branch, command)
+        if number == 0:
+            known = all(value.known for value in branch.output)
+            text = together(value.text for value in branch.output) if known else None
+        elif text is not None:
+            words = expand(branch, command.words, substituted) if isinstance(command, Simple) else []
+            text = filtered(words, text) if words and shell.output is not None else None
     if shell.output is not None:
-        shell.output.append(unknown("$(... | ...)", "the output of other commands"))
+        other = unknown("$(... | ...)", "the output of other commands")
+        shell.output.append(other if text is None else Value(text))
     return "", None
 
 
@@ -339,10 +347,13 @@ def substituted(shell: Shell, part: Substitution) -> Value:
     except CkptkitError as error:
         return unknown(part.source, error.message)
     shell.substitution = follow(branch, nodes)[1]
-    if any(not value.known for value in branch.output):
-        why = next(gap.why for value in branch.output for gap in value.gaps)
-        return unknown(part.source, why)
-    return Value(together(value.text for value in branch.output).rstrip("\n"))
+    gaps = tuple(gap for value in branch.output for gap in value.gaps)
+    text = together(value.text for value in branch.output).rstrip("\n")
+    # Of a text that is known but for a part of it, such as a heredoc with a variable, the rest counts.
+    whole = all(value.text.strip() == value.gaps[0].source for value in branch.output if value.gaps)
+    if gaps and (whole or any(gap.source.startswith("$(...") or gap.source not in text for gap in gaps)):
+        return unknown(part.source, gaps[0].why)
+    return Value(text, gaps)
 
 
 def _deep(shell: Shell) -> None:
@@ -416,6 +427,11 @@ def _command(shell: Shell, node: Simple, words: list[Value], given: dict[str, Va
         return _call(shell, shell.functions[name], words)
     if name in ("source", ".") and words[1:]:
         return _source(shell, words, node.line)
+    if name in ("bash", "sh") and words[1:] and words[1].known and words[1].text.endswith(".sh"):
+        return _started(shell, words, given)
+    if name == "sbatch" and (command := given.get("COMMAND") or _exported(shell, "COMMAND")):
+        # Slurm scripts of NeMo-RL run the command that this variable holds.
+        return _inner(shell, command.text, node.line)
     if name == "eval":
         return _eval(shell, words[1:], node.line)
     if name in ("[", "test"):
@@ -496,6 +512,31 @@ def _source(shell: Shell, words: list[Value], line: int) -> tuple[Flow, Result]:
     shell.file, shell.depth, shell.callers, shell.loops = before, shell.depth - 1, shell.callers - 1, loops
     shell.arguments = arguments if words[2:] else shell.arguments
     return ("exit" if flow == "exit" else ""), None if flow == "maybe" else result
+
+
+def _exported(shell: Shell, name: str) -> Value | None:
+    variable = shell.variables.get(name)
+    return variable.values[0] if variable and variable.exported and variable.values else None
+
+
+def _started(shell: Shell, words: list[Value], given: Mapping[str, Value]) -> tuple[Flow, Result]:
+    """`bash FILE WORDS`: another script, which sees what is exported and changes nothing here."""
+    path = script_directory(shell, words[1].text)
+    branch = shell.branch()
+    try:
+        text = read_regular(path, _LARGEST_FILE).decode(errors="replace") if path else ""
+        nodes = parse(text, str(path))
+    except (OSError, ValueError, CkptkitError):
+        return "", None
+    exported = {name: variable for name, variable in shell.variables.items() if variable.exported}
+    branch.variables = exported | {name: Variable((value,), exported=True) for name, value in given.items()}
+    branch.file = branch.script = path
+    branch.functions, branch.arguments, branch.argument_uses = {}, tuple(words[2:]), []
+    branch.errexit, branch.guarded, branch.callers, branch.loops = False, 0, 0, 0
+    branch.depth += 1
+    _deep(branch)
+    branch.step(len(text))
+    return "", follow(branch, nodes)[1]
 
 
 def _not_there(shell: Shell, path: Path, said: str, line: int) -> tuple[Flow, Result]:

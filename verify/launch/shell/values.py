@@ -79,7 +79,7 @@ class Variable:
 class Start:
     """A command that starts a trainer: its words, those before them, and the variables that it sees.
 
-    `directory`: where it is started; None where a `cd` could not be followed.
+    `directory`: where it is started; None where a `cd` could not be followed. `program`: the word that names it.
     """
 
     words: tuple[Value, ...]
@@ -88,6 +88,12 @@ class Start:
     line: int
     file: Path | None
     directory: Path | None
+    program: str = ""
+
+    @property
+    def program_file(self) -> Path | None:
+        """The file of the trainer; None where it is a module, or where it lies is not known."""
+        return self.directory / self.program if self.directory and self.program.endswith(".py") else None
 
 
 @dataclass
@@ -102,7 +108,7 @@ class Shell:
 
     `result`: whether the last command succeeded, `substitution` the last `$(...)`. `errexit`: whether a command that
     fails ends the script, unless it is `guarded` by a condition. `callers` and `loops` count the functions, sourced
-    files and loops around a command.
+    files and loops around a command. `script`: the file that was started, which `$0` names in every file it sources.
     """
 
     file: Path | None
@@ -130,6 +136,7 @@ class Shell:
     guarded: int = 0
     callers: int = 0
     loops: int = 0
+    script: Path | None = None
 
     def step(self, characters: int = 0) -> None:
         """Counts one command, and more for a text of many characters. Raises TooMuchError after `MOST_STEPS`."""
