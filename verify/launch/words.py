@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,17 @@ class LaunchText:
     issues: tuple[Issue, ...] = ()
     overrides: Mapping[str, Word] = field(default_factory=dict)
     program: str = ""
+
+
+# What gives another text at every start, to the minute or better: `$(date +%H%M)`, `datetime.now()`.
+_AT_START = re.compile(
+    r"\bdate\b[^)]*%(?:[HMSsTNXcR]|-[HM])|\$\(date\)|datetime\..*now\(|time\.time\(|\brandom\.|\buuid"
+)
+
+
+def is_new_at_start(text: str) -> bool:
+    """Whether a name has the time of the start, or a random part, in it: what it names cannot be there yet."""
+    return _AT_START.search(text) is not None
 
 
 def known_words(words: Sequence[Word]) -> list[Word]:

@@ -7,7 +7,10 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from verify.launch.python.model_args import TOOL, model_arguments
+from verify.launch.python.values import Unknown, pieces_of
 from verify.launch.shell.arithmetic import ArithmeticFault
 from verify.launch.shell.expand import calculate_in, script_directory, separators, unknown
 from verify.launch.shell.values import Gap, Shell, TooMuchError, Value, Variable, together
@@ -23,12 +26,34 @@ def known_command(shell: Shell, words: Sequence[Value], here: Value | None, line
     name, arguments = os.path.basename(words[0].text), list(words[1:])
     if (act := _COMMANDS.get(name)) is not None:
         return act(shell, arguments, line)
+    if re.fullmatch(r"python[\d.]*", name) and len(arguments) == 2 and arguments[0].text.endswith(f"/{TOOL}"):
+        return _model_arguments(shell, *arguments)
     if name == "cat" and not arguments and here is not None:
         _say(shell, here.text, here.gaps)
         return True, True
     if name in ("read", "mapfile", "readarray"):
         return _read(shell, name, arguments, here, line)
     return False, None
+
+
+def _model_arguments(shell: Shell, tool: Value, model: Value) -> tuple[bool, Result]:
+    """`python3 .../model_args_utils.py NAME` of miles, whose files are read."""
+    path = script_directory(shell, tool.text) if tool.known and model.known else None
+    if path is None or not path.is_file():
+        return False, None
+    environment: dict[str, Any] = dict(shell.environment)
+    for name, variable in shell.variables.items():
+        if variable.exported and variable.values:
+            value = variable.values[0]
+            environment[name] = value.text if value.known else Unknown(f"${name}", "a variable that is not known")
+    found = model_arguments(path, model.text, environment)
+    if isinstance(found, str):
+        _say(shell, f"{found}\n")
+        return True, True
+    gap = next(piece for piece in pieces_of(found) if not isinstance(piece, str))
+    if shell.output is not None:
+        shell.output.append(unknown(f"$({TOOL} {model.text})", gap.why))
+    return True, None
 
 
 def _say(shell: Shell, text: str, gaps: tuple[Gap, ...] = ()) -> None:

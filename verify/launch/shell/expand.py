@@ -329,6 +329,8 @@ def _looked_up(shell: Shell, part: Parameter, run: Run | None) -> list[Value] | 
         return [Value(str(len(shell.arguments)))]
     if part.name in ("?", "$", "!", "-") or part.name in ("RANDOM", "SECONDS", "BASHPID"):
         return [unknown(part.source, "known only when the script runs")]
+    if part.name == "BASH_SOURCE" and part.index not in (None, "0", "@", "*"):
+        return [unknown(part.source, "which file sources this one is not followed")]
     if part.name == "BASH_SOURCE" and part.name not in shell.variables:
         return [Value(str(shell.file))] if shell.file else None
     if part.name == "PWD" and part.name not in shell.variables:

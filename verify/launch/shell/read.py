@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
@@ -13,13 +14,14 @@ from verify.issue import Issue
 from verify.launch.arguments import QAT_FLAG, QAT_GROUP
 from verify.launch.options.nearest import nearest
 from verify.launch.options.tables import OPTIONS, PATHS, SWITCH_NAMES
+from verify.launch.resource import OPTION, options_of_resource
 from verify.launch.shell.expand import BRACES
 from verify.launch.shell.parser import parse
 from verify.launch.shell.program import default_config
 from verify.launch.shell.run import follow
-from verify.launch.shell.values import Shell, Start, TooMuchError, Value, clipped
+from verify.launch.shell.values import Shell, Start, TooMuchError, Value, Variable, clipped
 from verify.launch.unread import unread
-from verify.launch.words import LaunchText, UnresolvedWord, Word
+from verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
 
 _LARGEST = 1_000_000
 # Options with paths: those of `_BESIDE` are relative to the program, the others to where it is started.
@@ -61,6 +63,27 @@ def read_script(
     return _launch(shell, shell.starts[0], [] if shell.argument_uses else arguments)
 
 
+def read_command(
+    text: str,
+    variables: Mapping[str, tuple[Value, ...]],
+    script: Path,
+    line: int,
+    environment: Mapping[str, str],
+) -> LaunchText:
+    """What one command gives to its trainer, which a program at `script:line` would run with these variables."""
+    shell = Shell(script, Path.cwd(), environment, script=script)
+    for name, values in variables.items():
+        shell.variables[name] = Variable(values, array=not values or any(value.maybe for value in values))
+    try:
+        follow(shell, parse(text, f"{script}:{line}"))
+    except TooMuchError as error:
+        return LaunchText(unresolved=(f"{script}:{line}: {error}",))
+    if not shell.starts:
+        return LaunchText(unresolved=(f"{script}:{line}: its command starts no trainer that is known",))
+    start = replace(shell.starts[0], line=line)
+    return _launch(shell, replace(start, words=tuple(replace(one, file=script, line=line) for one in start.words)), [])
+
+
 def _text(script: Path) -> str:
     try:
         return read_regular(script, _LARGEST).decode(errors="replace")
@@ -84,6 +107,8 @@ def _without_trainer(shell: Shell, place: str, arguments: Sequence[str]) -> Laun
 def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
     unresolved: dict[str, None] = dict(shell.unresolved)
     words = (*_default(start), *_words(start, unresolved), *(Word(text) for text in arguments))
+    if "relax" in start.program.lower().replace("/", ".").split("."):
+        words = (*options_of_resource(words), *words)
     environment = {name: _word(value) for name, value in start.environment.items()}
     environment |= dict(_runtime(start.before, unresolved))
     for name in (QAT_FLAG, QAT_GROUP):
@@ -124,6 +149,9 @@ def _words(start: Start, unresolved: dict[str, None]) -> Iterator[Word]:
             continue
         else:
             about, taken = option, True
+        if about == "--load" and not value.maybe and any(is_new_at_start(gap.source) for gap in value.gaps):
+            # A directory with the time of the start in its name: it is a new one.
+            word = Word(word.text, word.file, word.line)
         if isinstance(word, UnresolvedWord):
             anything = not about or _may_be_options(value, name)
             if anything or _matters(about):
@@ -135,7 +163,7 @@ def _words(start: Start, unresolved: dict[str, None]) -> Iterator[Word]:
 
 def _matters(option: str) -> bool:
     """Whether anything that is looked at depends on the value of an option."""
-    return option != "--save" and (option in OPTIONS or bool(unread([option, "1"], frozenset())))
+    return option == OPTION or (option != "--save" and (option in OPTIONS or bool(unread([option, "1"], frozenset()))))
 
 
 def _placed(word: Word, option: str, start: Start) -> Word:
@@ -164,6 +192,9 @@ def _may_be_options(value: Value, name: str) -> bool:
         return any(gap.source in name or gap.why == BRACES for gap in value.gaps)
     if len(value.gaps) != 1 or value.text != value.gaps[0].source:
         return False
+    if value.text.startswith("{"):
+        # An expression of Python, of which the launcher's reader says whether it is the value of an option.
+        return value.text.endswith("[@]")
     return "[@]" in value.text or "$@" in value.text or _MANY.search(value.text) is not None
 
 

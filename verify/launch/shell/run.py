@@ -406,7 +406,7 @@ def _with_assignments(shell: Shell, node: Simple, words: list[Value]) -> tuple[F
     branch = shell.branch()
     for assignment in node.assignments:
         assign(branch, assignment, substituted)
-    given = {one.name: branch.variables[one.name] for one in node.assignments}
+    given = {one.name: replace(branch.variables[one.name], exported=True) for one in node.assignments}
     before = {name: shell.variables.get(name) for name in given}
     shell.variables |= given
     outcome = _command(shell, node, words, {name: one.values[0] for name, one in given.items() if one.values})
