@@ -114,9 +114,10 @@ def _run_commands(follower: Follower, module: Module, arguments: list[str]) -> N
         parameter = next(iter(function.node.args.args), None)
         kind = follower.expressions(module).value(parameter.annotation) if parameter and parameter.annotation else None
         made = follower.create(kind, _given(kind, arguments, follower.environment)) if isinstance(kind, Class) else None
-        call = ast.parse("main()", mode="eval").body
-        assert isinstance(call, ast.Call)
-        follower.call(follower.state, module, function, [] if made is None else [made], {}, call)
+        call = ast.copy_location(ast.Call(ast.Name("main", ast.Load()), [], []), function.node)
+        # Options that the launcher itself refuses start nothing.
+        if not isinstance(made, Unknown):
+            follower.call(follower.state, module, function, [] if made is None else [made], {}, call)
         follower.state = state
 
 

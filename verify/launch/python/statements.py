@@ -35,7 +35,7 @@ _LARGEST = 300_000
 _HARMLESS = frozenset(
     {"partial", "Path", "isinstance", "hasattr", "getattr", "asdict", "replace", "repr", "type", "print"}
 )
-_SIMPLE = (ast.Pass, ast.Import, ast.ImportFrom, ast.Assert, ast.Global, ast.Nonlocal, ast.ClassDef, ast.FunctionDef)
+_SIMPLE = (ast.Pass, ast.Assert, ast.Global, ast.Nonlocal, ast.ClassDef, ast.FunctionDef)
 
 
 @dataclass
@@ -69,16 +69,8 @@ class Follower:
 
     def _of_module(self, module: Module, statement: ast.stmt) -> None:
         match statement:
-            case ast.Import(names=aliases):
-                for alias in aliases:
-                    name = alias.asname or alias.name.partition(".")[0]
-                    module.names[name] = self._imported(module, alias.name if alias.asname else name)
-            case ast.ImportFrom(module=str(origin), names=aliases):
-                for alias in aliases:
-                    inner = self._imported(module, f"{origin}.{alias.name}")
-                    outer = self._imported(module, origin) if isinstance(inner, Unknown) else None
-                    found = outer.names.get(alias.name, MISSING) if isinstance(outer, Module) else inner
-                    module.names[alias.asname or alias.name] = found
+            case ast.Import() | ast.ImportFrom():
+                module.names.update(self._imports(module, statement))
             case ast.FunctionDef(name=name):
                 module.names[name] = Function(statement, module)
             case ast.ClassDef(name=name):
@@ -90,6 +82,20 @@ class Follower:
                 self.block(module, [statement])
                 module.names.update(self.state.frames[0])
                 self.state.frames = before
+
+    def _imports(self, module: Module, statement: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, Any]]:
+        """The names that an import sets."""
+        for alias in statement.names:
+            if isinstance(statement, ast.Import):
+                name = alias.asname or alias.name.partition(".")[0]
+                yield name, self._imported(module, alias.name if alias.asname else name)
+                continue
+            inner = self._imported(module, f"{statement.module}.{alias.name}")
+            outer = self._imported(module, str(statement.module)) if isinstance(inner, Unknown) else None
+            yield (
+                alias.asname or alias.name,
+                outer.names.get(alias.name, MISSING) if isinstance(outer, Module) else inner,
+            )
 
     def main(self, module: Module) -> None:
         """What a file does where it is started itself."""
@@ -159,9 +165,9 @@ class Follower:
                 why = f"the call of {name} at line {node.lineno} may change it"
                 attributes = state.objects[value.number]
                 attributes.update({one: Unknown(one, why) for one in attributes})
-        return unknown(node, f"the call of {name} is not followed")
+        return unknown(node, f"the call of {unknown(node.func, '').source} is not followed")
 
-    def create(self, kind: Class, given: Mapping[str, Any], arguments: Sequence[Any] = ()) -> Object:
+    def create(self, kind: Class, given: Mapping[str, Any], arguments: Sequence[Any] = ()) -> Any:
         """An instance of a dataclass: what is given counts before the defaults of its fields."""
         number = len(self.state.objects) + 1 + self.state.steps[0]
         self.state.objects[number] = {}
@@ -176,7 +182,9 @@ class Follower:
             self.state.objects[number][name] = value
         made = Object(number, kind)
         if after := kind.methods.get("__post_init__"):
-            self._run(Function(after.node, after.module, made), [], {})
+            ended, _ = self._run(Function(after.node, after.module, made), [], {})
+            if ended == "raise":
+                return Unknown(kind.name, "it raises an exception")
         return made
 
     def _default(self, module: Module, node: ast.expr) -> Any:
@@ -356,6 +364,8 @@ class Follower:
                 read = ast.parse(ast.unparse(target), mode="eval").body
                 whole = ast.copy_location(ast.BinOp(read, symbol, value), statement)
                 expressions.bind(target, expressions.value(ast.fix_missing_locations(whole)))
+            case ast.Import() | ast.ImportFrom():
+                self.state.frames[-1].update(self._imports(module, statement))
             case ast.Return(value=value):
                 return "return", None if value is None else expressions.value(value)
             case ast.Raise():

@@ -138,11 +138,17 @@ def _literal(shell: Shell, text: str, quoted: bool, first: bool) -> Value:
 
 
 def _add_split(fields: _Fields, value: Value, quoted: bool) -> None:
-    """Adds a value; an unquoted one is split at blanks, unless it has gaps, whose blanks nobody knows."""
-    if quoted or value.gaps or value.whole:
+    """Adds a value; an unquoted one is split at blanks. Those of a gap are not known: a word with one stays unknown."""
+    if quoted or value.whole:
         fields.add(value)
         return
     blanks = separators(fields.shell)
+    if value.gaps:
+        for count, part in enumerate(_split_around_gaps(value, blanks)):
+            if count:
+                fields.end()
+            fields.add(part, quoted=False)
+        return
     pieces = re.split(f"[{re.escape(blanks)}]+", value.text) if blanks else [value.text]
     others = re.escape("".join(blanks.split()))
     if others and re.search(rf"^[{others}]|[{others}]\s*[{others}]", value.text):
@@ -153,6 +159,21 @@ def _add_split(fields: _Fields, value: Value, quoted: bool) -> None:
             fields.end()
         gaps = (Gap(piece, FILES),) if _is_glob(piece) else ()
         fields.add(Value(piece, gaps, value.file, value.line, value.maybe), quoted=False)
+
+
+def _split_around_gaps(value: Value, blanks: str) -> list[Value]:
+    """The words of a text with gaps, each with its own gaps."""
+    text = value.text
+    for number, gap in enumerate(value.gaps):
+        text = text.replace(gap.source, f"\0{number}\0", 1)
+    if blanks.strip() or text.count("\0") != 2 * len(value.gaps) or not any(blank in text for blank in blanks):
+        return [value]
+    found = []
+    for piece in re.split(f"[{re.escape(blanks)}]+", text):
+        gaps = tuple(value.gaps[int(number)] for number in re.findall("\0([0-9]+)\0", piece))
+        whole = re.sub("\0([0-9]+)\0", lambda mark: value.gaps[int(mark[1])].source, piece)
+        found.append(Value(whole, gaps, value.file, value.line, value.maybe))
+    return found
 
 
 def separators(shell: Shell) -> str:

@@ -19,7 +19,7 @@ from verify.launch.shell.expand import BRACES
 from verify.launch.shell.parser import parse
 from verify.launch.shell.program import default_config
 from verify.launch.shell.run import follow
-from verify.launch.shell.values import Shell, Start, TooMuchError, Value, Variable, clipped
+from verify.launch.shell.values import Gap, Shell, Start, TooMuchError, Value, Variable, clipped
 from verify.launch.unread import unread
 from verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
 
@@ -149,7 +149,7 @@ def _words(start: Start, unresolved: dict[str, None]) -> Iterator[Word]:
             continue
         else:
             about, taken = option, True
-        if about == "--load" and not value.maybe and any(is_new_at_start(gap.source) for gap in value.gaps):
+        if about == "--load" and not value.maybe and any(map(_is_new, value.gaps)):
             # A directory with the time of the start in its name: it is a new one.
             word = Word(word.text, word.file, word.line)
         if isinstance(word, UnresolvedWord):
@@ -159,6 +159,12 @@ def _words(start: Start, unresolved: dict[str, None]) -> Iterator[Word]:
                 unresolved[f"{word.place}: {said}{clipped(value.text)}: {clipped(word.why)}"] = None
             word = UnresolvedWord(word.text, word.file, word.line, word.why, anything)
         yield word
+
+
+def _is_new(gap: Gap) -> bool:
+    """Whether a part of a name is another one at every start."""
+    called = gap.why.startswith("the call of ") and is_new_at_start(gap.why)
+    return called or is_new_at_start(gap.source)
 
 
 def _matters(option: str) -> bool:
