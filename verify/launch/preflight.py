@@ -20,6 +20,7 @@ from verify.launch.arguments import LaunchArguments
 from verify.launch.judge import judged
 from verify.launch.launch import Launch, sides_of
 from verify.launch.paths import launch_of
+from verify.launch.python.launcher import read_launcher
 from verify.launch.shell.read import read_script
 from verify.launch.sides import Side
 from verify.launch.stacked import preflight_stack
@@ -103,8 +104,7 @@ def _text(script: str | Path | None, arguments: Sequence[str]) -> LaunchText:
     if str(script) == "-":
         return read_script(None, sys.stdin.read(), arguments, os.environ)
     if Path(script).suffix == ".py":
-        hint = "a launch in Python would have to be run to be read: paste the command that it prints into a file"
-        raise CkptkitError(f"{script} is no script of bash", hint)
+        return read_launcher(Path(script), arguments, os.environ)
     return read_script(Path(script), None, arguments, os.environ)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.hub_cache import hub_model
 from verify.launch.settings.config import Config, UnresolvedError
-from verify.launch.words import Word
+from verify.launch.words import Word, is_new_at_start
 
 _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 # What stands before a path of another machine.
@@ -42,6 +42,14 @@ class Settings:
                 self.unread.append(f"{key}: {reason}")
             return None
         return node if isinstance(node, Word) else None
+
+    def is_new(self, key: str) -> bool:
+        """Whether a name has the time of the start in it, so that nothing of that name can be there yet."""
+        try:
+            self.config.find(key)
+        except UnresolvedError as reason:
+            return is_new_at_start(str(reason))
+        return False
 
     def resolved(self, key: str) -> bool:
         """Whether the value of a key is known, be it that there is none."""
