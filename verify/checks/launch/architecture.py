@@ -55,13 +55,16 @@ def _roles(subject: Subject) -> tuple[Mapping[str, Any], list[Side]]:
     if launch.stack:
         raise Skip("by settings every role is held against the config of its own model")
     config = engine_config(launch.hf_checkpoint) if launch.hf_checkpoint else {}
-    sides = {side.path: side for side in sides_of(launch) if side.path and side.role != ENGINE}
+    sides: dict[Path, Side] = {}
+    for side in sides_of(launch):
+        if side.path and side.role != ENGINE:
+            sides.setdefault(side.path, side)
     if config:
         others = [side for side in sides.values() if side.role in ("critic", "teacher")]
         if not others:
             raise Skip("the launch loads neither a critic nor a teacher of its own")
         return config, others
-    if not sides.keys() - {next(iter(sides), None)}:
+    if len(sides) < 2:
         raise Skip("the launch has neither --hf-checkpoint nor two checkpoints to compare")
     return {}, list(sides.values())
 
