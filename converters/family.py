@@ -42,6 +42,11 @@ class Draft:
     `sglang`: how they begin in SGLang; None where that cannot be told from the model's own names. `entry`: the entry of
     `ignore` that leaves the layer out for every reader. `layer`: how the names of its decoder layer begin. `joint`: its
     module that joins the embedding and the hidden state.
+
+    `unfuses`: whether SGLang's draft class takes fused layers apart as the model's own class does, before it looks at
+    `ignore`. `vllm`: how the names begin in vLLM; None: as in the release. `vllm_joint`: whether vLLM asks about
+    `joint` too. Source: `sglang/srt/models/*_{nextn,mtp}.py` of SGLang 0.5.16, and vLLM's `models/*_mtp.py`, which were
+    read and not run.
     """
 
     prefix: str
@@ -49,6 +54,9 @@ class Draft:
     entry: str
     layer: str
     joint: str
+    unfuses: bool = True
+    vllm: str | None = None
+    vllm_joint: bool = False
 
 
 Keys = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -136,9 +144,10 @@ class SglangClass:
     SGLang has instead. `entries`: beginnings that SGLang rewrites in plain entries of `ignore` (`hf_to_sglang_mapper`);
     the first that fits counts. `outside`: parts of names that it spells otherwise in layers outside the language model;
     None: it never asks about those. `dense`: what it cannot hold as INT4. `joins_shared_expert`: on CUDA it makes the
-    shared expert one of the routed ones, unless told not to. `keys`: what it reads of the language model's config and
-    transformers 5 does not write, with the values of the model that transformers runs; without them it stops, or builds
-    another model.
+    shared expert one of the routed ones, unless told not to. `tells_experts`: its routers know their layer (`layer_id`
+    of `TopK`), without which an engine that is asked for the experts of each token ends. `keys`: what it reads of the
+    language model's config and transformers 5 does not write, with the values of the model that transformers runs;
+    without them it stops, or builds another model.
     """
 
     fused: tuple[str, ...] = ()
@@ -147,6 +156,7 @@ class SglangClass:
     outside: tuple[tuple[str, str], ...] | None = None
     dense: tuple[Dense, ...] = ()
     joins_shared_expert: bool = False
+    tells_experts: bool = True
     keys: Keys = _ALL_WRITTEN
 
     @cached_property

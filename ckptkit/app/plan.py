@@ -53,7 +53,7 @@ class ConversionPlan:
 
     `side_files`: the HF directory whose config, tokenizer and code go into `side_folder` of the destination. `layout`:
     how HF weights are, or on the way back will be, cut into files. `dequantized`: how a quantized source was quantized,
-    in words. `notes`: what the user should know of the source.
+    in words. `notes`: what the user should know of the source and, of INT4, before it is served.
     """
 
     kind: Literal["hf", "megatron"]
@@ -152,7 +152,7 @@ def _to_hf(location: Location, options: RunOptions, here: Sources) -> Conversion
     if layout is None or options.max_shard_size or (fused and packs):
         layout = _cut(view, options)
     plan = _hf_plan(view, layout, source.hf, location, options, here)
-    return replace(plan, notes=tuple(remarks(source.config, source.specs)))
+    return replace(plan, notes=(*remarks(source.config, source.specs), *plan.notes))
 
 
 def _quantize(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
@@ -164,10 +164,11 @@ def _quantize(location: Location, options: RunOptions, here: Sources) -> Convers
         view = View(source, unfuse(source.specs, source.config, options.src))
         layout = _cut(view, options)
     before = source.source if isinstance(source, View) else None
+    plan = _hf_plan(view, layout, location.directory, location, options, here, reference=_if_int4(before))
     return replace(
-        _hf_plan(view, layout, location.directory, location, options, here, reference=_if_int4(before)),
+        plan,
         dequantized=_format_words(before.config) if before is not None else None,
-        notes=_notes(source),
+        notes=(*_notes(source), *plan.notes),
     )
 
 
@@ -205,9 +206,9 @@ def _hf_plan(
     here: Sources,
     reference: Checkpoint | None = None,
 ) -> ConversionPlan:
-    layout = layout_for(view, layout)
+    layout, notes = layout_for(view, layout), []
     if options.scheme is not None:
-        from quant.planner import packed_less, quantized, quantized_layout, rl_names
+        from quant.planner import kernel_notes, packed_less, quantized, quantized_layout, rl_names
 
         before = view
         like = HfCheckpoint(here[options.like]) if options.like else None
@@ -227,8 +228,9 @@ def _hf_plan(
             device=options.device,
         )
         layout = quantized_layout(layout, before.specs, view.specs)
+        notes = kernel_notes(before, view, options.scheme, options.readers)
     outputs = (Output(view, SafetensorsFiles(view.specs, layout)),)
-    return ConversionPlan("hf", location, outputs, side_files, layout, view.config)
+    return ConversionPlan("hf", location, outputs, side_files, layout, view.config, notes=tuple(notes))
 
 
 def _format_words(config: Mapping[str, Any]) -> str:

@@ -212,7 +212,7 @@ def qwen_mtp(dims: ModelDims) -> tuple[NamePrefix, tuple[ParamMapping, ...]]:
 
 def qwen_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
     """The multi-token prediction layer of Qwen3.5, where the config promises one."""
-    return _qwen_draft("mtp.", layer_count(text, "mtp_num_hidden_layers"))
+    return _qwen_draft("mtp.", layer_count(text, "mtp_num_hidden_layers"), unfuses=False)
 
 
 def qwen_next_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
@@ -220,8 +220,9 @@ def qwen_next_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
 
     SGLang builds it under the names of the model's own first layer.
     """
-    return _qwen_draft(None, layer_count(text, "mtp_num_hidden_layers", 1))
+    return _qwen_draft(None, layer_count(text, "mtp_num_hidden_layers", 1), unfuses=True)
 
 
-def _qwen_draft(sglang: str | None, count: int) -> tuple[Draft, ...]:
-    return (Draft("mtp.", sglang, r"re:mtp\..*", "mtp.layers.0.", "mtp.fc"),) if count else ()
+def _qwen_draft(sglang: str | None, count: int, *, unfuses: bool) -> tuple[Draft, ...]:
+    draft = Draft("mtp.", sglang, r"re:mtp\..*", "mtp.layers.0.", "mtp.fc", unfuses, vllm_joint=True)
+    return (draft,) if count else ()
