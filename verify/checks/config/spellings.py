@@ -170,7 +170,7 @@ def _has_head(subject: Subject) -> bool:
 def _tie_issues(
     tie: TieFlag, config: Mapping[str, Any], text: Mapping[str, Any], tally: Tally, where: str, severity: Severity
 ) -> Iterator[Issue]:
-    """Readers that disagree, and a flag that stands where none of them looks, of this severity."""
+    """Readers that disagree, and a flag where none of them looks: of this severity where it stands there alone."""
     read = tie.read(config, text)
     hint = f"say {TIED} at the top and in text_config, true where the output layer is the embedding, else false"
     who = {value: ", ".join(reader for reader, taken in read.items() if taken is value) for value in (True, False)}
@@ -194,7 +194,7 @@ def _tie_issues(
             f"{said}, so that they take {value}",
             hint,
             file=where,
-            severity=severity,
+            severity="error" if len(stated) > 1 else severity,
         )
         return
     if tie.older and flag(text, TIED, tie.absent) is not value:
