@@ -19,7 +19,7 @@ from quant.formats.part_names import PACKED, SCALE, SHAPE
 from verify.check import Skip, Tally, check
 from verify.checks.headers.layer_counts import layer_table, uneven
 from verify.checks.headers.leftovers import leftovers
-from verify.checks.headers.renamed import renamed
+from verify.checks.headers.renamed import renamed_of
 from verify.evidence.expected import Expected, config_of, expected_of, remarks_of, usable_config
 from verify.evidence.folding import alike
 from verify.evidence.hf_files import HfFiles
@@ -206,8 +206,7 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
     reasons: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     where = subject.path / INDEX if index is not None else subject.path
     known: frozenset[str] = frozenset()
-    # The names of an index alone tell as much.
-    if expected and (change := renamed([*specs, *unknown], expected.shapes.keys() | optional)):
+    if (change := subject.once(renamed_of)) is not None:
         known = change.promised.union(change.stored)
         wanted = f"names such as {min(change.promised)}"
         yield Issue(wanted, change.change, change.hint, names=change.stored, file=where, together=True)
