@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from blake3 import blake3
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.installation import program_version
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import LOADED, Location
 from ckptkit.formats.hf.reader import read_json
@@ -175,7 +175,7 @@ def write_manifest(
     digests = {name: one.to_json() for name, one in tensors.items()}
     content = {
         "schema": SCHEMA,
-        "version": version("ckptkit"),
+        "version": program_version(),
         "command": list(command),
         **more,
         "files": files,

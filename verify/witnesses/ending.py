@@ -29,7 +29,9 @@ _OF_THE_MACHINE = frozenset(
     | {"AcceleratorError", "DistBackendError", "DistError", "DistNetworkError", "OutOfMemoryError"}
 )
 _MACHINE_SAYS = re.compile(
-    r"can't allocate memory|out of memory|CUDA error|no kernel image|shared object file|_OpNamespace", re.IGNORECASE
+    r"can't allocate memory|out of memory|CUDA error|no kernel image|shared object file|_OpNamespace"
+    r"|current (?:platform|GPU)|only for NPU",
+    re.IGNORECASE,
 )
 # Modules that start compilers, ask devices or make process groups, and where SGLang reads what was set up before.
 _MACHINERY = (
@@ -42,10 +44,14 @@ _MACHINERY = (
 
 @dataclass(frozen=True)
 class Phase:
-    """What a witness is doing. `speakers`: modules under test whose exceptions are verdicts in this phase."""
+    """What a witness is doing. `speakers`: modules under test whose exceptions are verdicts in this phase.
+
+    `deciders`: those among them that refuse a config by exceptions of any class, an ImportError for one.
+    """
 
     name: str
     speakers: tuple[str, ...] = ()
+    deciders: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,8 @@ def described(error: BaseException) -> str:
 
 def is_verdict(error: BaseException, phase: Phase) -> bool:
     """Whether the code under test raised this because of the checkpoint."""
+    if _is_decision(error, phase):
+        return True
     if any(_is_of_the_machine(one) for one in _chain(error)):
         return False
     theirs = _beyond_ours(error)
@@ -132,6 +140,14 @@ def is_verdict(error: BaseException, phase: Phase) -> bool:
     importing = any(frame.f_code.co_name == "<module>" for frame in theirs)
     in_machinery = any(_is_within(name, _MACHINERY) for name in names)
     return not importing and not in_machinery and any(_is_within(name, phase.speakers) for name in names)
+
+
+def _is_decision(error: BaseException, phase: Phase) -> bool:
+    """Whether a decider itself raised this, and neither a failed import within it nor for the GPU that is here."""
+    theirs = _beyond_ours(error)
+    raised_by = str(theirs[-1].f_globals.get("__name__", "")) if theirs else ""
+    failed_import = isinstance(error, ImportError) and error.name is not None
+    return _is_within(raised_by, phase.deciders) and not failed_import and _MACHINE_SAYS.search(str(error)) is None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -23,8 +23,8 @@ from ckptkit.app.cli.status import shown
 from ckptkit.app.cli.verb import anywhere, asked
 from ckptkit.core.allocator import return_freed_memory
 from ckptkit.core.errors import CkptkitError, words_of
+from ckptkit.core.installation import program_version, refuse_shadowed
 from ckptkit.core.printable import printable
-from ckptkit.core.shadowed import refuse_shadowed
 
 _MODULES = {
     "convert": "conversion",
@@ -67,7 +67,7 @@ class LazyGroup(click.Group):
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="ckptkit")
+@click.version_option(program_version(), prog_name="ckptkit")
 def cli() -> None:
     """Converts HF <-> Megatron checkpoints, quantizes them to INT4, and proves what Megatron and SGLang loaded."""
 

@@ -56,6 +56,25 @@ OURS, LOADER, MODEL, QUANTIZER = (
 )
 
 
+DISPATCH = "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors"
+
+
+@pytest.mark.parametrize(
+    ("statement", "verdict"),
+    [
+        ("raise ImportError('Other method (CompressedTensorsW4A16Sparse24) is not supported now')", True),
+        ("raise NotImplementedError('No compressed-tensors compatible scheme was found.')", True),
+        ("raise NotImplementedError('Current platform does not support w4a4 nvfp4 quantization.')", False),
+        ("raise NotImplementedError('The W4A8Int8 Fused MoE scheme is implemented only for NPU for now.')", False),
+        ("raise RuntimeError('Quantization scheme is not supported for ', 'the current GPU. Min: 80. ')", False),
+        ("import no_such_package", False),
+    ],
+)
+def test_a_config_that_is_refused_by_its_format_is_a_verdict(statement: str, verdict: bool) -> None:
+    """SGLang says of formats that it does not have by an ImportError, which elsewhere is about the machine."""
+    assert is_verdict(error_of(chain(OURS, LOADER, MODEL, DISPATCH, statement=statement)), BUILD) is verdict
+
+
 @pytest.mark.parametrize(
     ("modules", "phase"),
     [

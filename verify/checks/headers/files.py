@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import LOADED, other_weights, refuse_other_format
 from ckptkit.formats.hf.reader import INDEX
@@ -20,7 +20,8 @@ from verify.check import Skip, Tally, check
 from verify.checks.headers.layer_counts import layer_table, uneven
 from verify.checks.headers.leftovers import leftovers
 from verify.checks.headers.renamed import renamed_of
-from verify.evidence.expected import Expected, config_of, expected_of, remarks_of, usable_config
+from verify.checks.headers.spelling import other_names
+from verify.evidence.expected import Expected, config_of, expected_of, remarks_of, spelling_of, usable_config
 from verify.evidence.folding import alike
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.subject import Subject
@@ -85,9 +86,11 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     try:
         subject.once(config_of)
         tally.compared(0)
-    except UnsupportedError:
-        raise
     except CkptkitError as error:
+        # A launch of a model that is not known here may be right; the trainer may know it.
+        known = not isinstance(error, UnknownModelError) or subject.arguments is not None
+        if isinstance(error, UnsupportedError) and known:
+            raise
         path = subject.path if subject.kind == "hf" else subject.megatron_files.opened.hf_path
         hint = error.hint or "compare it with the release"
         said = error.message.removeprefix("config.json: ")
@@ -185,6 +188,7 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0, len(specs) or len(subject.hf_files.unknown))
     if subject.kind == "hf":
         yield from leftovers(subject.hf_files)
+    yield from other_names(subject)
     yield from _three_way(subject, specs, expected)
     for text in remarks_of(subject) if config else ():
         tally.note(text)
@@ -205,13 +209,14 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
     optional = expected.optional if expected else frozenset()
     reasons: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     where = subject.path / INDEX if index is not None else subject.path
+    spelling, promises = subject.once(spelling_of), expected.shapes if expected else {}
     known: frozenset[str] = frozenset()
     if (change := subject.once(renamed_of)) is not None:
         known = change.promised.union(change.stored)
         wanted = f"names such as {min(change.promised)}"
         yield Issue(wanted, change.change, change.hint, names=change.stored, file=where, together=True)
     for name in _not_everywhere(specs, index, expected.shapes if expected else None):
-        if name in known:
+        if name in known or (spelling and spelling.explains(name, specs, promises)):
             continue
         stored, listed = name in specs or name in unknown, index is None or name in index
         promised = expected is None or name in expected.shapes or name in optional
@@ -298,6 +303,8 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     expected = subject.once(expected_of)
     if expected is None:
         raise Skip("there is no usable config.json (CK101)")
+    if (spelling := subject.once(spelling_of)) and not spelling.renamed:
+        raise Skip(f"not run because the layers are stored under {spelling.found}* (CK104)")
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
     known = sum(map(specs.__contains__, expected.shapes))
     if not known:

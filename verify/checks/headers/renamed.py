@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from verify.evidence.expected import expected_of
+from verify.evidence.expected import expected_of, spelling_of
 from verify.evidence.subject import Subject
 
 _SAVED = "save it again, from"
@@ -32,8 +32,12 @@ class Renamed:
 
 
 def renamed_of(subject: Subject) -> Renamed | None:
-    """What became of the names of a checkpoint, those of an index alone too; None without a usable config."""
-    if (expected := subject.once(expected_of)) is None:
+    """What became of the names of a checkpoint, those of an index alone too.
+
+    None without a usable config, and for the names of another class (`spelling_of`).
+    """
+    expected = None if subject.once(spelling_of) else subject.once(expected_of)
+    if expected is None:
         return None
     unknown = subject.hf_files.unknown if subject.kind == "hf" else ()
     return renamed([*subject.specs, *unknown], expected.shapes.keys() | expected.optional)

@@ -100,10 +100,8 @@ def _engine_tp(subject: Subject) -> int:
     return subject.arguments.engine_tp if subject.arguments else subject.tp
 
 
-def _no_tp(subject: Subject) -> str | None:
-    if (reason := not_quantized(subject)) is not None:
-        return reason
-    return None if _engine_tp(subject) > 1 else "no --tp above 1 was given (in a launch, --rollout-num-gpus-per-engine)"
+def _not_cut_for_sglang(subject: Subject) -> str | None:
+    return not_quantized(subject) if _engine_tp(subject) > 1 else _not_for_sglang(subject)
 
 
 def _not_for_sglang(subject: Subject) -> str | None:
@@ -160,10 +158,13 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "after minutes, or has no kernel.",
     fix="Serve with a smaller tensor parallel size, or quantize again with a smaller group size, or leave the named "
     "layers out.",
-    unless=_no_tp,
+    unless=_not_cut_for_sglang,
 )
 def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Rows and columns of every packed weight on a rank, by the rules of SGLang's kernels (`quant.selection.tiles`)."""
+    """Rows and columns of every packed weight on a rank, by the rules of SGLang's kernels (`quant.selection.tiles`).
+
+    On one rank, where SGLang is a reader that counts: whether there is any kernel for them.
+    """
     config = usable_config(subject)
     form = format_of(config) if config else None
     if config is None or form is None:
@@ -179,12 +180,23 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0, len(chosen))
     # Imported here because it brings transformers with it, which takes seconds.
     from quant.selection.class_tree import class_tree
-    from quant.selection.tiles import check_tiles
+    from quant.selection.tiles import check_tiles, unrunnable
 
     try:
         tree = class_tree(config)
     except CkptkitError as error:
         raise Unable(f"no decision for this model: {error.message}") from error
+    if _engine_tp(subject) == 1:
+        if fault := unrunnable(chosen, tree, config, form.group):
+            hint, details = fault
+            yield Issue(
+                "INT4 weights that a kernel of SGLang can run",
+                f"SGLang's INT4 kernels have no tile for {'; '.join(details)}: the engine loads them, and ends at the "
+                "first prompt",
+                f"quantize again and {hint}; or serve with vLLM, and give --reader vllm",
+                file=subject.path,
+            )
+        return
     if (
         subject.arguments
         and subject.arguments.dp_attention

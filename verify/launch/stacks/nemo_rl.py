@@ -161,7 +161,7 @@ def _cache(environment: Mapping[str, str]) -> Path:
 def _resumed(settings: Settings, start: Side, megatron: bool) -> Side:
     """The actor after its last step, where there is one; `start` itself otherwise."""
     key = "checkpointing.checkpoint_dir"
-    word = settings.word(key)
+    word = None if settings.is_new(key) else settings.word(key)
     root = Path(word.text) if word else None
     steps = sorted(
         (path for path in (root.glob("step_*") if root and root.is_dir() else ()) if _STEP.fullmatch(path.name)),

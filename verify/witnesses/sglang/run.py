@@ -37,14 +37,15 @@ _LAST_LINES = 8
 class SglangRun:
     """The witness's report, or SGLang's refusal (`crash`), or why SGLang could not be asked (`unable`).
 
-    `draft`: its report on the draft model, where the checkpoint has multi-token prediction layers; `undrafted`: why
-    there is none.
+    `draft`: its report on the draft model, where the checkpoint has multi-token prediction layers; else
+    `draft_crash`: its refusal to load that, or `undrafted`: why it could not be asked.
     """
 
     report: SglangReport | None
     crash: str | None = None
     unable: str | None = None
     draft: SglangReport | None = None
+    draft_crash: str | None = None
     undrafted: str | None = None
 
 
@@ -84,10 +85,11 @@ def _of_untested(run: SglangRun, found: str) -> SglangRun:
     """What an SGLang that is not known refuses without a GPU may be how ckptkit builds models there."""
     import torch
 
-    if run.crash is None or found in TESTED or torch.cuda.is_available():
+    refusal = run.crash or run.draft_crash
+    if refusal is None or found in TESTED or torch.cuda.is_available():
         return run
-    known = ", ".join(TESTED)
-    return SglangRun(None, unable=f"SGLang {found} was not tested without a GPU ({known} were), and fails: {run.crash}")
+    why = f"SGLang {found} was not tested without a GPU ({', '.join(TESTED)} were), and fails: {refusal}"
+    return SglangRun(None, unable=why) if run.crash else SglangRun(run.report, undrafted=why)
 
 
 def engine_sizes(subject: Subject) -> EngineSizes | None:
@@ -116,6 +118,8 @@ def outcome(failed: Mapping[int, str], reports: Sequence[Path], logs: Sequence[P
     if all(draft.exists() for draft in drafts):
         return SglangRun(report, draft=merged([SglangReport.load(draft) for draft in drafts]))
     ending, said = _cause(failed, reports, logs)
+    if ending.verdict:
+        return SglangRun(report, draft_crash=f"while {ending.phase}, {said}")
     return SglangRun(report, undrafted=f"the draft model was not looked at: while {ending.phase}, {said}")
 
 
