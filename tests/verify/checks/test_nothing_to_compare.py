@@ -15,8 +15,9 @@ from huggingface_hub.file_download import repo_folder_name
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckptkit.app.api import convert, inspect
+from ckptkit.app.api import convert, inspect, quantize
 from ckptkit.core.errors import CkptkitError, UnsupportedError
+from quant.formats.scheme import QuantScheme
 from verify.check import Check, Tally, run_checks
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -102,19 +103,22 @@ def test_without_a_config_too(what: str, releases: PathOf, copy_of: CopyOf) -> N
     assert [one.code for one in verify(path).findings] == ["CK101", code]
 
 
-@pytest.mark.parametrize("quantized", [True, False])
-def test_no_shards_of_an_int4_checkpoint(
-    quantized: bool, releases: PathOf, copy_of: CopyOf, only: OnlyFinding, edit_json: Callable[..., None]
-) -> None:
-    path = copy_of(releases("qwen3_moe"))
+def test_no_shards_of_an_int4_checkpoint(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+    path = tmp_path / "int4"
+    quantize(releases("qwen3_moe"), path, QuantScheme(32, "qmax7"))
+    assert verify(path).findings == []
     no_shards(path)
-    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    stated = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups, "ignore": []}
-    edit_json(path / "config.json", quantization_config=stated if quantized else None)
-    findings = [one for one in verify(path).findings if one.code != "CK104"]  # names of an index that packs nothing
-    assert [one.code for one in findings if one.code.startswith("CK1")] == ["CK102"]
-    assert not any("nothing was compared" in one.actual for one in findings)
+    for report in (verify(path), preflight(hf_checkpoint=path)):
+        assert only(report).code == "CK102"
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl_moe"])
+def test_no_shards_of_a_model_with_a_vision_tower(
+    name: str, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    path = copy_of(releases(name))
+    no_shards(path)
+    assert only(verify(path)).code == "CK102"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from fixture_types import OnlyFinding, PathOf
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ckptkit.app.api import quantize
+from quant.formats.scheme import QuantScheme
 from verify.checks.headers.renamed import renamed
 from verify.launch.preflight import preflight
 from verify.run import verify
@@ -114,7 +116,18 @@ def test_index_of_other_names_alone_is_enough(releases: PathOf, tmp_path: Path) 
     assert [(one.actual, one.count) for one in found] == [("`module.` stands in their names", 147)]
 
 
-def test_prefix_of_an_int4_checkpoint() -> None:
+def test_prefix_of_an_int4_checkpoint_is_one_finding(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+    path = tmp_path / "int4"
+    quantize(releases("qwen3_moe"), path, QuantScheme(32, "qmax7"))
+    content = {f"module.{name}": tensor for name, tensor in models.tensors(path).items()}
+    for file in path.glob("*.safetensors*"):
+        file.unlink()
+    save_file(content, path / "model.safetensors", metadata={"format": "pt"})
+    finding = only(verify(path))
+    assert (finding.code, finding.actual) == ("CK104", "`module.` stands in their names")
+
+
+def test_parts_of_a_packed_weight_stand_for_it() -> None:
     promised = ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
     parts = ("weight_packed", "weight_scale", "weight_shape")
     stored = [f"module.model.layers.0.mlp.up_proj.{part}" for part in parts]

@@ -19,7 +19,7 @@ from quant.formats.part_names import PACKED, SCALE, SHAPE
 from verify.check import Skip, Tally, check
 from verify.checks.headers.layer_counts import layer_table, uneven
 from verify.checks.headers.leftovers import leftovers
-from verify.checks.headers.renamed import renamed
+from verify.checks.headers.renamed import renamed_of
 from verify.checks.headers.spelling import other_names
 from verify.evidence.expected import Expected, config_of, expected_of, remarks_of, spelling_of, usable_config
 from verify.evidence.folding import alike
@@ -211,8 +211,7 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
     where = subject.path / INDEX if index is not None else subject.path
     spelling, promises = subject.once(spelling_of), expected.shapes if expected else {}
     known: frozenset[str] = frozenset()
-    # The names of an index alone tell as much.
-    if expected and not spelling and (change := renamed([*specs, *unknown], promises.keys() | optional)):
+    if (change := subject.once(renamed_of)) is not None:
         known = change.promised.union(change.stored)
         wanted = f"names such as {min(change.promised)}"
         yield Issue(wanted, change.change, change.hint, names=change.stored, file=where, together=True)

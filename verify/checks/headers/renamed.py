@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from verify.evidence.expected import expected_of, spelling_of
+from verify.evidence.subject import Subject
+
 _SAVED = "save it again, from"
 # What wrappers put into names, and what to save instead.
 _WRAPPERS: Mapping[str, str] = {
@@ -26,6 +29,18 @@ class Renamed:
     hint: str
     stored: tuple[str, ...]
     promised: frozenset[str]
+
+
+def renamed_of(subject: Subject) -> Renamed | None:
+    """What became of the names of a checkpoint, those of an index alone too.
+
+    None without a usable config, and for the names of another class (`spelling_of`).
+    """
+    expected = None if subject.once(spelling_of) else subject.once(expected_of)
+    if expected is None:
+        return None
+    unknown = subject.hf_files.unknown if subject.kind == "hf" else ()
+    return renamed([*subject.specs, *unknown], expected.shapes.keys() | expected.optional)
 
 
 def renamed(names: Collection[str], promised: Collection[str]) -> Renamed | None:
