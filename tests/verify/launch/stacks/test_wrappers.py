@@ -97,7 +97,7 @@ def test_suite_whose_nodes_do_not_go_with_its_sizes_is_found(
 ) -> None:
     finding = only(preflight(script=suite(tmp_path, releases("qwen3_moe"), "1")))
     assert (finding.code, "3 GPUs" in finding.actual) == ("CK722", True)
-    assert f"{tmp_path}/configs/base.yaml:5" in finding.expected
+    assert f"{tmp_path}/configs/recipes/../base.yaml:5" in finding.expected
 
 
 @pytest.mark.parametrize("how", ["bash $HERE/job.sh", "NAME=job bash ./tests/suites/job.sh", "COMMAND"])
