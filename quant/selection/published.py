@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from converters.registry import FAMILIES
+from quant.formats.groups import groups_of
 from quant.selection.readers import RULES, severity_of
 from quant.selection.tree import ClassTree
 
@@ -33,6 +34,9 @@ def severities(
     *,
     updated: bool = False,
 ) -> dict[str, Literal["error", "warning"]]:
-    """What it is when each reader takes this list otherwise than the weights are packed: see `severity_of`."""
-    published = is_published(str(config.get("model_type")), ignore, tree)
+    """What it is when each reader takes this list otherwise than the weights are packed: see `severity_of`.
+
+    A config of several groups is made for engines too: trainers read the first alone.
+    """
+    published = len(groups_of(config)) > 1 or is_published(str(config.get("model_type")), ignore, tree)
     return {reader: severity_of(reader, asked, published=published, updated=updated) for reader in RULES}

@@ -26,6 +26,22 @@ class Word:
         return str(self.file) if self.line is None else f"{self.file}:{self.line}"
 
 
+def at_places(words: Mapping[str, Word]) -> str:
+    """` (tp and pp at line 12, ep at line 13)` of the first file, with its path for another; nothing for no file."""
+    places: dict[str, list[str]] = {}
+    for name, word in words.items():
+        if word.file:
+            at = f"line {word.line}" if word.line and word.file == first_file(words) else word.place
+            places.setdefault(at, []).append(name)
+    text = ", ".join(f"{' and '.join(names)} at {at}" for at, names in places.items())
+    return f" ({text})" if text else ""
+
+
+def first_file(words: Mapping[str, Word]) -> Path | None:
+    """The first file that one of these words stands in."""
+    return next((word.file for word in words.values() if word.file), None)
+
+
 @dataclass(frozen=True)
 class UnresolvedWord(Word):
     """A word that is not known, as it is written, and why. `anything`: it may be any number of words, options too."""

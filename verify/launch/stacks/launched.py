@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckptkit.storage.links import absent, next_move
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
 from verify.launch.settings.yaml_tree import NULL
@@ -46,8 +47,8 @@ def hf_side(role: str, settings: Settings, key: str, why: str) -> Side | None:
         return None
     if (path / "config.json").exists():
         return Side(role, "hf", path, why)
-    actual = "no such directory" if not path.exists() else "no config.json in it"
-    hint = "give the HF directory of the model"
+    actual = "no such directory" if not path.exists() else absent(path / "config.json")
+    hint = next_move(path / "config.json", "give the HF directory of the model")
     issue = path_issue(settings.place(key), path, "an HF directory with config.json", actual, hint, about=HF)
     return Side(role, None, None, f"{key} {path} is no HF directory: {actual}", (issue,))
 

@@ -138,7 +138,7 @@ def _converted(settings: Settings) -> Side | None:
     if not (newer := _newer(Path(model.text), copy)):
         return side
     expected = f"the converted copy, {copy}, made after the files of the model"
-    hint = f"set {_MEGATRON}.force_reconvert_from_hf=True, or delete the copy"
+    hint = f"set {_MEGATRON}.force_reconvert_from_hf=True, which converts it again"
     actual = f"{newer.name} is newer: NeMo-RL loads the copy all the same"
     return replace(side, issues=(path_issue(settings.place(_MODEL), newer, expected, actual, hint, "warning", LOAD),))
 
@@ -175,7 +175,7 @@ def _resumed(settings: Settings, start: Side, megatron: bool) -> Side:
         return start
     if not ((weights / _STATE).exists() or (weights / TRACKER).exists()):
         actual = f"no {_STATE} in it, so the run goes on at {steps[-1].name} with the weights of its start"
-        hint = "the save was cut short: delete this step, or restore its files"
+        hint = "the save was cut short: restore its files, or move this step elsewhere: the one before it then counts"
         issue = path_issue(settings.place(key), weights, "the weights of the last step", actual, hint, about=STEP)
         return replace(start, issues=(*start.issues, issue))
     names = [name for name in iterations_in(weights) if name != "release"]
@@ -186,7 +186,7 @@ def _resumed(settings: Settings, start: Side, megatron: bool) -> Side:
 
 
 def _no_weights(settings: Settings, key: str, weights: Path) -> PathIssue:
-    hint = "delete this step, or restore its files"
+    hint = "restore its files, or move this step elsewhere, so that the one before it counts"
     return path_issue(settings.place(key), weights, "an iteration of torch_dist", "none in it", hint, about=STEP)
 
 

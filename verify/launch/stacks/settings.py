@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.hub_cache import hub_model
 from verify.launch.settings.config import Config, UnresolvedError
 from verify.launch.words import Word, is_new_at_start
 
 _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
-# `owner/name`, as model hubs have it; and what stands before a path of another machine.
-_HUB, _REMOTE = re.compile(r"[\w-][\w.-]*/[\w.-]+"), re.compile(r"[a-z][a-z0-9+.-]*://")
+# What stands before a path of another machine.
+_REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 
 @dataclass
@@ -106,8 +107,9 @@ class Settings:
     def model(self, key: str) -> Path | None:
         """The local directory of a model; None where there is none, with a line in `unread` that says why.
 
-        A name on a hub is downloaded by the trainer, so nobody can say here what it will hold. The command line's
-        directory counts before that of a setting, and a note says so.
+        A name on a hub is its snapshot in the local cache. Where that is not whole the trainer downloads it, and nobody
+        can say here what it will hold. The directory of the command line counts before that of a setting, and a note
+        says so.
         """
         stand_in = self.stand_in if key in self.stands_for else None
         said = len(self.unread)
@@ -131,12 +133,12 @@ class Settings:
         if _REMOTE.match(word.text):
             self._say(f"{self.place(key)} {word.text}: not on this machine; copy it here and give its directory")
             return None
-        if _HUB.fullmatch(word.text):
-            self._say(
-                f"{self.place(key)} {word.text}: a name on a model hub; give a local copy of it as --hf-checkpoint"
-            )
-            return None
-        return Path(word.text)
+        if (hub := hub_model(word.text, self.config.environment)) is None:
+            return Path(word.text)
+        if hub.path is None:
+            hint = "give a local copy of it as --hf-checkpoint"
+            self._say(f"{self.place(key)} {word.text}: a name on a model hub, {hub.why}; {hint}")
+        return hub.path
 
     def not_looked_at(self, pattern: re.Pattern[str]) -> None:
         """Adds a line for every key that matches, is given, and neither false, empty nor null."""

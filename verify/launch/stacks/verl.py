@@ -13,7 +13,7 @@ need_reference_policy, _load_checkpoint), `utils/checkpoint/` and the YAML files
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,15 +62,14 @@ def read(settings: Settings, megatron: bool) -> Stacked:
     roles = ["actor", *(["reference"] if _reference(settings) else []), *(["critic"] if _critic(settings) else [])]
     gpus = _gpus(settings)
     groups = [_sizes(settings, role).group(role, gpus) for role in roles] if megatron else []
-    first = {role: _initial(settings, role) if megatron else _from_hf(settings, role) for role in roles}
+    first = {role: _initial(settings, role) if megatron else _from_hf(settings, role, False) for role in roles}
     resumed = resumed_step(settings)
     sides = [_after(settings, resumed, role, side, megatron) for role, side in first.items() if side]
     rollout, engine, asked = _rollout(settings, _rollout_gpus(settings) or gpus)
     sizes = {role: _arguments(settings, role, engine) for role in roles} if megatron else {}
     settings.not_looked_at(_ELSEWHERE)
     _notes(settings, roles)
-    same = first.get("actor"), first.get("reference")
-    alike = (("actor", "reference"),) if all(same) and not resumed.path else ()
+    alike = [] if resumed.path else _sharing_weights(first)
     hf = settings.model(_MODEL) if settings.resolved(_MODEL) else None
     return Stacked(
         "verl",
@@ -80,10 +79,17 @@ def read(settings: Settings, megatron: bool) -> Stacked:
         {"critic": settings.model(_CRITIC_MODEL)} if "critic" in roles else {},
         (*groups, asked),
         tuple(_unlike(settings, roles)) if megatron else (),
-        alike,
+        tuple(alike),
         tuple(settings.unread),
         tuple(settings.notes),
     )
+
+
+def _sharing_weights(first: Mapping[str, Side | None]) -> list[tuple[str, str]]:
+    """Roles with the same weights before anything is resumed; Megatron weights are those of `model.path` too."""
+    actor, reference = first.get("actor"), first.get("reference")
+    pairs = [("actor", "reference")] if actor and reference else []
+    return [*pairs, ("actor", ENGINE)] if actor and actor.kind == "megatron" else pairs
 
 
 def _is_megatron(settings: Settings, named: bool) -> bool:
@@ -130,9 +136,9 @@ def _notes(settings: Settings, roles: Sequence[str]) -> None:
         )
 
 
-def _from_hf(settings: Settings, role: str) -> Side | None:
+def _from_hf(settings: Settings, role: str, megatron: bool = True) -> Side | None:
     key = _ROLES[role][0]
-    return hf_side(role, settings, key, f"{key}, through a bridge")
+    return hf_side(role, settings, key, f"{key}, through a bridge" if megatron else f"{key}, without Megatron")
 
 
 def _initial(settings: Settings, role: str) -> Side | None:
