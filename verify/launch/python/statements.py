@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckptkit.storage.regular import read_regular
-from verify.launch.python.expressions import Environment, Expressions, truth_of, unknown
+from verify.launch.python.builtins import Environment, truth_of, unknown
+from verify.launch.python.expressions import Expressions
 from verify.launch.python.values import (
     ENVIRONMENT,
     MISSING,
