@@ -283,7 +283,10 @@ class Expressions:
                 return unknown(node, "it depends on a value that is not known")
             if function.name == "replace" and sum(len(one) for one in arguments if isinstance(one, str)) > _SHOWN:
                 return unknown(node, "a change of a text that is not worked out here")
-            return function.call(*arguments, **named)
+            result = function.call(*arguments, **named)
+            if isinstance(result, str) and len(result) > MOST_CHARACTERS:
+                raise TooMuchPythonError(f"a text has more than {MOST_CHARACTERS} characters")
+            return result
         if isinstance(function, Builtin):
             return function.call(*arguments, **named)
         return self.call(self.state, self.module, function, arguments, named, node)

@@ -117,7 +117,7 @@ class Follower:
             if path.is_file():
                 try:
                     return self.module(path)
-                except (OSError, ValueError, SyntaxError):
+                except (OSError, ValueError, SyntaxError, MemoryError):
                     break
         return Unknown(name, f"the module {name} is not followed")
 
