@@ -81,7 +81,7 @@ def read_launcher(script: Path, arguments: Sequence[str], environment: Mapping[s
         raise CkptkitError(f"{script}: {error.strerror}", "give the path of the launcher itself") from error
     except SyntaxError as error:
         raise CkptkitError(f"{script}:{error.lineno}: {error.msg}", "check it with `python3 -m py_compile`") from error
-    except (TooMuchPythonError, RecursionError, ValueError) as error:
+    except (TooMuchPythonError, RecursionError, MemoryError, ValueError) as error:
         return LaunchText(unresolved=(f"{script}: {error}, so it was not read to its end",))
     if not started:
         hint = f"give a launcher that calls `{_START}`, or paste the command that it prints into a file"

@@ -56,7 +56,7 @@ class _Siblings:
             value = follower.call(follower.state, module, function, [], given, ast.fix_missing_locations(call))
         except (OSError, ValueError) as error:
             return Unknown(path.name, f"{path}: {getattr(error, 'strerror', None) or error}")
-        except (SyntaxError, TooMuchPythonError, RecursionError) as error:
+        except (SyntaxError, TooMuchPythonError, RecursionError, MemoryError) as error:
             return Unknown(path.name, f"{path}: {error}")
         return on_one_line(value) if isinstance(value, str | Text) else _why(path, value)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckptkit.storage.regular import read_regular
-from verify.launch.python.expressions import Environment, Expressions, truth_of, unknown
+from verify.launch.python.builtins import Environment, truth_of, unknown
+from verify.launch.python.expressions import Expressions
 from verify.launch.python.values import (
     ENVIRONMENT,
     MISSING,
@@ -116,7 +117,7 @@ class Follower:
             if path.is_file():
                 try:
                     return self.module(path)
-                except (OSError, ValueError, SyntaxError):
+                except (OSError, ValueError, SyntaxError, MemoryError):
                     break
         return Unknown(name, f"the module {name} is not followed")
 

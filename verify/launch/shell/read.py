@@ -14,10 +14,10 @@ from verify.issue import Issue
 from verify.launch.arguments import QAT_FLAG, QAT_GROUP
 from verify.launch.options.nearest import nearest
 from verify.launch.options.tables import OPTIONS, PATHS, SWITCH_NAMES
+from verify.launch.python.program import default_config
 from verify.launch.resource import OPTION, options_of_resource
 from verify.launch.shell.expand import BRACES
 from verify.launch.shell.parser import parse
-from verify.launch.shell.program import default_config
 from verify.launch.shell.run import follow
 from verify.launch.shell.values import Gap, Shell, Start, TooMuchError, Value, Variable, clipped
 from verify.launch.unread import unread

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.printable import shortened
-from ckptkit.storage.regular import read_regular
-from verify.issue import Issue
-from verify.launch.shell.arithmetic import ArithmeticFault
 from verify.launch.shell.assign import assign
 from verify.launch.shell.commands import Result, filtered, known_command
 from verify.launch.shell.conditions import decide, opposite
-from verify.launch.shell.expand import as_pattern, calculate_in, expand, joined, script_directory, unknown
-from verify.launch.shell.operators import matches
-from verify.launch.shell.parser import nested, parse
+from verify.launch.shell.expand import as_pattern, expand, joined, unknown
+from verify.launch.shell.flow import (
+    Flow,
+    Runner,
+    and_or,
+    body_of,
+    calculated,
+    case_command,
+    either,
+    guarded,
+    if_command,
+    loop,
+    nothing,
+)
+from verify.launch.shell.parser import nested
+from verify.launch.shell.scripts import deeper, evaluate, exported, inner, source, started
 from verify.launch.shell.syntax import (
     AndOr,
     Calculation,
@@ -38,17 +46,10 @@ from verify.launch.shell.syntax import (
     While,
 )
 from verify.launch.shell.trainers import inner_script, start_of
-from verify.launch.shell.values import DEEPEST, Shell, TooMuchError, Value, Variable, merged, together
+from verify.launch.shell.values import Shell, Value, together
 
-# How a list of commands ended: "", "exit", "return", "break:1" or "continue:1" with the number of loops, or "maybe"
-# where it may have ended early, and nobody knows.
-Flow = str
-Body = Callable[[Shell], Flow]
-_LARGEST_FILE = 300_000
-_ROUNDS = 3  # of a loop that nobody can count
 _DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _LOCAL = frozenset({"local", "declare", "typeset"})
-_QUIET = frozenset({"activate", ".bashrc", ".bash_profile", ".profile"})
 
 
 def follow(shell: Shell, nodes: Sequence[Node]) -> tuple[Flow, Result]:
@@ -57,15 +58,11 @@ def follow(shell: Shell, nodes: Sequence[Node]) -> tuple[Flow, Result]:
     for number, node in enumerate(nodes):
         flow, result = _node(shell, node)
         if flow == "maybe":
-            _either(shell, [_body(nodes[number + 1 :]), _nothing], shell.place(node.line))
+            either(shell, [body_of(_RUN, nodes[number + 1 :]), nothing], shell.place(node.line))
             return "maybe", None
         if flow:
             return flow, result
     return "", result
-
-
-def _nothing(_: Shell) -> Flow:
-    return ""
 
 
 def _node(shell: Shell, node: Node) -> tuple[Flow, Result]:
@@ -86,15 +83,15 @@ def _done(shell: Shell, node: Node) -> tuple[Flow, Result]:
         case Simple():
             return _simple(shell, node)
         case AndOr():
-            return _and_or(shell, node)
+            return and_or(_RUN, shell, node)
         case Pipeline():
             return _pipeline(shell, node)
         case If():
-            return _if(shell, node, 0)
+            return if_command(_RUN, shell, node, 0)
         case Case():
-            return _case(shell, node)
+            return case_command(_RUN, shell, node)
         case For() | ForArithmetic() | While():
-            return _loop(shell, node), None
+            return loop(_RUN, shell, node), None
         case Group(body, subshell):
             return _subshell(shell, body) if subshell else follow(shell, body)
         case Redirected(inner):
@@ -103,7 +100,7 @@ def _done(shell: Shell, node: Node) -> tuple[Flow, Result]:
             shell.functions[name] = body
             return "", True
         case Calculation(text):
-            return "", _calculated(shell, text)
+            return "", calculated(_RUN, shell, text)
         case Test(words):
             return "", decide(_compared(shell, words), patterns=True)
 
@@ -125,78 +122,14 @@ def _silent(shell: Shell, act: Callable[[], tuple[Flow, Result]]) -> tuple[Flow,
     return outcome
 
 
-def _guarded(shell: Shell, act: Callable[[], tuple[Flow, Result]]) -> tuple[Flow, Result]:
-    """What is done by commands whose failure ends nothing, since a condition asks for it."""
-    shell.guarded += 1
-    outcome = act()
-    shell.guarded -= 1
-    return outcome
-
-
-def _calculated(shell: Shell, text: str) -> Result:
-    try:
-        return calculate_in(shell, text, substituted) != 0
-    except ArithmeticFault:
-        return None
-
-
 def _subshell(shell: Shell, body: Sequence[Node]) -> tuple[Flow, Result]:
     """Commands whose variables are gone afterwards."""
     return "", follow(shell.branch(), body)[1]
 
 
-def _either(shell: Shell, bodies: Sequence[Body], where: str, what: str = "a condition") -> Flow:
-    """One of these bodies is run, and nobody knows which. Those that end the script are not what comes after it."""
-    why = f"it depends on {what} at {where} that cannot be decided"
-    before = len(shell.output or ())
-    ended: list[tuple[Shell, Flow]] = []
-    for body in bodies:
-        branch = shell.branch()
-        ended.append((branch, body(branch)))
-    if shell.output is not None and len(shell.output) > before:
-        shell.output.append(unknown("$(...)", why))
-    left = [(branch, flow) for branch, flow in ended if flow != "exit"]
-    if not left:
-        return "exit"
-    state = left[0][0]
-    for other, _ in left[1:]:
-        state.variables = merged(state, other, why)
-        state.functions = other.functions | state.functions
-        state.directory = state.directory if state.directory == other.directory else None
-        state.errexit = state.errexit if state.errexit == other.errexit else None
-        if state.arguments != other.arguments:
-            longest = max(state.arguments, other.arguments, key=len)
-            state.arguments = tuple(replace(value, maybe=value.maybe or why) for value in longest)
-        state.result = None
-    shell.take_over(state)
-    flows = {flow for _, flow in left}
-    return flows.pop() if len(flows) == 1 else "maybe"
-
-
-def _and_or(shell: Shell, node: AndOr) -> tuple[Flow, Result]:
-    flow, result = _guarded(shell, lambda: _node(shell, node.parts[0]))
-    for number, (operator, part) in enumerate(zip(node.operators, node.parts[1:], strict=True), 2):
-        if flow:
-            return flow, result
-        wanted = result if operator == "&&" else opposite(result)
-        # Only the last of them is not asked for its result.
-        asked = number < len(node.parts)
-        shell.guarded += asked
-        if wanted is None:
-            flow, result = _either(shell, [_body([part]), _nothing], shell.place(part.line)), None
-        elif wanted:
-            flow, result = _node(shell, part)
-        shell.guarded -= asked
-    return flow, result
-
-
-def _body(nodes: Sequence[Node]) -> Body:
-    return lambda shell: follow(shell, nodes)[0]
-
-
 def _pipeline(shell: Shell, node: Pipeline) -> tuple[Flow, Result]:
     if len(node.commands) == 1:
-        flow, result = _guarded(shell, lambda: _node(shell, node.commands[0]))
+        flow, result = guarded(shell, lambda: _node(shell, node.commands[0]))
         return flow, opposite(result) if node.negated else result
     text: str | None = None
     for number, command in enumerate(node.commands):
@@ -215,132 +148,11 @@ def _pipeline(shell: Shell, node: Pipeline) -> tuple[Flow, Result]:
     return "", None
 
 
-def _if(shell: Shell, node: If, number: int) -> tuple[Flow, Result]:
-    """The branches from `number` on."""
-    if number == len(node.branches):
-        return "", True
-    conditions, body = node.branches[number]
-    flow, result = _guarded(shell, lambda: follow(shell, conditions)) if conditions else ("", True)
-    if flow:
-        return flow, result
-    if result is None:
-        other: Body = lambda one: _if(one, node, number + 1)[0]  # noqa: E731 - it must remember the number
-        return _either(shell, [_body(body), other], shell.place(node.line)), None
-    return follow(shell, body) if result else _if(shell, node, number + 1)
-
-
-def _case(shell: Shell, node: Case) -> tuple[Flow, Result]:
-    return _branches(shell, node, joined(shell, node.subject, substituted), 0)
-
-
-def _branches(shell: Shell, node: Case, subject: Value, first: int) -> tuple[Flow, Result]:
-    """The branches of a `case` from `first` on."""
-    for number in range(first, len(node.branches)):
-        values = [as_pattern(shell, pattern, substituted) for pattern in node.branches[number][0]]
-        known = subject.known and all(value.known for value in values)
-        found = [matches(subject.text, value.text) if known else None for value in values]
-        if True in found:
-            return _chosen(shell, node, subject, number)
-        if None in found:
-            later = range(number, len(node.branches))
-            bodies: list[Body] = [lambda one, at=at: _chosen(one, node, subject, at)[0] for at in later]  # type: ignore[misc]
-            return _either(shell, [*bodies, _nothing], shell.place(node.line)), None
-    return "", True
-
-
-def _chosen(shell: Shell, node: Case, subject: Value, number: int) -> tuple[Flow, Result]:
-    """A branch that is taken, with those behind it that `;&` and `;;&` lead to."""
-    flow, result = follow(shell, node.branches[number][1])
-    end = node.branches[number][2]
-    if flow or end == ";;" or number + 1 == len(node.branches):
-        return flow, result
-    if end == ";&":
-        return _chosen(shell, node, subject, number + 1)
-    return _branches(shell, node, subject, number + 1)
-
-
-def _loop(shell: Shell, node: For | ForArithmetic | While) -> Flow:
-    shell.loops += 1
-    flow = _for(shell, node) if isinstance(node, For) else _while(shell, node)
-    shell.loops -= 1
-    return flow
-
-
-def _outer(flow: Flow) -> Flow | None:
-    """How a loop ends whose body has ended so; None where it goes on with the next round."""
-    kind, _, levels = flow.partition(":")
-    if levels:
-        return f"{kind}:{int(levels) - 1}" if int(levels) > 1 else "" if kind == "break" else None
-    return flow or None
-
-
-def _for(shell: Shell, node: For) -> Flow:
-    if node.words is None:
-        shell.argument_uses.append(0)
-    values = list(shell.arguments) if node.words is None else expand(shell, node.words, substituted)
-    for value in values:
-        if not value.known:
-            shell.forget(node.name, f"one of the words of a loop at {shell.place(node.line)}")
-            return _once(shell, node)
-        shell.assign(node.name, value)
-        flow = follow(shell, node.body)[0]
-        if flow == "maybe":
-            return _once(shell, node)
-        if (ended := _outer(flow)) is not None:
-            return ended
-    return ""
-
-
-def _once(shell: Shell, node: For | ForArithmetic | While) -> Flow:
-    """A loop of which nobody knows how often its body runs: what one round changes, the next may read."""
-    flows: set[Flow] = set()
-
-    def body(one: Shell) -> Flow:
-        if isinstance(node, For):
-            one.forget(node.name, f"one of the words of a loop at {shell.place(node.line)}")
-        flow = _outer(follow(one, node.body)[0]) or ""
-        flows.add(flow)
-        return flow
-
-    for _ in range(_ROUNDS):
-        before = shell.variables
-        _either(shell, [body, _nothing], shell.place(node.line), "a loop")
-        if shell.variables == before:
-            break
-    return "maybe" if flows - {"", "exit"} else ""
-
-
-def _while(shell: Shell, node: ForArithmetic | While) -> Flow:
-    if isinstance(node, ForArithmetic):
-        _calculated(shell, node.start)
-    while True:
-        shell.step()
-        holds = _holds(shell, node)
-        if holds is None:
-            return _once(shell, node)
-        if not holds:
-            return ""
-        flow = follow(shell, node.body)[0]
-        if flow == "maybe":
-            return _once(shell, node)
-        if (ended := _outer(flow)) is not None:
-            return ended
-        if isinstance(node, ForArithmetic):
-            _calculated(shell, node.step)
-
-
-def _holds(shell: Shell, node: ForArithmetic | While) -> Result:
-    if isinstance(node, ForArithmetic):
-        return _calculated(shell, node.condition or "1")
-    result = _guarded(shell, lambda: follow(shell, node.condition))[1]
-    return opposite(result) if node.until else result
-
-
 def substituted(shell: Shell, part: Substitution) -> Value:
     """The output of the commands in `$(...)`, where it is known."""
     branch = shell.branch()
     branch.output, branch.depth, branch.errexit = [], shell.depth + 1, False
-    _deep(branch)
+    deeper(branch)
     branch.step(len(part.source))
     try:
         nodes = nested(part, str(shell.file or "the command line"))
@@ -354,11 +166,6 @@ def substituted(shell: Shell, part: Substitution) -> Value:
     if gaps and (whole or any(gap.source.startswith("$(...") or gap.source not in text for gap in gaps)):
         return unknown(part.source, gaps[0].why)
     return Value(text, gaps)
-
-
-def _deep(shell: Shell) -> None:
-    if shell.depth > DEEPEST:
-        raise TooMuchError(f"more than {DEEPEST} functions, files and commands stand inside one another")
 
 
 def _simple(shell: Shell, node: Simple) -> tuple[Flow, Result]:
@@ -426,14 +233,14 @@ def _command(shell: Shell, node: Simple, words: list[Value], given: dict[str, Va
     if name in shell.functions:
         return _call(shell, shell.functions[name], words)
     if name in ("source", ".") and words[1:]:
-        return _source(shell, words, node.line)
+        return source(_RUN, shell, words, node.line)
     if name in ("bash", "sh") and words[1:] and words[1].known and words[1].text.endswith(".sh"):
-        return _started(shell, words, given)
-    if name == "sbatch" and (command := given.get("COMMAND") or _exported(shell, "COMMAND")):
+        return started(_RUN, shell, words, given)
+    if name == "sbatch" and (command := given.get("COMMAND") or exported(shell, "COMMAND")):
         # Slurm scripts of NeMo-RL run the command that this variable holds.
-        return _inner(shell, command.text, node.line)
+        return inner(_RUN, shell, command.text, node.line)
     if name == "eval":
-        return _eval(shell, words[1:], node.line)
+        return evaluate(_RUN, shell, words[1:], node.line)
     if name in ("[", "test"):
         return "", decide(words[1:-1] if name == "[" else words[1:], patterns=False)
     if name.startswith("-"):
@@ -443,7 +250,7 @@ def _command(shell: Shell, node: Simple, words: list[Value], given: dict[str, Va
         shell.starts.append(start)
         return "", None
     if (text := inner_script(words)) is not None:
-        return _inner(shell, text, node.line)
+        return inner(_RUN, shell, text, node.line)
     here = joined(shell, node.here, substituted) if node.here else None
     known, result = known_command(shell, words, here, node.line)
     if not known and shell.output is not None:
@@ -470,7 +277,7 @@ def _call(shell: Shell, body: Node, words: list[Value]) -> tuple[Flow, Result]:
     before, uses, loops = shell.arguments, shell.argument_uses, shell.loops
     shell.arguments, shell.depth, shell.argument_uses = tuple(words[1:]), shell.depth + 1, []
     shell.callers, shell.loops = shell.callers + 1, 0
-    _deep(shell)
+    deeper(shell)
     shell.locals.append({})
     flow, result = _node(shell, body)
     for name, variable in shell.locals.pop().items():
@@ -480,109 +287,4 @@ def _call(shell: Shell, body: Node, words: list[Value]) -> tuple[Flow, Result]:
     return ("exit" if flow == "exit" else ""), None if flow == "maybe" else result
 
 
-def _source(shell: Shell, words: list[Value], line: int) -> tuple[Flow, Result]:
-    """`source FILE`, whose variables stay."""
-    said = words[1].text
-    path = script_directory(shell, said) if words[1].known else None
-    if Path(said).name in _QUIET:
-        return "", None
-    if path is None:
-        why = f": {words[1].gaps[0]}" if words[1].gaps else ", a path that is not known"
-        shell.unresolved[f"{shell.place(line)}: source {said}{why}"] = None
-        return "", None
-    try:
-        text = read_regular(path, _LARGEST_FILE).decode(errors="replace")
-    except FileNotFoundError:
-        return _not_there(shell, path, said, line)
-    except (OSError, ValueError) as error:  # a path with a NUL in it is a ValueError
-        why = str((error.strerror if isinstance(error, OSError) else None) or error)
-        shell.unresolved[f"{shell.place(line)}: source {shortened(said)}: {why}"] = None
-        return "", None
-    try:
-        shell.step(len(text))
-        nodes = parse(text, str(path))
-    except CkptkitError as error:
-        shell.unresolved[f"{shell.place(line)}: source {said}: {error.message}"] = None
-        return "", None
-    before, shell.file, shell.depth = shell.file, path, shell.depth + 1
-    arguments, loops = shell.arguments, shell.loops
-    shell.arguments, shell.callers, shell.loops = tuple(words[2:]) or arguments, shell.callers + 1, 0
-    _deep(shell)
-    flow, result = follow(shell, nodes)
-    shell.file, shell.depth, shell.callers, shell.loops = before, shell.depth - 1, shell.callers - 1, loops
-    shell.arguments = arguments if words[2:] else shell.arguments
-    return ("exit" if flow == "exit" else ""), None if flow == "maybe" else result
-
-
-def _exported(shell: Shell, name: str) -> Value | None:
-    variable = shell.variables.get(name)
-    return variable.values[0] if variable and variable.exported and variable.values else None
-
-
-def _started(shell: Shell, words: list[Value], given: Mapping[str, Value]) -> tuple[Flow, Result]:
-    """`bash FILE WORDS`: another script, which sees what is exported and changes nothing here."""
-    path = script_directory(shell, words[1].text)
-    branch = shell.branch()
-    try:
-        text = read_regular(path, _LARGEST_FILE).decode(errors="replace") if path else ""
-        nodes = parse(text, str(path))
-    except (OSError, ValueError, CkptkitError):
-        return "", None
-    exported = {name: variable for name, variable in shell.variables.items() if variable.exported}
-    branch.variables = exported | {name: Variable((value,), exported=True) for name, value in given.items()}
-    branch.file = branch.script = path
-    branch.functions, branch.arguments, branch.argument_uses = {}, tuple(words[2:]), []
-    branch.errexit, branch.guarded, branch.callers, branch.loops = False, 0, 0, 0
-    branch.depth += 1
-    _deep(branch)
-    branch.step(len(text))
-    return "", follow(branch, nodes)[1]
-
-
-def _not_there(shell: Shell, path: Path, said: str, line: int) -> tuple[Flow, Result]:
-    """A file that is sourced and is not there. Under `set -e` the script ends at it.
-
-    Beside the script it is missing; elsewhere it may be one of the job's machine, or one that a command makes.
-    """
-    place = shell.place(line)
-    if shell.errexit and not shell.guarded and path.name not in shell.written and _beside(shell, path):
-        shell.issues.append(
-            Issue(
-                "a file that is there, since the script runs with `set -e`",
-                f"{place}: source {said}: there is no such file, so the script ends here",
-                f"check the path {path}",
-                file=str(shell.file),
-            )
-        )
-    shell.unresolved[f"{place}: source {said}: there is no such file"] = None
-    return "", None
-
-
-def _beside(shell: Shell, path: Path) -> bool:
-    """Whether a path lies in the tree of the script: below its directory, or one of the two above."""
-    if shell.file is None:
-        return False
-    here = Path(os.path.abspath(shell.file)).parent
-    trees = [one for one in (here, *here.parents[:2]) if len(one.parts) > 2]
-    return any(Path(os.path.abspath(path)).is_relative_to(one) for one in trees)
-
-
-def _eval(shell: Shell, words: Sequence[Value], line: int) -> tuple[Flow, Result]:
-    if all(word.known for word in words):
-        return _inner(shell, together((word.text for word in words), " "), line)
-    shell.unresolved[f"{shell.place(line)}: eval of a text that is not known"] = None
-    return "", None
-
-
-def _inner(shell: Shell, text: str, line: int) -> tuple[Flow, Result]:
-    """A script inside a script, as `bash -c` has it."""
-    shell.depth += 1
-    _deep(shell)
-    shell.step(len(text))
-    try:
-        flow, result = follow(shell, parse(text, str(shell.file or "the command line"), line))
-    except CkptkitError:
-        shell.unresolved[f"{shell.place(line)}: a text that is run as a script, and is none"] = None
-        flow, result = "", None
-    shell.depth -= 1
-    return flow, result
+_RUN = Runner(follow, _node, substituted)

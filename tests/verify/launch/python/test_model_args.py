@@ -51,6 +51,15 @@ UNKNOWN = {
     "a loop over many": "def model_args():\n    return ' '.join(str(one) for one in range(10 ** 9))\n",
     "a huge list": "def model_args():\n    return ' '.join(['--x'] * 1000000000)\n",
     "a huge number": "N = 9\nfor _ in range(9000):\n    N = N * N\ndef model_args():\n    return f'--num-layers {N}'\n",
+    "replacing": (
+        "T = 'a' * 9000\nfor _ in range(9):\n    T = T.replace('a', 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa')\n"
+        "def model_args():\n    return T\n"
+    ),
+    "parentheses": f"def model_args():\n    return {'(' * 5000}1{')' * 5000}\n",
+    "a sum of many": f"def model_args():\n    return {'1 + ' * 5000}1\n",
+    "a pattern that takes for ever": (
+        "import re\ndef model_args():\n    return '--x' if re.search('(a+)+$', 'a' * 99 + 'b') else '--y'\n"
+    ),
     "recursion": "def f(n):\n    return f(n + 1)\ndef model_args():\n    return f(0)\n",
     "no Python": "def model_args(:\n",
 }
