@@ -64,7 +64,7 @@ def preflight(
     if not (launch.hf_checkpoint or launch.load or launch.ref_load or text.unresolved or text.issues):
         hint = "give at least one of --hf-checkpoint, --load and --ref-load, or a launch script"
         raise CkptkitError("nothing to look at", hint)
-    options = LaunchArguments.read(launch.words, environment)
+    options = LaunchArguments.read(launch.settled, environment)
     tp, pp, ep = (
         _agreed(name, given, said)
         for name, given, said in (("tp", tp, options.tp), ("pp", pp, options.pp), ("ep", ep, options.ep))

@@ -40,7 +40,8 @@ class LaunchText:
     `words` are options of Megatron-LM, slime and miles in their order: `--num-layers`, `36` ... `environment` holds
     the variables that the trainer will see, `overrides` the settings of verl, NeMo-RL and ROLL by dotted key.
     `unresolved` has a line for everything that could not be resolved, which is never guessed. `issues` are what is
-    wrong with the text itself, such as a lost line continuation.
+    wrong with the text itself, such as a lost line continuation. `program` is the word that names the trainer's file
+    or module, "" where it is not known.
     """
 
     words: tuple[Word, ...] = ()
@@ -48,6 +49,7 @@ class LaunchText:
     unresolved: tuple[str, ...] = ()
     issues: tuple[Issue, ...] = ()
     overrides: Mapping[str, Word] = field(default_factory=dict)
+    program: str = ""
 
 
 def known_words(words: Sequence[Word]) -> list[Word]:

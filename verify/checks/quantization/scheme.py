@@ -99,15 +99,22 @@ def _engine_tp(subject: Subject) -> int:
     return subject.arguments.engine_tp if subject.arguments else subject.tp
 
 
+def _served_by_vllm(subject: Subject) -> str | None:
+    """Why SGLang's kernels do not matter to a launch that serves with vLLM."""
+    vllm = subject.arguments is not None and subject.arguments.server == "vllm"
+    return "the rollout engine of the launch is vLLM, not SGLang" if vllm else None
+
+
 def _no_tp(subject: Subject) -> str | None:
-    if (reason := not_quantized(subject)) is not None:
+    if (reason := not_quantized(subject) or _served_by_vllm(subject)) is not None:
         return reason
     return None if _engine_tp(subject) > 1 else "no --tp above 1 was given (in a launch, --rollout-num-gpus-per-engine)"
 
 
 def _not_for_sglang(subject: Subject) -> str | None:
     named = subject.readers is not None and "sglang" not in subject.readers
-    return not_quantized(subject) or ("SGLang is none of the readers that were named" if named else None)
+    reason = not_quantized(subject) or _served_by_vllm(subject)
+    return reason or ("SGLang is none of the readers that were named" if named else None)
 
 
 @check(

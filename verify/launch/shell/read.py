@@ -83,7 +83,8 @@ def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
     for name in (QAT_FLAG, QAT_GROUP):
         if isinstance(word := environment.get(name), UnresolvedWord):
             unresolved[f"{word.place}: {name}: {word.why}"] = None
-    return LaunchText(words, environment, tuple(unresolved), (*_lost(shell), *_misspelled(shell)))
+    wrong = (*_lost(shell), *_misspelled(shell))
+    return LaunchText(words, environment, tuple(unresolved), wrong, program=start.program)
 
 
 def _word(value: Value) -> Word:

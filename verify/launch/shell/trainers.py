@@ -31,7 +31,8 @@ def start_of(words: Sequence[Value], shell: Shell, given: Mapping[str, Value], l
     for word in before:
         if found := _SET.fullmatch(word.text):
             environment[found[1]] = Value(found[2], word.gaps, word.file, word.line, word.maybe)
-    return Start(tuple(words[at + 1 :]), before, environment | dict(given), line, shell.file, shell.directory)
+    rest, variables = tuple(words[at + 1 :]), environment | dict(given)
+    return Start(rest, before, variables, line, shell.file, shell.directory, words[at].text)
 
 
 def _trainer_at(words: Sequence[Value]) -> int | None:

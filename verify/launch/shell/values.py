@@ -78,7 +78,7 @@ class Variable:
 class Start:
     """A command that starts a trainer: its words, those before them, and the variables that it sees.
 
-    `directory`: where it is started; None where a `cd` could not be followed.
+    `directory`: where it is started; None where a `cd` could not be followed. `program`: the word that names it.
     """
 
     words: tuple[Value, ...]
@@ -87,6 +87,7 @@ class Start:
     line: int
     file: Path | None
     directory: Path | None
+    program: str = ""
 
 
 @dataclass

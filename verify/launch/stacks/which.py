@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
@@ -70,14 +70,20 @@ def read_stack(
         raise CkptkitError(f"{config} has the settings of none of them: {', '.join(list(tree)[:5])}", hint)
     absent = [word for word in composed.absent if not (stack == "verl" and verl.OWN.fullmatch(word.text))]
     unread = [*named.absent, *(f"{word.place}: defaults: {word.text}: no such file beside it" for word in absent)]
-    settings = Settings(Config(tree, environment or {}), hf_checkpoint, frozenset(_MODELS[stack]), unread=unread)
+    settings = Settings(Config(tree, environment or {}), hf_checkpoint, frozenset(_MODELS[stack]), unread=list(unread))
+    whole = not unread and not any(isinstance(word, UnresolvedWord) and word.anything for word in words)
     if stack == "NeMo-RL":
-        return nemo_rl.read(settings)
+        return _written(nemo_rl.read(settings), settings, whole)
     if stack == "ROLL":
-        return roll.read(settings)
+        return _written(roll.read(settings), settings, whole)
     chosen = [word for word in groups if "megatron" in word.text]
     own = [*composed.absent, *chosen, Word(named.name), Word(named.path.stem if named.path else "")]
-    return verl.read(settings, any("megatron" in word.text for word in own))
+    return _written(verl.read(settings, any("megatron" in word.text for word in own)), settings, whole)
+
+
+def _written(stacked: Stacked, settings: Settings, whole: bool) -> Stacked:
+    """A job with the keys that it writes. Where not all of them are known, what is absent breaks no rule."""
+    return replace(stacked, keys=settings.written(), refused=stacked.refused if whole else ())
 
 
 def agreed(stacked: Stacked, load: Path | None, ref_load: Path | None) -> None:
