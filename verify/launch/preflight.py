@@ -73,9 +73,12 @@ def preflight(
     etp = options.etp or (tp if text.words and not launch.unread else None)
     sides = sides_of(launch)
     hf = launch.hf_checkpoint
+    # In mode bridge miles packs what the checkpoint stores packed, whatever its `ignore` list says.
+    updated = None if launch.bridge else updates(launch, options)
+    readers = ("vllm", "slime") if options.server == "vllm" else None
     launched = Subject(hf or launch.load or launch.ref_load or Path(), launch=launch, arguments=options)
     subjects = (
-        replace(one, arguments=options, etp=etp, updated=updates(launch, options))
+        replace(one, arguments=options, etp=etp, updated=updated, readers=readers)
         for one in _subjects(sides, hf, tp, pp, ep)
     )
     return judged(launched, sides, subjects, notes, cache=cache)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from verify.checks.launch.groups import of_stack
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.arguments import server_of
+from verify.launch.cluster import Lent, lent, short
 from verify.launch.launch import Launch
 from verify.launch.options.given import GivenArguments
 
@@ -55,7 +56,7 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     given = _given(subject)
     if subject.launch and subject.launch.stack:
-        yield from of_stack(subject.launch.stack, tally)
+        yield from of_stack(subject.launch.stack, tally, subject.launch.text.words)
         return
     tally.compared(0)
     sizes = _Sizes(given, subject)
@@ -63,6 +64,7 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield from sizes.job()
     yield from sizes.vocabulary()
     yield from sizes.engines()
+    yield from sizes.cluster(lent(subject.launch.text.words if subject.launch else ()))
     config = engine_config(subject.launch.hf_checkpoint) if subject.launch and subject.launch.hf_checkpoint else {}
     if config:
         yield from sizes.model(engine_dims(config), config)
@@ -155,6 +157,20 @@ class _Sizes:
     def pp_name(self) -> str:
         """What the launch's engine calls its pipeline stages."""
         return "vllm_pipeline_parallel_size" if self.server == "vllm" else "sglang_pp_size"
+
+    def cluster(self, found: Iterable[Lent]) -> Iterator[Issue]:
+        """What the script asks Slurm and Ray for. Source: slime and miles `ray/placement_group.py`."""
+        given, nodes = self.given, self.given.get("actor_num_nodes", 1)
+        rollout = given.get("rollout_num_gpus", None)
+        shared = ("colocate", "debug_train_only", "rollout_external_engine_addrs")
+        if self.world is None or nodes is None or given.anything or given.get("debug_rollout_only", False):
+            return
+        together = any(given.get(name, False) for name in shared)
+        if not together and rollout is None:
+            return
+        needed = max(self.world, rollout or 0) if together else self.world + rollout
+        what = "for the trainer" if together else f"for the trainer's {self.world} and the rollout's {rollout}"
+        yield from short(found, needed, nodes, what)
 
     def _rollout(self) -> int | None:
         if self.given.get("debug_train_only", False) or self.given.anything:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from verify.check import Skip, Tally
 from verify.checks.launch.engine import engine_config, engine_dims
 from verify.checks.launch.fit import EngineRanks, dtensor_fit, engine_fit, sequence_fit
 from verify.issue import Issue
+from verify.launch.cluster import lent, short
 from verify.launch.stacks.launched import Stacked
-from verify.launch.stacks.sizes import Cut
+from verify.launch.stacks.sizes import Cut, Gpus
+from verify.launch.words import Word
 
 
-def of_stack(stack: Stacked, tally: Tally) -> Iterator[Issue]:
+def of_stack(stack: Stacked, tally: Tally, words: Sequence[Word] = ()) -> Iterator[Issue]:
     """Nodes x GPUs against tp x pp x cp and ep x etp x pp of every role; sizes that roles of one process share.
 
     Then the model's heads and experts, over the ranks of engines and of trainers without Megatron. Raises Skip where
@@ -27,6 +29,9 @@ def of_stack(stack: Stacked, tally: Tally) -> Iterator[Issue]:
         tally.compared(0, len(group.products))
         yield from group.issues()
     yield from stack.issues
+    needed = max((group.gpus for group in groups), key=lambda gpus: gpus.count or 0, default=Gpus())
+    places = [*stack.keys.values(), *words]
+    yield from short((one for one in lent(places) if one.alone), needed.count or 0, 0, f"for {needed.said}")
     for cut in stack.cuts:
         root = stack.models.get(cut.role, stack.hf)
         if root is not None and (config := engine_config(root)):

@@ -13,6 +13,7 @@ from verify.launch.arguments import LaunchArguments
 from verify.launch.rules.megatron import experts_of
 from verify.launch.settings.yaml_tree import NULL
 from verify.launch.sides import Side, path_issue
+from verify.launch.speculative import Speculation
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import Cut, Group
 from verify.launch.words import Word
@@ -29,7 +30,8 @@ class Stacked:
     `hf` is the model's HF directory, `models` those of roles with another, `sizes` the parallel sizes of a side by its
     role. `groups` are compared with their GPUs; `issues` are more that is wrong with sizes. `alike` are roles that
     start from the same weights. `keys` are all dotted keys that the launch writes, `refused` what the stack's own check
-    of them refuses, `cuts` how engines and trainers without Megatron share the model out.
+    of them refuses, `cuts` how engines and trainers without Megatron share the model out, `speculation` how the engine
+    drafts.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Stacked:
     keys: Mapping[str, Word] = field(default_factory=dict)
     refused: tuple[Issue, ...] = ()
     cuts: tuple[Cut, ...] = ()
+    speculation: Speculation | None = None
 
 
 def hf_side(role: str, settings: Settings, key: str, why: str) -> Side | None:

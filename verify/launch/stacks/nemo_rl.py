@@ -23,6 +23,7 @@ from verify.launch.arguments import LaunchArguments
 from verify.launch.rules import nemo_rl as rules
 from verify.launch.rules.settings import Values
 from verify.launch.sides import PathIssue, Side, path_issue
+from verify.launch.speculative import of_settings
 from verify.launch.stacks.launched import ENGINE, LOAD, STEP, Stacked, experts_in, hf_side, iterations_in
 from verify.launch.stacks.nemo_rl_teachers import teacher_nodes
 from verify.launch.stacks.settings import Settings
@@ -75,6 +76,7 @@ def read(settings: Settings) -> Stacked:
         notes=tuple(settings.notes),
         refused=tuple(rules.refused(Values(settings), megatron=megatron, experts=experts_in(hf))),
         cuts=(*(cut for cut in cuts if cut.ranks > 1), *served),
+        speculation=of_settings(settings, f"{_GENERATION}.vllm_kwargs") if engine.server == "vllm" else None,
     )
 
 

@@ -23,6 +23,7 @@ from verify.launch.arguments import LaunchArguments
 from verify.launch.rules import roll as rules
 from verify.launch.rules.settings import Values
 from verify.launch.sides import PathIssue, Side, path_issue
+from verify.launch.speculative import of_settings
 from verify.launch.stacks.launched import ENGINE, LOAD, STEP, Stacked, experts_in, given, hf_side
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import Cut, Gpus, Group, Sizes, engine_cut, engine_of, places
@@ -69,6 +70,7 @@ def read(settings: Settings) -> Stacked:
         notes=tuple(settings.notes),
         refused=tuple(_refused(settings, hf)),
         cuts=(*shared, *served),
+        speculation=of_settings(settings, _config(ENGINE, "")[:-1]) if engine.server == "vllm" else None,
     )
 
 

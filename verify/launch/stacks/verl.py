@@ -22,6 +22,7 @@ from verify.launch.arguments import LaunchArguments
 from verify.launch.rules import verl as rules
 from verify.launch.rules.settings import Values
 from verify.launch.sides import Side, path_issue
+from verify.launch.speculative import Speculation, of_settings
 from verify.launch.stacks.launched import (
     ENGINE,
     LOAD,
@@ -34,7 +35,7 @@ from verify.launch.stacks.launched import (
     torch_dist_side,
 )
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Sizes, engine_cut, engine_of, places
+from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Sizes, engine_cut, engine_of, places, server_named
 from verify.launch.stacks.verl_steps import Resumed, resumed_step
 
 _AR = "actor_rollout_ref"
@@ -97,7 +98,22 @@ def read(settings: Settings, megatron: bool) -> Stacked:
         tuple(settings.notes),
         refused=tuple(_refused(settings, gpus.count, megatron, roles, hf)),
         cuts=(*shared, *served),
+        speculation=_speculation(settings),
     )
+
+
+def _speculation(settings: Settings) -> Speculation | None:
+    """How the engine drafts: with the model's own layers by `model.mtp`, or as its own settings say.
+
+    Source: verl `workers/config/model.py` (MtpConfig), `vllm_async_server.py`, `async_sglang_server.py`.
+    """
+    mtp, rollout = f"{_AR}.model.mtp", f"{_AR}.rollout"
+    name = server_named(settings.text(f"{rollout}.name"))
+    if name and settings.switch(f"{mtp}.enable") and settings.switch(f"{mtp}.enable_rollout"):
+        sglang = settings.text(f"{mtp}.speculative_algorithm", "EAGLE").upper()
+        method = settings.text(f"{mtp}.method", "mtp") if name == "vllm" else sglang
+        return Speculation(name, method, settings.place(f"{mtp}.enable_rollout"))
+    return of_settings(settings, f"{rollout}.engine_kwargs.vllm") if name == "vllm" else None
 
 
 def _refused(
