@@ -13,7 +13,7 @@ from verify.issue import Issue
 from verify.launch.words import Word
 
 _LARGEST = 1_000_000
-_SBATCH = re.compile(r"^#SBATCH\s+(.*?)\s*(?:#.*)?$", re.MULTILINE)
+_SBATCH = re.compile(r"^#SBATCH[ \t]+(.*?)[ \t]*(?:#.*)?$", re.MULTILINE)
 _NODES = re.compile(r"(?:--nodes[= ]|-N[= ]?)(\d{1,6})(?!\S)")
 _EACH = re.compile(r"(?:--gpus-per-node[= ]|--gres[= ]gpu:)(?:[A-Za-z][\w-]*:)?(\d{1,4})(?!\S)")
 _ALL = re.compile(r"(?:--gpus[= ]|-G[= ]?)(?:[A-Za-z][\w-]*:)?(\d{1,6})(?!\S)")

@@ -1,4 +1,4 @@
-"""Which engine a launch serves with: SGLang's kernels and readings judge SGLang alone, and speculative decoding both."""
+"""Which engine a launch serves with: SGLang's kernels judge SGLang alone, speculative decoding is asked of both."""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ def of_stack(stack: Stacked, tally: Tally, words: Sequence[Word] = ()) -> Iterat
     none of them is known.
     """
     groups = [group for group in stack.groups if group.gpus.count is not None and group.products]
-    if not groups and not stack.issues and not stack.cuts:
+    roots = [(cut, stack.models.get(cut.role, stack.hf)) for cut in stack.cuts]
+    cuts = [(cut, config) for cut, root in roots if root is not None and (config := engine_config(root))]
+    if not groups and not stack.issues and not cuts:
         raise Skip("the number of GPUs, or a size, is not known")
     tally.compared(0, len(stack.issues))
     for group in groups:
@@ -32,11 +34,9 @@ def of_stack(stack: Stacked, tally: Tally, words: Sequence[Word] = ()) -> Iterat
     needed = max((group.gpus for group in groups), key=lambda gpus: gpus.count or 0, default=Gpus())
     places = [*stack.keys.values(), *words]
     yield from short((one for one in lent(places) if one.alone), needed.count or 0, 0, f"for {needed.said}")
-    for cut in stack.cuts:
-        root = stack.models.get(cut.role, stack.hf)
-        if root is not None and (config := engine_config(root)):
-            tally.compared(0)
-            yield from _shared_out(cut, config)
+    for cut, config in cuts:
+        tally.compared(0)
+        yield from _shared_out(cut, config)
 
 
 def _shared_out(cut: Cut, config: Mapping[str, Any]) -> Iterator[Issue]:

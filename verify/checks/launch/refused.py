@@ -10,6 +10,7 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.launch import Launch
 from verify.launch.options.given import given_arguments
+from verify.launch.options.releases import names
 from verify.launch.rules import megatron, slime
 from verify.launch.rules.options import Options
 
@@ -57,9 +58,16 @@ def arguments_accepted(subject: Subject, tally: Tally) -> Iterator[Issue]:
     paths = frozenset(name for name, path in given.items() if path)
     trainer = not _TRAINERS.isdisjoint(first.places)
     if trainer:
-        yield from slime.refused(Options(first, launch.program, paths))
+        yield from slime.refused(Options(first, launch.program, paths, _of_miles(launch)))
     if first.get("train_backend", "megatron") == "megatron" and not first.get("debug_rollout_only", False):
         yield from megatron.refused(Options(last, launch.program, paths), trainer, _experts(launch))
+
+
+def _of_miles(launch: Launch) -> bool:
+    """Whether an option is given that of these trainers only miles has."""
+    others = names("slime") | names("megatron-lm") | names("sglang-router")
+    given = {word.partition("=")[0].removeprefix("--") for word in launch.words if word.startswith("--")}
+    return not given.isdisjoint(names("miles") - others)
 
 
 def _experts(launch: Launch) -> int:

@@ -30,7 +30,7 @@ _FREE = re.compile(
     r"kwargs|env_vars|system_envs|^envs?$|override|runtime_env|^custom|^tools?$|domain|^rewards$|tags?$|^data$|"
     r"^defaults$|^hydra$|plugin|^agent|^wandb|^swanlab|additional_configs|^nsight|interleave|^datasets?$"
 )
-_NAME = re.compile(r"[A-Za-z_]\w*")
+_NAME = re.compile(r"[A-Za-z]\w*")
 
 
 def _launch(subject: Subject) -> Launch:

@@ -19,16 +19,18 @@ class Options:
     """The options of a launch of slime, miles or vime.
 
     `program`: the file that starts the trainer, `train_async.py`, where it is known. `paths`: arguments whose path
-    preflight was given itself.
+    preflight was given itself. `miles`: an option is among those that only miles has.
     """
 
     given: GivenArguments
     program: str = ""
     paths: frozenset[str] = frozenset()
+    miles: bool = False
 
     def on(self, name: str) -> bool:
-        """Whether it is given for certain."""
-        return name in self.given.places or name in self.paths
+        """Whether it is given for certain, and not turned off by a file of settings."""
+        given = name in self.given.places and self.given.values.get(name) is not False
+        return given or name in self.paths
 
     def off(self, name: str) -> bool:
         """Whether it is left out for certain."""

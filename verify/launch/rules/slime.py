@@ -56,9 +56,7 @@ def _asynchronous(options: Options) -> Iterator[Issue]:
         expected = "no --colocate with train_async.py, which generates and trains at once"
         yield options.issue(("colocate",), expected, "the trainer stops: leave --colocate out, or start train.py")
     correction = ("use_rollout_logprobs", "use_tis", "keep_old_actor")
-    # Only miles has this check, and only miles the option of its mode.
-    miles = options.value("advantage_estimator") == "ppo" and options.on("megatron_to_hf_mode")
-    if miles and all(map(options.off, correction)):
+    if options.miles and options.value("advantage_estimator") == "ppo" and all(map(options.off, correction)):
         expected = "--use-rollout-logprobs, --use-tis or --keep-old-actor with PPO in train_async.py"
         yield options.issue(("advantage_estimator",), expected, "miles stops: samples come from an older policy")
 
@@ -79,11 +77,11 @@ def _estimator(options: Options) -> Iterator[Issue]:
     if estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline") and options.off("normalize_advantages"):
         expected = f"--normalize-advantages with --advantage-estimator {estimator}"
         yield options.issue(("advantage_estimator", "normalize_advantages"), expected, _STOPS)
-    if estimator == "ppo" and options.value("megatron_to_hf_mode") == "bridge":
+    if options.miles and estimator == "ppo" and options.value("megatron_to_hf_mode") == "bridge":
         expected = "--megatron-to-hf-mode raw with a critic"
         hint = "miles stops: its critic is not built through a bridge"
         yield options.issue(("advantage_estimator", "megatron_to_hf_mode"), expected, hint)
-    if estimator == "ppo" and options.on("megatron_to_hf_mode") and options.value("kl_coef", 0.0):
+    if options.miles and estimator == "ppo" and options.value("kl_coef", 0.0):
         expected = "--use-kl-loss in place of --kl-coef with PPO in miles"
         hint = "miles stops: its critic never sees the reference's log-probabilities"
         yield options.issue(("advantage_estimator", "kl_coef"), expected, hint)
