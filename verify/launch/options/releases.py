@@ -14,20 +14,12 @@ from importlib.resources import files
 _TRAINERS = {
     "slime": "--",
     "miles": "--",
+    "vime": "--",
     "megatron-lm": "--",
     "sglang": "--sglang-",
     "sglang-router": "--",
     "vllm": "--vllm-",
 }
-# vime's own, beside those that it has from slime. Source: vime `backends/vllm_utils/arguments.py`.
-_VIME = frozenset(
-    f"--{name}"
-    for name in (
-        *("vllm-router-ip", "vllm-router-port", "vllm-router-policy", "vllm-server-concurrency", "vllm-config"),
-        *("vllm-enable-deterministic-inference", "vllm-weight-transfer-timeout-sec", "vllm-weight-sync-packed"),
-        *("no-vllm-weight-sync-packed", "router-request-timeout-secs", "transfer-backend"),
-    )
-)
 
 
 @cache
@@ -47,7 +39,7 @@ def _lines(program: str) -> Iterator[str]:
 def trainer_options() -> frozenset[str]:
     """Every option that a launch of slime, miles, vime or Megatron-LM may give, with its dashes."""
     given = (f"{before}{name}" for program, before in _TRAINERS.items() for name in names(program))
-    return frozenset(given) | _VIME
+    return frozenset(given)
 
 
 @cache
