@@ -19,6 +19,8 @@ from verify.launch.speculative import Speculation, of_options
 _KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules", "n_predict")
 _NAMES = re.compile(r"(?:.*\.)?mtp(?:_layers|_block)?\.")
 _LAYER = re.compile(r".*?layers\.(\d+)\.")
+# Families whose config.json never speaks of the layers that they have.
+_UNSTATED = frozenset({"qwen3_next", "exaone_moe", "nemotron_h", "nemotron_h_puzzle", "hy_v3", "longcat_flash"})
 # Methods that draft with the layers of the model itself where no other model is given, and those that never do.
 _OWN = frozenset({"EAGLE", "NEXTN", "FROZEN_KV_MTP"})
 _OTHER = frozenset({"EAGLE3", "STANDALONE", "DFLASH"})
@@ -92,6 +94,8 @@ def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
     if root is None or not config:
         raise Skip("there is no config.json of the engine's model that can be read (CK714, CK101)")
     stored = _stored(subject, root, config)
+    if stored is None and config.get("model_type") in _UNSTATED:
+        raise Skip("only the names of the weights tell whether this model has such layers, and there are none (CK104)")
     if stored is False or (stored is None and not _stated(config)):
         expected = "a model with multi-token prediction layers, or a draft model"
         lacks = "its files hold none" if stored is False else "its config.json speaks of none"
