@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from verify.check import Skip, Tally, check
@@ -21,6 +22,8 @@ _TRAINERS = frozenset(
         *("n_samples_per_prompt", "num_rollout", "advantage_estimator"),
     }
 )
+# verl's programs that check settings by `validate_config`, with trainer and engine on the same GPUs.
+_MAIN_PPO = re.compile(r"(?:verl\.trainer\.)?main_ppo(?:_v0)?(?:\.py)?")
 
 
 def _launch(subject: Subject) -> Launch:
@@ -48,6 +51,8 @@ def arguments_accepted(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Arithmetic of batches, options that need or exclude another one, and Megatron's rules (`verify/launch/rules`)."""
     launch = _launch(subject)
     if launch.stack:
+        if launch.stack.name == "verl" and launch.program and not _MAIN_PPO.fullmatch(launch.program):
+            raise Skip(f"{launch.program} checks other settings than verl.trainer.main_ppo, which are not known here")
         tally.compared(0, len(launch.stack.keys) or 1)
         yield from launch.stack.refused
         return

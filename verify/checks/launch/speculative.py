@@ -32,6 +32,8 @@ _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 def _speculation(subject: Subject) -> Speculation:
     """What the launch says of drafting. Raises Skip for one that does not draft."""
     launch = subject.launch or Launch()
+    if not launch.stack and launch.given.get("debug_train_only", False):
+        raise Skip("the launch starts no engine")
     found = launch.stack.speculation if launch.stack else of_options(launch.given, launch.words)
     if found is None:
         raise Skip("the launch asks for no speculative decoding")

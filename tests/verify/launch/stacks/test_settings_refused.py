@@ -12,6 +12,7 @@ import pytest
 import yaml
 from fixture_types import CopyOf, PathOf
 
+from ckptkit.core.errors import CkptkitError
 from verify.launch.preflight import preflight
 from verify.report import Finding
 
@@ -321,6 +322,28 @@ def test_settings_that_are_not_known_break_no_rule(releases: PathOf) -> None:
     assert [one for one in verl(hf, "data.train_batch_size=${oc.env:CKPTKIT_NO_SUCH}") if one.code == "CK746"] == []
     report = preflight(arguments=[f"{AR}.model.path={hf}", "trainer.resume_mode=disable"])
     assert [one for one in report.findings if one.code == "CK746"] == []
+
+
+@pytest.mark.parametrize(
+    ("program", "judged"),
+    [
+        ("verl.trainer.main_ppo", True),
+        ("verl.experimental.fully_async_policy.fully_async_main", False),
+        ("verl.experimental.one_step_off_policy.main_ppo", False),
+    ],
+)
+def test_other_programs_of_verl_are_not_judged_by_the_rules_of_one(
+    program: str, judged: bool, releases: PathOf
+) -> None:
+    given = f"{AR}.model.path={releases(DENSE)} trainer.resume_mode=disable data.train_batch_size=0"
+    text = f"python3 -m {program} {given} {ACTOR}.ppo_mini_batch_size=32 {ACTOR}.ppo_micro_batch_size_per_gpu=1\n"
+    Path("run.sh").write_text(text)
+    try:
+        report = preflight(script="run.sh")
+    except CkptkitError:
+        assert not judged  # a program that no reader of scripts knows
+        return
+    assert any(one.code == "CK746" for one in report.findings) == judged
 
 
 TEACHERS = [
