@@ -200,6 +200,12 @@ def test_an_option_of_any_part_that_is_misspelt_is_named(words: str, meant: str)
     assert findings(right, "CK721") == []
 
 
+def test_a_launch_of_very_many_options_is_looked_through_in_part() -> None:
+    words = " ".join(f"--x{number}" for number in range(2_001)) + " --n-sample-per-prompt 8"
+    assert findings(words, "CK721") == []
+    assert findings(f"--n-sample-per-prompt 8 {words}", "CK721") != []
+
+
 def test_options_of_one_release_alone_are_known() -> None:
     """`--critic-num-nodes` is slime's up to 0.2.4, `--keep-old-actor` newer, `--seed` Megatron's."""
     assert findings("--critic-num-nodes 1 --keep-old-actor --seed 1 --sglang-dtype auto --vllm-config a", "CK721") == []

@@ -18,6 +18,7 @@ from verify.launch.words import UnresolvedWord, Word
 
 # Letters that may differ, in a short name and in a long one.
 _FEW, _MOST, _SHORT, _SHORTEST = 1, 2, len("ckpt-step"), 4
+_MOST_NAMES = 2_000
 # The list of options of a stack, and what becomes of a name that it does not know.
 _LISTS = {"verl": "verl", "NeMo-RL": "nemo-rl", "ROLL": "roll"}
 _PASSED_OVER = {
@@ -68,7 +69,7 @@ def text_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if re.match(r"--?[A-Za-z]", name) and not isinstance(word, UnresolvedWord):
             named.setdefault(name, word)
     known = trainer_options() | OPTIONS
-    for name, word in named.items():
+    for name, word in _bounded(named, tally):
         if (meant := _meant(name, known)) is not None:
             hint = f"write {meant}; slime passes over what it does not know, miles and Megatron-LM stop"
             yield Issue(meant, f"{name}, at {word.place}", hint, file=word.file, severity="warning")
@@ -79,7 +80,7 @@ def _settings(stack: Stacked, tally: Tally) -> Iterator[Issue]:
     tally.compared(0, len(stack.keys))
     own, known = names(_LISTS[stack.name]), names(_LISTS[stack.name]) | engine_settings()
     seen: set[str] = set()
-    for key, word in stack.keys.items():
+    for key, word in _bounded(dict(stack.keys), tally):
         for part in key.split("."):
             if _FREE.search(part):
                 break
@@ -89,6 +90,13 @@ def _settings(stack: Stacked, tally: Tally) -> Iterator[Issue]:
             if part not in known and (meant := _meant(part, own)) is not None:
                 hint = f"write {meant}: {_PASSED_OVER[stack.name]}"
                 yield Issue(meant, f"{part} in {key}, at {word.place}", hint, file=word.file, severity="warning")
+
+
+def _bounded(named: dict[str, Word], tally: Tally) -> list[tuple[str, Word]]:
+    """The options of a launch, as many as anybody writes; a note where there are more."""
+    if len(named) > _MOST_NAMES:
+        tally.note(f"{len(named)} different options: only the first {_MOST_NAMES} were looked through for misspellings")
+    return list(named.items())[:_MOST_NAMES]
 
 
 def _meant(name: str, known: frozenset[str]) -> str | None:
