@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from converters.foreign import refuse_foreign
 from converters.foreign import refuse_stated as refuse_stated_format
 from converters.planner import dims_of, rules_in, rules_of, tied_head
 from converters.registry import family_of
-from converters.stored import as_stored, remarks
+from converters.stored import OtherSpelling, as_stored, other_spelling, remarks
 from quant.formats.part_names import (
     FP8_SCALE,
     FP8_SCALE_INV,
@@ -34,6 +35,8 @@ from verify.evidence.subject import Subject
 from verify.skip import Skip, Unable
 
 Shape = tuple[int, ...]
+# As compressed-tensors and llm-compressor write them, of keys, values and queries.
+_CACHE_SCALE = re.compile(r".+\.self_attn\.(?:[kvq]_proj\.(?:[kvq]|output)|[kvq])_(?:scale|zero_point)")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,17 @@ def remarks_of(subject: Subject) -> list[str]:
     """What the names of its tensors say of the checkpoint that is not wrong. Raises as `stated_config_of`."""
     names = subject.once(_names)
     return remarks(subject.once(stated_config_of), names) if names else []
+
+
+def spelling_of(subject: Subject) -> OtherSpelling | None:
+    """How the layers of an HF checkpoint are spelled, where that is as another class than the config's has them.
+
+    None also where there is no usable config.
+    """
+    try:
+        return other_spelling(subject.once(stated_config_of), subject.once(_names)) if subject.kind == "hf" else None
+    except (CkptkitError, Skip):
+        return None
 
 
 def _names(subject: Subject) -> Collection[str]:
@@ -132,7 +146,8 @@ def expected_of(subject: Subject) -> Expected | None:
         shapes, copies = _packed(shapes, names, config), _packed(copies, names, config)
     # A release may repeat tensors under these names, and this one does.
     repeated = frozenset(name for name in copies if name in names or name in subject.hf_files.unknown)
-    return Expected(shapes, frozenset(), fp32, repeated | _carried(subject, config))
+    scales = frozenset(name for kind in subject.kinds for name in kind if is_cache_scale(name, config))
+    return Expected(shapes, frozenset(), fp32, repeated | scales | _carried(subject, config))
 
 
 def _carried(subject: Subject, config: Mapping[str, Any]) -> frozenset[str]:
@@ -146,12 +161,32 @@ def _outputs(plan: Plan) -> dict[str, TensorSpec]:
 
 
 def weights_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `weights` part of the first group of a quantization_config; empty when there is none."""
+    """The `weights` part of the first group of integers in a quantization_config, else of the first group.
+
+    Empty when there is none.
+    """
+    found = _all_weights(config)
+    return next((weights for weights in found if weights.get("type", "int") == "int"), found[0] if found else {})
+
+
+def _all_weights(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     quantization = quantization_of(config)
     groups = quantization.get("config_groups") if isinstance(quantization, dict) else None
-    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
-    weights = first.get("weights") if isinstance(first, dict) else None
-    return weights if isinstance(weights, dict) else {}
+    given = groups.values() if isinstance(groups, dict) else ()
+    found = (group.get("weights") for group in given if isinstance(group, dict))
+    return [weights for weights in found if isinstance(weights, dict)]
+
+
+def has_floats(config: Mapping[str, Any]) -> bool:
+    """Whether a config group stores weights in floats of fewer bits, beside integers or alone."""
+    return any(weights.get("type") == "float" for weights in _all_weights(config))
+
+
+def is_cache_scale(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a tensor scales the key-value cache, where config.json has a scheme for that."""
+    content = quantization_of(config)
+    scheme = content.get("kv_cache_scheme") if isinstance(content, Mapping) else None
+    return scheme is not None and _CACHE_SCALE.fullmatch(name) is not None
 
 
 def packed_parts(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -166,7 +201,8 @@ def _packed(
     shapes: Mapping[str, Shape | None], names: Collection[str], config: Mapping[str, Any]
 ) -> dict[str, Shape | None]:
     """Replaces every weight that is stored packed by its parts, and adds the scales of weights in 8-bit floats."""
-    scales = () if weights_of(config).get("type", "float") == "int" else (FP8_SCALE_INV, FP8_SCALE)
+    integers = weights_of(config).get("type", "float") == "int" and not has_floats(config)
+    scales = () if integers else (FP8_SCALE_INV, FP8_SCALE)
     parts = [f".{part}" for part in packed_parts(config)]
     result: dict[str, Shape | None] = {}
     for name, shape in shapes.items():

@@ -64,7 +64,7 @@ def test_a_size_in_a_custom_config_counts_and_one_of_a_role_is_listed(converted:
     assert preflight(ref_load=converted(NAME), arguments=given).status == "passed"
     file.write_text("expert_model_parallel_size: 5\n")
     (found,) = preflight(ref_load=converted(NAME), arguments=given).findings
-    assert (found.code, found.expected.endswith("by ep = 5")) == ("CK703", True)
+    assert (found.code, "by ep = 5" in found.expected) == ("CK703", True)
     role.write_text("megatron:\n  - {role: critic, overrides: {expert_model_parallel_size: 4}}\n")
     report = preflight(ref_load=converted(NAME), arguments=["--megatron-config-path", str(role)])
     assert report.status == "inconclusive"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,12 @@ from verify.launch.arguments import server_of
 from verify.launch.cluster import Lent, lent, short
 from verify.launch.launch import Launch
 from verify.launch.options.given import GivenArguments
+from verify.launch.words import at_places, first_file
 
 _JOB = ("actor_num_nodes", "actor_num_gpus_per_node")
+_RANKS = tuple(
+    f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+)
 _ENGINE = ("rollout_num_gpus_per_engine", "sglang_pp_size", "sglang_ep_size", "sglang_dp_size")
 # Spellings that SGLang takes for one size, and vLLM's option for it.
 _ALSO = {
@@ -61,13 +65,21 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0)
     sizes = _Sizes(given, subject)
     if not set(_JOB).isdisjoint(given.values):
-        yield from sizes.job()
+        yield from _at(sizes.job(), given, (*_JOB, *_RANKS))
     yield from sizes.vocabulary()
-    yield from sizes.engines()
+    yield from _at(sizes.engines(), given, ("rollout_num_gpus", *_JOB, *_ENGINE))
     yield from sizes.cluster(lent(subject.launch.text.words if subject.launch else ()))
     config = engine_config(subject.launch.hf_checkpoint) if subject.launch and subject.launch.hf_checkpoint else {}
     if config:
-        yield from sizes.model(engine_dims(config), config)
+        yield from _at(sizes.model(engine_dims(config), config), given, _ENGINE)
+
+
+def _at(issues: Iterator[Issue], given: GivenArguments, names: Sequence[str]) -> Iterator[Issue]:
+    """The issues, with the file and line of each of these arguments that the launch gives."""
+    spelled = [one for name in names for one in (name, *_ALSO.get(name, ()))]
+    words = {name: given.places[name] for name in spelled if name in given.places}
+    for issue in issues:
+        yield replace(issue, expected=f"{issue.expected}{at_places(words)}", file=first_file(words) or issue.file)
 
 
 class _Sizes:

@@ -13,7 +13,7 @@ from verify.checks.launch.engine import engine_config, unless_skipped
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.launch import Launch
-from verify.launch.speculative import Speculation, of_options
+from verify.launch.options.speculative import Speculation, of_options
 
 # What configs call the number of multi-token prediction layers.
 _KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules", "n_predict")

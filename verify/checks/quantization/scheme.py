@@ -12,6 +12,7 @@ from converters.planner import expected_hf
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from quant.formats.zero_points import LARGE_TILE, SMALL_TILE, is_expert
 from verify.check import Skip, Tally, Unable, check
+from verify.checks.headers.files import names_of
 from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.evidence.expected import usable_config
 from verify.evidence.folding import alike, by_pattern
@@ -105,10 +106,9 @@ def _served_by_vllm(subject: Subject) -> str | None:
     return "the rollout engine of the launch is vLLM, not SGLang" if vllm else None
 
 
-def _no_tp(subject: Subject) -> str | None:
-    if (reason := not_quantized(subject) or _served_by_vllm(subject)) is not None:
-        return reason
-    return None if _engine_tp(subject) > 1 else "no --tp above 1 was given (in a launch, --rollout-num-gpus-per-engine)"
+def _not_cut_for_sglang(subject: Subject) -> str | None:
+    cut = _engine_tp(subject) > 1
+    return (not_quantized(subject) or _served_by_vllm(subject)) if cut else _not_for_sglang(subject)
 
 
 def _not_for_sglang(subject: Subject) -> str | None:
@@ -129,7 +129,9 @@ def _not_for_sglang(subject: Subject) -> str | None:
 )
 def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Group sizes of routed experts with zero points, where SGLang is to load them."""
-    schemes = list(_schemes(subject.hf_files.specs))
+    schemes = list(_schemes(names_of(subject)))
+    if not schemes:
+        raise Skip("no tensor is the weight of a layer (CK104)")
     tally.compared(0, len(schemes))
     small = [
         (module + ZERO_POINT, scheme[0])
@@ -164,10 +166,13 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "after minutes, or has no kernel.",
     fix="Serve with a smaller tensor parallel size, or quantize again with a smaller group size, or leave the named "
     "layers out.",
-    unless=_no_tp,
+    unless=_not_cut_for_sglang,
 )
 def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Rows and columns of every packed weight on a rank, by the rules of SGLang's kernels (`quant.selection.tiles`)."""
+    """Rows and columns of every packed weight on a rank, by the rules of SGLang's kernels (`quant.selection.tiles`).
+
+    On one rank, where SGLang is a reader that counts: whether there is any kernel for them.
+    """
     config = usable_config(subject)
     form = format_of(config) if config else None
     if config is None or form is None:
@@ -183,12 +188,23 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0, len(chosen))
     # Imported here because it brings transformers with it, which takes seconds.
     from quant.selection.class_tree import class_tree
-    from quant.selection.tiles import check_tiles
+    from quant.selection.tiles import check_tiles, unrunnable
 
     try:
         tree = class_tree(config)
     except CkptkitError as error:
         raise Unable(f"no decision for this model: {error.message}") from error
+    if _engine_tp(subject) == 1:
+        if fault := unrunnable(chosen, tree, config, form.group):
+            hint, details = fault
+            yield Issue(
+                "INT4 weights that a kernel of SGLang can run",
+                f"SGLang's INT4 kernels have no tile for {'; '.join(details)}: the engine loads them, and ends at the "
+                "first prompt",
+                f"quantize again and {hint}; or serve with vLLM, and give --reader vllm",
+                file=subject.path,
+            )
+        return
     if (
         subject.arguments
         and subject.arguments.dp_attention

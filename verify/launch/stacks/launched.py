@@ -8,12 +8,13 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import read_json
+from ckptkit.storage.links import absent, next_move
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
+from verify.launch.options.speculative import Speculation
 from verify.launch.rules.megatron import experts_of
 from verify.launch.settings.yaml_tree import NULL
 from verify.launch.sides import Side, path_issue
-from verify.launch.speculative import Speculation
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import Cut, Group
 from verify.launch.words import Word
@@ -57,8 +58,8 @@ def hf_side(role: str, settings: Settings, key: str, why: str) -> Side | None:
         return None
     if (path / "config.json").exists():
         return Side(role, "hf", path, why)
-    actual = "no such directory" if not path.exists() else "no config.json in it"
-    hint = "give the HF directory of the model"
+    actual = "no such directory" if not path.exists() else absent(path / "config.json")
+    hint = next_move(path / "config.json", "give the HF directory of the model")
     issue = path_issue(settings.place(key), path, "an HF directory with config.json", actual, hint, about=HF)
     return Side(role, None, None, f"{key} {path} is no HF directory: {actual}", (issue,))
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from ckptkit.formats.detect import TRACKER, tracker_text
 from verify.launch.arguments import LaunchArguments
+from verify.launch.options.speculative import of_settings
 from verify.launch.rules import nemo_rl as rules
 from verify.launch.rules.settings import Values
 from verify.launch.sides import PathIssue, Side, path_issue
-from verify.launch.speculative import of_settings
 from verify.launch.stacks.launched import ENGINE, LOAD, STEP, Stacked, experts_in, hf_side, iterations_in
 from verify.launch.stacks.nemo_rl_teachers import teacher_nodes
 from verify.launch.stacks.settings import Settings
@@ -161,7 +161,7 @@ def _converted(settings: Settings) -> Side | None:
     if not (newer := _newer(Path(model.text), copy)):
         return side
     expected = f"the converted copy, {copy}, made after the files of the model"
-    hint = f"set {_MEGATRON}.force_reconvert_from_hf=True, or delete the copy"
+    hint = f"set {_MEGATRON}.force_reconvert_from_hf=True, which converts it again"
     actual = f"{newer.name} is newer: NeMo-RL loads the copy all the same"
     return replace(side, issues=(path_issue(settings.place(_MODEL), newer, expected, actual, hint, "warning", LOAD),))
 
@@ -184,7 +184,7 @@ def _cache(environment: Mapping[str, str]) -> Path:
 def _resumed(settings: Settings, start: Side, megatron: bool) -> Side:
     """The actor after its last step, where there is one; `start` itself otherwise."""
     key = "checkpointing.checkpoint_dir"
-    word = settings.word(key)
+    word = None if settings.is_new(key) else settings.word(key)
     root = Path(word.text) if word else None
     steps = sorted(
         (path for path in (root.glob("step_*") if root and root.is_dir() else ()) if _STEP.fullmatch(path.name)),
@@ -198,7 +198,7 @@ def _resumed(settings: Settings, start: Side, megatron: bool) -> Side:
         return start
     if not ((weights / _STATE).exists() or (weights / TRACKER).exists()):
         actual = f"no {_STATE} in it, so the run goes on at {steps[-1].name} with the weights of its start"
-        hint = "the save was cut short: delete this step, or restore its files"
+        hint = "the save was cut short: restore its files, or move this step elsewhere: the one before it then counts"
         issue = path_issue(settings.place(key), weights, "the weights of the last step", actual, hint, about=STEP)
         return replace(start, issues=(*start.issues, issue))
     names = [name for name in iterations_in(weights) if name != "release"]
@@ -209,7 +209,7 @@ def _resumed(settings: Settings, start: Side, megatron: bool) -> Side:
 
 
 def _no_weights(settings: Settings, key: str, weights: Path) -> PathIssue:
-    hint = "delete this step, or restore its files"
+    hint = "restore its files, or move this step elsewhere, so that the one before it counts"
     return path_issue(settings.place(key), weights, "an iteration of torch_dist", "none in it", hint, about=STEP)
 
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from ckptkit.formats.detect import TRACKER
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
+from verify.launch.options.speculative import of_settings
 from verify.launch.rules import roll as rules
 from verify.launch.rules.settings import Values
 from verify.launch.sides import PathIssue, Side, path_issue
-from verify.launch.speculative import of_settings
 from verify.launch.stacks.launched import ENGINE, LOAD, STEP, Stacked, experts_in, given, hf_side
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import Cut, Gpus, Group, Sizes, engine_cut, engine_of, places
@@ -31,6 +31,7 @@ from verify.launch.stacks.sizes import Cut, Gpus, Group, Sizes, engine_cut, engi
 _ROLES = {"actor": "actor_train", "reference": "reference", ENGINE: "actor_infer", "critic": "critic"}
 _OWN = "model_args.model_name_or_path"
 _MCA = "mca_config.json"
+_LIST = re.compile(r"list\((\[[\d,]*\])\)")
 _RANGE = re.compile(r"list\(range\((\d{1,9})(?:,(\d{1,9}))?(?:,(\d{1,9}))?\)\)")
 _MOST_DEVICES = 1 << 17
 _ELSEWHERE = re.compile(
@@ -44,11 +45,11 @@ def read(settings: Settings) -> Stacked:
     settings.not_looked_at(_ELSEWHERE)
     roles = ["actor", *(["reference"] if _reference(settings) else []), *(["critic"] if _critic(settings) else [])]
     sides = {role: _initial(settings, role) for role in roles}
-    resumed = False
+    goes_on = False
     if first := sides["actor"]:
         first = replace(first, issues=(*first.issues, *_lost(settings)))
-        sides["actor"] = _resumed(settings, first)
-        resumed = sides["actor"] is not first
+        sides["actor"] = resumed(settings, first)
+        goes_on = sides["actor"] is not first
     rollout, engine, asked, served = _engine(settings)
     groups = [
         _sizes(settings, role).group(role, _devices(settings, role)) for role in roles if _megatron(settings, role)
@@ -56,7 +57,7 @@ def read(settings: Settings) -> Stacked:
     shared = tuple(_sequences(settings, roles))
     groups += [Group(cut.role, _devices(settings, cut.role), (("ulysses_size", (cut.ranks,)),)) for cut in shared]
     hf = settings.model(_key(settings, "actor")) if sides["actor"] else None
-    same = all(sides.get(role) for role in ("actor", "reference")) and not resumed
+    same = all(sides.get(role) for role in ("actor", "reference")) and not goes_on
     every = [*(side for side in sides.values() if side), *([rollout] if rollout else [])]
     return Stacked(
         "ROLL",
@@ -142,9 +143,13 @@ def _lost(settings: Settings) -> list[PathIssue]:
 
 def _initial(settings: Settings, role: str) -> Side | None:
     """What a role loads before anything is resumed."""
-    key = _key(settings, role)
+    return initial(settings, role, _key(settings, role), _megatron(settings, role))
+
+
+def initial(settings: Settings, role: str, key: str, megatron: bool) -> Side | None:
+    """What a role loads of the directory of a key."""
     side = hf_side(role, settings, key, key)
-    if side is None or side.path is None or not _megatron(settings, role) or not (side.path / _MCA).exists():
+    if side is None or side.path is None or not megatron or not (side.path / _MCA).exists():
         return side
     dist = side.path / "iter_0000001" / "dist_model"
     if (dist / "metadata.json").exists():
@@ -155,7 +160,8 @@ def _initial(settings: Settings, role: str) -> Side | None:
     return side
 
 
-def _resumed(settings: Settings, start: Side) -> Side:
+def resumed(settings: Settings, start: Side) -> Side:
+    """The actor after the checkpoint that it goes on from, where there is one; `start` itself otherwise."""
     key = "resume_from_checkpoint"
     word = settings.word(key)
     if word is None or word.text.lower() == "false":
@@ -199,8 +205,12 @@ def _arguments(settings: Settings, role: str, engine: LaunchArguments) -> Launch
 
 
 def _devices(settings: Settings, role: str) -> Gpus:
+    return devices(settings, _ROLES[role])
+
+
+def devices(settings: Settings, worker: str) -> Gpus:
     """How many GPUs `device_mapping` names. It is Python, of which lists and ranges are understood."""
-    key = f"{_ROLES[role]}.device_mapping"
+    key = f"{worker}.device_mapping"
     if not settings.resolved(key):
         return Gpus()
     if (word := settings.word(key)) is None:
@@ -219,6 +229,7 @@ def _count(text: str) -> int | None:
     if match := _RANGE.fullmatch(text):
         numbers = [int(one) for one in match.groups() if one is not None]
         return len(range(*numbers)) if max(numbers) < _MOST_DEVICES and numbers[2:] != [0] else None
+    text = found[1] if (found := _LIST.fullmatch(text)) else text
     try:
         value = ast.literal_eval(text) if len(text) < _MOST_DEVICES else None
     except (ValueError, SyntaxError, MemoryError, RecursionError):

@@ -13,16 +13,16 @@ need_reference_policy, _load_checkpoint), `utils/checkpoint/` and the YAML files
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
+from verify.launch.options.speculative import Speculation, of_settings
 from verify.launch.rules import verl as rules
 from verify.launch.rules.settings import Values
 from verify.launch.sides import Side, path_issue
-from verify.launch.speculative import Speculation, of_settings
 from verify.launch.stacks.launched import (
     ENGINE,
     LOAD,
@@ -55,10 +55,12 @@ _ELSEWHERE = re.compile(
     r"num_query_groups|kv_channels|num_moe_experts|moe_ffn_hidden_size|moe_router_topk|vocab_size)$|"
     r"^distillation\..*model_path$|^trainer\.default_hdfs_dir$|load_checkpoint_path$"
 )
+# Folders of verl's own files, of which `folder=file` chooses one.
+GROUPS = frozenset({"actor", "critic", "data", "engine", "model", "optim", "ref", "reward", "rollout"})
 # Files of verl itself, whose settings are those that are taken where a launch says nothing.
 OWN = re.compile(
-    r"(?:ppo_trainer|ppo_megatron_trainer|megatron_(?:actor|critic|ref)|dp_(?:actor|critic|ref)|rollout|hf_model|actor|"
-    r"critic|ref|megatron|fsdp|legacy_data|algorithm|rollout_correction|reward|reward_manager|reward_model|"
+    r"(?:(?:fully_async_|one_step_off_)?ppo(?:_megatron)?_trainer|megatron_(?:actor|critic|ref)|dp_(?:actor|critic|ref)|rollout|hf_model|actor|"
+    r"critic|ref|megatron|fsdp|automodel|veomni|torchtitan|legacy_data|algorithm|rollout_correction|reward|reward_manager|reward_model|"
     r"megatron_reward_loop|dp_reward_loop|distillation|transfer_queue|profiler|legacy_reward_impl|"
     r"\$\{model_engine\}_(?:actor|critic|ref))(?:\.yaml)?"
 )
@@ -75,15 +77,14 @@ def read(settings: Settings, megatron: bool) -> Stacked:
     groups = [_sizes(settings, role).group(role, gpus) for role in roles] if megatron else []
     shared = () if megatron else tuple(_sequences(settings, roles))
     groups += [Group(cut.role, gpus, (("ulysses_sequence_parallel_size", (cut.ranks,)),), cut.where) for cut in shared]
-    first = {role: _initial(settings, role) if megatron else _from_hf(settings, role) for role in roles}
+    first = {role: _initial(settings, role) if megatron else _from_hf(settings, role, False) for role in roles}
     resumed = resumed_step(settings)
     sides = [_after(settings, resumed, role, side, megatron) for role, side in first.items() if side]
-    rollout, engine, asked, served = _rollout(settings, gpus)
+    rollout, engine, asked, served = _rollout(settings, _rollout_gpus(settings) or gpus)
     sizes = {role: _arguments(settings, role, engine) for role in roles} if megatron else {}
     settings.not_looked_at(_ELSEWHERE)
     _notes(settings, roles)
-    same = first.get("actor"), first.get("reference")
-    alike = (("actor", "reference"),) if all(same) and not resumed.path else ()
+    alike = [] if resumed.path else _sharing_weights(first)
     hf = settings.model(_MODEL) if settings.resolved(_MODEL) else None
     return Stacked(
         "verl",
@@ -93,7 +94,7 @@ def read(settings: Settings, megatron: bool) -> Stacked:
         {"critic": settings.model(_CRITIC_MODEL)} if "critic" in roles else {},
         (*groups, asked),
         tuple(_unlike(settings, roles)) if megatron else (),
-        alike,
+        tuple(alike),
         tuple(settings.unread),
         tuple(settings.notes),
         refused=tuple(_refused(settings, gpus.count, megatron, roles, hf)),
@@ -137,6 +138,13 @@ def _sequences(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
         ranks = settings.size(key) if key else None
         if key and ranks and ranks > 1:
             yield Cut(role, "ulysses", ranks, settings.place(key))
+
+
+def _sharing_weights(first: Mapping[str, Side | None]) -> list[tuple[str, str]]:
+    """Roles with the same weights before anything is resumed; Megatron weights are those of `model.path` too."""
+    actor, reference = first.get("actor"), first.get("reference")
+    pairs = [("actor", "reference")] if actor and reference else []
+    return [*pairs, ("actor", ENGINE)] if actor and actor.kind == "megatron" else pairs
 
 
 def _is_megatron(settings: Settings, named: bool) -> bool:
@@ -183,9 +191,9 @@ def _notes(settings: Settings, roles: Sequence[str]) -> None:
         )
 
 
-def _from_hf(settings: Settings, role: str) -> Side | None:
+def _from_hf(settings: Settings, role: str, megatron: bool = True) -> Side | None:
     key = _ROLES[role][0]
-    return hf_side(role, settings, key, f"{key}, through a bridge")
+    return hf_side(role, settings, key, f"{key}, through a bridge" if megatron else f"{key}, without Megatron")
 
 
 def _initial(settings: Settings, role: str) -> Side | None:
@@ -244,6 +252,17 @@ def _gpus(settings: Settings) -> Gpus:
         return Gpus()
     said = f"{settings.place('trainer.nnodes')} {nodes} x {settings.place('trainer.n_gpus_per_node')} {each}"
     return Gpus(nodes * each, said)
+
+
+def _rollout_gpus(settings: Settings) -> Gpus | None:
+    """The GPUs of a rollout that has its own, as fully_async_policy and one_step_off_policy give it."""
+    keys = "rollout.nnodes", "rollout.n_gpus_per_node"
+    if all(settings.word(key) is None and settings.resolved(key) for key in keys):
+        return None
+    nodes, each = settings.size(keys[0]), settings.size(keys[1], 8)
+    if nodes is None or each is None:
+        return Gpus()
+    return Gpus(nodes * each, f"{settings.place(keys[0])} {nodes} x {settings.place(keys[1])} {each}")
 
 
 def _size_key(settings: Settings, role: str, name: str) -> str:
