@@ -160,6 +160,16 @@ EXAMPLES = {
         "another one: qk_layernorm = True and not False, add_qkv_bias = False and not True, 36 tensors with "
         "other names or shapes",
     ),
+    "CK745": (
+        "--sglang-speculative-algorithm EAGLE with a model that has no layers to draft with",
+        "expected a model with multi-token prediction layers, or a draft model; actual EAGLE, at run.sh:16, with "
+        "qwen3: its config.json speaks of none",
+    ),
+    "CK746": (
+        "--global-batch-size 64 with 32 prompts of one sample each",
+        "expected global_batch_size of at most rollout_batch_size x n_samples_per_prompt = 32 x 1 = 32; actual "
+        "--global-batch-size 64 (run.sh:22), --rollout-batch-size 32 (run.sh:22), no --n-samples-per-prompt",
+    ),
 }
 
 

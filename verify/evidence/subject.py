@@ -38,9 +38,9 @@ class Subject:
     whole on every rank) are those of SGLang. `against` holds "megatron" and "sglang" as asked for. `manifest` is a file
     with digests to compare, signed with the private key of `manifest_key` where that is given.
     `launch` says how a training job would find this checkpoint, `arguments` what its launch script says of sizes,
-    `sizes_at` where it gives `tp`, `pp`, `ep` and `etp`,
-    `updated` that it quantizes weights by the `ignore` list of this checkpoint, `loaded` what lies in the directories
-    that the job loads; only preflight gives these five.
+    `sizes_at` where it gives `tp`, `pp`, `ep` and `etp`, `updated` that it quantizes weights by the `ignore` list of
+    this checkpoint (None: by what is stored packed in it), `loaded` what lies in the directories that the job loads;
+    only preflight gives these five.
     `readers` (as `--reader` has them) will load an INT4 checkpoint; None: `quant.selection.readers.RL_READERS`.
     `rollout_data` is what a training job recorded of a rollout, sampled at `rollout_temperature` (None: as it says,
     or 1).
@@ -62,7 +62,7 @@ class Subject:
     manifest: Path | None = None
     manifest_key: Path | None = None
     readers: tuple[str, ...] | None = None
-    updated: bool = False
+    updated: bool | None = False
     ray: str | None = None
     dp_attention: bool = False
     rollout_data: Path | None = None

@@ -50,8 +50,19 @@ class Launch:
 
     @property
     def given(self) -> GivenArguments:
-        """The arguments of Megatron, slime and SGLang among the words."""
-        return given_arguments(self.text.words)
+        """The arguments of Megatron, slime and the engine, as the words and `--custom-config-path` set them."""
+        return given_arguments(self.text.words, self.files.common)
+
+    @property
+    def settled(self) -> tuple[str, ...]:
+        """The words that are known, with those that `--custom-config-path` adds."""
+        return (*self.words, *self.files.words)
+
+    @property
+    def program(self) -> str:
+        """The file or module that starts the trainer, `train_async.py`; "" where it is not known."""
+        named = self.text.program or next((word for word in self.words if word.endswith(".py")), "")
+        return named.rpartition("/")[2]
 
     @cached_property
     def files(self) -> RoleFiles:

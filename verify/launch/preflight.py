@@ -76,7 +76,7 @@ def preflight(
     if not (launch.hf_checkpoint or launch.hub or launch.load or launch.ref_load or text.unresolved or text.issues):
         hint = "give at least one of --hf-checkpoint, --load and --ref-load, or a launch script"
         raise CkptkitError("nothing to look at", hint)
-    options = LaunchArguments.read(launch.words, environment)
+    options = LaunchArguments.read(launch.settled, environment)
     tp, pp, ep = (
         _agreed(name, given, said)
         for name, given, said in (("tp", tp, options.tp), ("pp", pp, options.pp), ("ep", ep, options.ep))
@@ -85,9 +85,12 @@ def preflight(
     etp = options.etp or (tp if text.words and not launch.unread else None)
     sides = sides_of(launch)
     hf = launch.hf_checkpoint
+    # In mode bridge miles packs what the checkpoint stores packed, whatever its `ignore` list says.
+    updated = None if launch.bridge else updates(launch, options)
+    readers = ("vllm", "slime") if options.server == "vllm" else None
     launched = Subject(hf or launch.load or launch.ref_load or Path(), launch=launch, arguments=options)
     subjects = (
-        replace(one, arguments=options, etp=etp, updated=updates(launch, options), sizes_at=_sizes_at(launch))
+        replace(one, arguments=options, etp=etp, updated=updated, readers=readers, sizes_at=_sizes_at(launch))
         for one in _subjects(sides, hf, tp, pp, ep)
     )
     return judged(launched, sides, subjects, notes, cache=cache)

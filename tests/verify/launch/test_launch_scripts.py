@@ -23,7 +23,7 @@ from verify.launch.shell.read import read_script
 from verify.report import Finding, Report
 from verify.run import choose
 
-LAUNCH = ("CK703", "CK711", "CK712", "CK713", "CK714", "CK717", "CK718", "CK719", "CK721", "CK722")
+LAUNCH = ("CK703", "CK711", "CK712", "CK713", "CK714", "CK717", "CK718", "CK719", "CK721", "CK722", "CK745", "CK746")
 
 
 @pytest.fixture(scope="module")
@@ -283,6 +283,8 @@ EXAMPLES = [
     ("CK719", "qwen3", "--attention-dropout 0.0", ""),
     ("CK721", "qwen3", "GPUS \\\n", "GPUS \\\n  # --colocate \\\n"),
     ("CK722", "qwen2", "size 4 --pipeline-model-parallel-size 2", "size 2 --pipeline-model-parallel-size 3"),
+    ("CK745", "qwen3", "train.py ", "train.py --sglang-speculative-algorithm EAGLE "),
+    ("CK746", "qwen3", "--rollout-batch-size 32", "--rollout-batch-size 32 --global-batch-size 64"),
 ]
 
 

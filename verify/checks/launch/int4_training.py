@@ -90,6 +90,8 @@ def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
     root = engine_of(subject)
     if subject.launch is None or not updates(subject.launch, subject.arguments or LaunchArguments()):
         raise Skip("no trainer of this launch updates the engine")
+    if (subject.arguments or LaunchArguments()).server == "vllm":
+        raise Skip("the rollout engine of the launch is vLLM, not SGLang")
     config = engine_config(root)
     content = quantization_of(config)
     if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":

@@ -19,10 +19,23 @@ from pathlib import Path
 
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
+from verify.launch.options.speculative import Speculation, of_settings
+from verify.launch.rules import verl as rules
+from verify.launch.rules.settings import Values
 from verify.launch.sides import Side, path_issue
-from verify.launch.stacks.launched import ENGINE, LOAD, REF, STEP, Stacked, given, hf_side, torch_dist_side
+from verify.launch.stacks.launched import (
+    ENGINE,
+    LOAD,
+    REF,
+    STEP,
+    Stacked,
+    experts_in,
+    given,
+    hf_side,
+    torch_dist_side,
+)
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import NAMES, Gpus, Group, Sizes, engine_of, places
+from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Sizes, engine_cut, engine_of, places, server_named
 from verify.launch.stacks.verl_steps import Resumed, resumed_step
 
 _AR = "actor_rollout_ref"
@@ -62,10 +75,12 @@ def read(settings: Settings, megatron: bool) -> Stacked:
     roles = ["actor", *(["reference"] if _reference(settings) else []), *(["critic"] if _critic(settings) else [])]
     gpus = _gpus(settings)
     groups = [_sizes(settings, role).group(role, gpus) for role in roles] if megatron else []
+    shared = () if megatron else tuple(_sequences(settings, roles))
+    groups += [Group(cut.role, gpus, (("ulysses_sequence_parallel_size", (cut.ranks,)),), cut.where) for cut in shared]
     first = {role: _initial(settings, role) if megatron else _from_hf(settings, role, False) for role in roles}
     resumed = resumed_step(settings)
     sides = [_after(settings, resumed, role, side, megatron) for role, side in first.items() if side]
-    rollout, engine, asked = _rollout(settings, _rollout_gpus(settings) or gpus)
+    rollout, engine, asked, served = _rollout(settings, _rollout_gpus(settings) or gpus)
     sizes = {role: _arguments(settings, role, engine) for role in roles} if megatron else {}
     settings.not_looked_at(_ELSEWHERE)
     _notes(settings, roles)
@@ -82,7 +97,47 @@ def read(settings: Settings, megatron: bool) -> Stacked:
         tuple(alike),
         tuple(settings.unread),
         tuple(settings.notes),
+        refused=tuple(_refused(settings, gpus.count, megatron, roles, hf)),
+        cuts=(*shared, *served),
+        speculation=_speculation(settings),
     )
+
+
+def _speculation(settings: Settings) -> Speculation | None:
+    """How the engine drafts: with the model's own layers by `model.mtp`, or as its own settings say.
+
+    Source: verl `workers/config/model.py` (MtpConfig), `vllm_async_server.py`, `async_sglang_server.py`.
+    """
+    mtp, rollout = f"{_AR}.model.mtp", f"{_AR}.rollout"
+    name = server_named(settings.text(f"{rollout}.name"))
+    if name and settings.switch(f"{mtp}.enable") and settings.switch(f"{mtp}.enable_rollout"):
+        sglang = settings.text(f"{mtp}.speculative_algorithm", "EAGLE").upper()
+        method = settings.text(f"{mtp}.method", "mtp") if name == "vllm" else sglang
+        return Speculation(name, method, settings.place(f"{mtp}.enable_rollout"))
+    return of_settings(settings, f"{rollout}.engine_kwargs.vllm") if name == "vllm" else None
+
+
+def _refused(
+    settings: Settings, gpus: int | None, megatron: bool, roles: Sequence[str], hf: Path | None
+) -> Iterator[Issue]:
+    """What verl's own check refuses."""
+    reference = "reference" in roles
+    return rules.refused(Values(settings), gpus=gpus, megatron=megatron, reference=reference, experts=experts_in(hf))
+
+
+def _sequences(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
+    """The ranks that share a sequence in a trainer without Megatron. The reference takes the actor's size."""
+    actor = (f"{_AR}.actor.ulysses_sequence_parallel_size", f"{_AR}.actor.fsdp_config.ulysses_sequence_parallel_size")
+    own = {
+        "actor": actor,
+        "reference": (f"{_AR}.ref.ulysses_sequence_parallel_size", *actor),
+        "critic": ("critic.ulysses_sequence_parallel_size", "critic.fsdp.ulysses_sequence_parallel_size"),
+    }
+    for role in roles:
+        key = next((one for one in own[role] if settings.word(one) is not None), None)
+        ranks = settings.size(key) if key else None
+        if key and ranks and ranks > 1:
+            yield Cut(role, "ulysses", ranks, settings.place(key))
 
 
 def _sharing_weights(first: Mapping[str, Side | None]) -> list[tuple[str, str]]:
@@ -251,7 +306,8 @@ def _unlike(settings: Settings, roles: Sequence[str]) -> Iterator[Issue]:
                 yield Issue(expected, actual, hint, severity="warning")
 
 
-def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArguments, Group]:
+def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArguments, Group, tuple[Cut, ...]]:
+    """The engine: what it loads, its sizes, its GPUs, and how it cuts the model."""
     prefix = f"{_AR}.rollout"
     name = settings.text(f"{prefix}.name") or "the engine"
     dummy = "dummy" in settings.text(f"{prefix}.load_format", "dummy")
@@ -260,6 +316,8 @@ def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArgumen
     keys = [f"{prefix}.{one}_size" for one in ("tensor_model_parallel", "data_parallel", "pipeline_model_parallel")]
     tp, dp, pp = settings.size(keys[0], 2), settings.size(keys[1]), settings.size(keys[2])
     if tp is None or dp is None or pp is None:
-        return side, LaunchArguments(), Group(ENGINE)
+        return side, engine_of(name, None, None), Group(ENGINE), ()
+    ep = settings.size(f"{prefix}.expert_parallel_size", None)
     group = Group(ENGINE, gpus, (("tp x dp x pp", (tp, dp, pp)),), places(settings, keys))
-    return side, engine_of(tp, pp, settings.size(f"{prefix}.expert_parallel_size", None)), group
+    cuts = engine_cut(name, ENGINE, tp, ep if dp == 1 else None, settings.place(keys[0]))
+    return side, engine_of(name, tp, pp, ep), group, cuts

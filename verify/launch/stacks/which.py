@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
@@ -72,16 +72,24 @@ def read_stack(
     unread = [*named.absent, *(f"{word.place}: defaults: {word.text}: no such file beside it" for word in absent)]
     unread += [f"{word.place}: {word.text}: the file of this group is not read" for word in _other_files(groups)]
     models = frozenset((*_MODELS[stack], *supervised.MODELS.get(stack, ())))
-    settings = Settings(Config(tree, environment or {}), hf_checkpoint, models, unread=unread)
+    settings = Settings(Config(tree, environment or {}), hf_checkpoint, models, unread=list(unread))
+    whole = not unread and not any(isinstance(word, UnresolvedWord) and word.anything for word in words)
     if stack == "NeMo-RL":
-        return nemo_rl.read(settings)
+        return _written(nemo_rl.read(settings), settings, whole)
     if stack == "ROLL":
-        return supervised.read_roll(settings) if supervised.is_roll(tree) else roll.read(settings)
+        found = supervised.read_roll(settings) if supervised.is_roll(tree) else roll.read(settings)
+        return _written(found, settings, whole)
     chosen = [word for word in groups if "megatron" in word.text]
     if supervised.is_verl(tree) and "actor_rollout_ref" not in tree:
-        return supervised.read_verl(settings, any(word.text.startswith("engine") for word in chosen))
+        found = supervised.read_verl(settings, any(word.text.startswith("engine") for word in chosen))
+        return _written(found, settings, whole)
     own = [*composed.absent, *chosen, Word(named.name), Word(named.path.stem if named.path else "")]
-    return verl.read(settings, any("megatron" in word.text for word in own))
+    return _written(verl.read(settings, any("megatron" in word.text for word in own)), settings, whole)
+
+
+def _written(stacked: Stacked, settings: Settings, whole: bool) -> Stacked:
+    """A job with the keys that it writes. Where not all of them are known, what is absent breaks no rule."""
+    return replace(stacked, keys=settings.written(), refused=stacked.refused if whole else ())
 
 
 def agreed(stacked: Stacked, load: Path | None, ref_load: Path | None) -> None:

@@ -160,6 +160,7 @@ def test_experts_and_engine_that_do_not_divide_the_gpus_are_found(hf: Path) -> N
     assert [finding.expected.partition(" (")[0] for finding in report.findings if finding.code == "CK722"] == [
         "GPUs of the actor that divide by ep x etp x pp = 3 x 1 x 1 = 3",
         "GPUs of the rollout engine that divide by tp x dp x pp = 16 x 1 x 1 = 16",
+        "num_attention_heads that divides over 16 ranks",
     ]
 
 
