@@ -11,11 +11,14 @@ from typing import Any
 import models
 import pytest
 import torch
+from families import CASES
+from families.table import config_of
 from sglang_runs import Case, checked, online_int4, run_cases, written
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from quant.lint.lint import lint
+from verify.checks.witnesses.hints import keep_router
 from verify.run import verify
 from verify.witnesses.sglang.run import SglangRun
 
@@ -90,7 +93,12 @@ def cases(releases: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
     def case(name: str, stored: Quantized, quantization: dict[str, Any], of: Path = release) -> Case:
         return Case(written(root, name.replace(" ", "-"), of, stored, quantization_config=quantization))
 
+    unnamed = ["lm_head", "model.embed_tokens"]
+    minimax = releases("minimax_m2")
+    routers = online_int4(models.tensors(minimax), [*unnamed, "re:.*norm.*"], 32)
+
     return {
+        "packed routers": case("packed routers", routers, content(group(INT4, "Linear"), ignore=unnamed), minimax),
         "regex": case("regex", packed, content(group(INT4, EVERY))),
         "two groups": case("two groups", packed, content(group(INT4, ATTENTION), group(INT4, EXPERTS))),
         "two sizes": case("two sizes", two, content(group(INT4, ATTENTION), group(BY_ROW, EXPERTS))),
@@ -187,6 +195,29 @@ def test_dropped_scales_of_a_vision_tower_are_a_finding(
     assert all("visual" in str(name) and str(name).endswith("weight_scale") for name in dropped)
     results, findings, _ = checked(cases["plain tower"], runs["plain tower"])
     assert (results["CK503"].status, findings) == ("passed", [])
+
+
+def test_packed_routers_are_left_out_by_their_familys_name(
+    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    """MiniMax-M2's router is `block_sparse_moe.gate`."""
+    _, findings, _ = checked(cases["packed routers"], runs["packed routers"])
+    hints = [one.hint for one in findings if one.code == "CK505" or (one.tensor or "").endswith("gate.weight_packed")]
+    assert len(hints) == 2
+    assert all(r"`re:.*\.block_sparse_moe\.gate(\.weight)?$`" in hint for hint in hints)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("mixtral", r"re:.*\.block_sparse_moe\.gate(\.weight)?$"),
+        ("minimax_m2", r"re:.*\.block_sparse_moe\.gate(\.weight)?$"),
+        ("glm4_moe", r"re:.*\.mlp\.gate(\.weight)?$"),
+        ("gpt_oss", r"re:.*\.mlp\.router(\.weight)?$"),
+    ],
+)
+def test_the_entry_for_routers_is_the_familys(name: str, entry: str) -> None:
+    assert keep_router(config_of(CASES[name])) == entry
 
 
 def test_fp8_is_not_taken_for_int4(cases: Mapping[str, Case]) -> None:
