@@ -88,6 +88,14 @@ class Subject:
         """What `once` has computed with `find`; None where it has not."""
         return self._results.get(find)
 
+    @property
+    def not_for_sglang(self) -> str | None:
+        """Why SGLang's rules do not matter: the launch serves with another engine, or --reader leaves SGLang out."""
+        if self.arguments is not None and self.arguments.server == "vllm":
+            return "the rollout engine of the launch is vLLM, not SGLang"
+        named = self.readers is not None and "sglang" not in self.readers
+        return "SGLang is none of the readers that were named" if named else None
+
     @cached_property
     def kind(self) -> Literal["hf", "megatron"]:
         """What lies at `path`, told by any file still there. Raises CkptkitError when it holds no checkpoint at all."""

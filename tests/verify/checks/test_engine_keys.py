@@ -57,7 +57,9 @@ def test_a_config_as_released_lacks_nothing(name: str, tmp_path: Path, alone: Ru
     assert (result is not None and result.status == "passed") == (name in LACKING or name in ALSO)
 
 
-def test_verify_and_preflight_say_it_before_sglang_is_asked(tmp_path: Path, codes: CodesOf, only: OnlyFinding) -> None:
+def test_a_lacking_key_is_said_where_sglang_is_the_engine(tmp_path: Path, codes: CodesOf, only: OnlyFinding) -> None:
     case.save("gpt_oss", replace(CASES["gpt_oss"], edit=lambda config: config), tmp_path / "model", torch.bfloat16)
     hold_example("CK731", only(verify(tmp_path / "model")))
     assert "CK731" in codes(preflight(hf_checkpoint=tmp_path / "model"))
+    vllm = ["--vllm-gpu-memory-utilization", "0.7"]
+    assert "CK731" not in codes(preflight(hf_checkpoint=tmp_path / "model", arguments=vllm))

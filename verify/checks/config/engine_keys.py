@@ -31,6 +31,8 @@ def keys_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
 def _no_keys(subject: Subject) -> str | None:
     if subject.kind != "hf" and "sglang" not in subject.against:
         return "SGLang reads the config of an HF directory"
+    if "sglang" not in subject.against and (reason := subject.not_for_sglang):
+        return reason
     try:
         needed, _ = keys_of(subject.once(stated_config_of))
     except (CkptkitError, Skip):

@@ -105,21 +105,15 @@ def _engine_tp(subject: Subject) -> int:
     return subject.arguments.engine_tp if subject.arguments else subject.tp
 
 
-def _served_by_vllm(subject: Subject) -> str | None:
-    """Why SGLang's kernels do not matter to a launch that serves with vLLM."""
-    vllm = subject.arguments is not None and subject.arguments.server == "vllm"
-    return "the rollout engine of the launch is vLLM, not SGLang" if vllm else None
-
-
 def _not_cut_for_sglang(subject: Subject) -> str | None:
-    cut = _engine_tp(subject) > 1
-    return (not_quantized(subject) or _served_by_vllm(subject)) if cut else _not_for_sglang(subject)
+    """At a size above 1 the groups are cut for any reader, but for a launch that serves with vLLM."""
+    other_engine = subject.arguments is not None and subject.arguments.server == "vllm"
+    cut = _engine_tp(subject) > 1 and not other_engine
+    return not_quantized(subject) if cut else _not_for_sglang(subject)
 
 
 def _not_for_sglang(subject: Subject) -> str | None:
-    named = subject.readers is not None and "sglang" not in subject.readers
-    reason = not_quantized(subject) or _served_by_vllm(subject)
-    return reason or ("SGLang is none of the readers that were named" if named else None)
+    return not_quantized(subject) or subject.not_for_sglang
 
 
 @check(
