@@ -127,6 +127,9 @@ ONE_LINE = {
     "ckptkit/formats/torch_save/blob.py": "the restricted unpickler",
     "quant/patterns/entries.py": "re",
     "verify/evidence/expected.py": "int and float",
+    "verify/launch/python/expressions.py": "Python's operators",
+    "verify/launch/python/launcher.py": "Python's parser",
+    "verify/launch/python/model_args.py": "Python's parser",
     "verify/launch/settings/config.py": "arithmetic",
     "verify/launch/settings/yaml_tree.py": "PyYAML, whose lines are joined",
 }

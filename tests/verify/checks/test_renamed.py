@@ -43,7 +43,7 @@ def saved(releases: PathOf, tmp_path: Path) -> Renamed:
 # What is put before all names, and what is said of it.
 FURTHER = {
     "model.": "a further `model.` before their names",
-    "language_model.": "a further `language_model.` before their names",
+    "language_model.language_model.": "a further `language_model.language_model.` before their names",
     "base_model.model.": "a further `base_model.model.` before their names",
     "module.": "`module.` stands in their names",
     "_orig_mod.": "`_orig_mod.` stands in their names",
