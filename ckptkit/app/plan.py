@@ -12,6 +12,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.join import Joined
 from ckptkit.core.plan import View
+from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import Location, locate
 from ckptkit.formats.files import FILE_BYTES, Files
 from ckptkit.formats.hf.reader import HfCheckpoint, has_weights
@@ -23,7 +24,14 @@ from converters.experts import is_fused, only_fused, unfuse
 from converters.megatron.arguments import megatron_args
 from converters.megatron.rank_cuts import rank_cuts
 from converters.open import open_megatron
-from converters.passthrough import FOLDER, passthrough_beside, passthrough_of
+from converters.passthrough import (
+    FOLDER,
+    lost_towers,
+    only_passthrough,
+    passthrough_beside,
+    passthrough_of,
+    require_towers,
+)
 from converters.planner import MCORE, dims_of, to_hf, to_megatron
 from converters.stored import remarks, require_mtp
 from verify.evidence.plain import plain
@@ -112,7 +120,7 @@ def _to_megatron(location: Location, options: RunOptions) -> ConversionPlan:
         _layout(source, options),
         source.config,
         dequantized=_format_words(source.source.config) if isinstance(source, View) else None,
-        notes=tuple(remarks(source.config, source.specs)),
+        notes=_notes(source),
     )
 
 
@@ -124,8 +132,8 @@ def _dtype_args(view: Checkpoint) -> dict[str, Any]:
 
 def _to_hf(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
     source = open_megatron(location, here[options.hf] if options.hf else None)
-    if has_weights(source.hf_path):
-        layout: Layout | None = _layout(plain(source.hf), options)
+    if has_weights(source.hf_path) and not only_passthrough(reference := plain(source.hf)):
+        layout: Layout | None = _layout(reference, options)
     else:
         layout = stored_layout(location.root / MANIFEST)
     release = {name for names in (layout or {}).values() for name in names}
@@ -137,7 +145,9 @@ def _to_hf(location: Location, options: RunOptions, here: Sources) -> Conversion
     view: Checkpoint = to_hf(
         source, str(location.path), fused=fused and not packs, dtype=options.cast_to, release=release
     )
-    if untouched := passthrough_beside(source, source.hf, location.root, plain):
+    untouched = passthrough_beside(source, source.hf, location.root, plain)
+    require_towers(source.config, untouched.specs if untouched else (), str(location.path))
+    if untouched:
         view = Joined(view, untouched)
     if layout is None or options.max_shard_size or (fused and packs):
         layout = _cut(view, options)
@@ -158,8 +168,15 @@ def _quantize(location: Location, options: RunOptions, here: Sources) -> Convers
     return replace(
         plan,
         dequantized=_format_words(before.config) if before is not None else None,
-        notes=(*remarks(source.config, source.specs), *plan.notes),
+        notes=(*_notes(source), *plan.notes),
     )
+
+
+def _notes(source: Checkpoint) -> tuple[str, ...]:
+    """What a user should know of an HF checkpoint that keeps no run from going on."""
+    lost = lost_towers(source.config, source.specs)
+    said = f"the source lacks {summarize(lost)}, which its class has: engines leave it random, and no way back finds it"
+    return (*remarks(source.config, source.specs), *([said] if lost else []))
 
 
 def _if_int4(source: Checkpoint | None) -> Checkpoint | None:

@@ -33,6 +33,10 @@ class UnsupportedError(CkptkitError):
     """A model or a format that ckptkit does not read. The checkpoint may be sound."""
 
 
+class UnknownModelError(UnsupportedError):
+    """A `model_type` that no family here has."""
+
+
 class FinalError(CkptkitError):
     """An error after which the same job cannot go on: its source must be mended first, and is another one then."""
 

@@ -230,7 +230,10 @@ def _below(root: str, path: str) -> str:
     """
     name = path.removeprefix(root).removeprefix("/").rstrip("/")
     if not path.startswith(root) or (name and {"", ".", ".."} & set(name.split("/"))):
-        raise CkptkitError(f"{root} holds {path!r}, which is no file of this directory", "remove it from the store")
+        raise CkptkitError(
+            f"{root} holds {path!r}, which is no file of this directory",
+            "rename it in the store",
+        )
     return name
 
 

@@ -120,7 +120,7 @@ def _header(path: Path) -> bytes:
             length = int.from_bytes(file.read(8), "little")
             return file.read(min(length, MAX_HEADER))
     except OSError as error:
-        raise CkptkitError(f"{path}: {error.strerror}", "remove it, or copy it again") from error
+        raise CkptkitError(f"{path}: {error.strerror}", "copy it again") from error
 
 
 def replaceable_manifest(target: Path, chosen: bool, checkpoint: str | Path) -> dict[str, Any]:

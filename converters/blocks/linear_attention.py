@@ -59,6 +59,13 @@ def read_linear_attention(config: Mapping[str, Any]) -> LinearAttention:
     )
 
 
+def sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """SGLang counts the layers with softmax attention by their interval; it reads no `layer_types`."""
+    linear = set(read_linear_attention(config).layers)
+    first = (layer for layer in range(integer(config, "num_hidden_layers")) if layer not in linear)
+    return {"full_attention_interval": next(first, len(linear)) + 1}
+
+
 def refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Raises CkptkitError for switches of these configs that no released model sets otherwise."""
     usual = {"attention_bias": False, "attn_output_gate": True, "mtp_use_dedicated_embeddings": False}

@@ -32,11 +32,13 @@ def severities(
     tree: ClassTree,
     asked: Sequence[str] | None,
     *,
-    updated: bool = False,
+    updated: bool | None = False,
 ) -> dict[str, Literal["error", "warning"]]:
     """What it is when each reader takes this list otherwise than the weights are packed: see `severity_of`.
 
-    A config of several groups is made for engines too: trainers read the first alone.
+    A config of several groups is made for engines too: trainers read the first alone. `updated` None: the trainer packs
+    what is stored packed, so that slime's reading of the list does not matter.
     """
     published = len(groups_of(config)) > 1 or is_published(str(config.get("model_type")), ignore, tree)
-    return {reader: severity_of(reader, asked, published=published, updated=updated) for reader in RULES}
+    readers = (reader for reader in RULES if updated is not None or reader != "slime")
+    return {reader: severity_of(reader, asked, published=published, updated=bool(updated)) for reader in readers}

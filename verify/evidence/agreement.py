@@ -45,11 +45,14 @@ class Agreement:
 
 
 def agreement(
-    specs: Mapping[str, TensorSpec], config: Mapping[str, Any], asked: Sequence[str] | None, updated: bool = False
+    specs: Mapping[str, TensorSpec],
+    config: Mapping[str, Any],
+    asked: Sequence[str] | None,
+    updated: bool | None = False,
 ) -> Agreement:
     """What the packed modules among `specs` are to the readers of `ignore`.
 
-    Which disagreement is an error is for `severity_of`; `asked` and `updated` are as there. Raises CkptkitError as
+    Which disagreement is an error is for `severities`; `asked` and `updated` are as there. Raises CkptkitError as
     `groups_of` and `class_tree` do.
     """
     ignore, tree, stored = listed(quantization_of(config), "ignore"), class_tree(config), set(packed_in(specs))
@@ -103,6 +106,7 @@ def _for_everybody(found: Collection[Divergence]) -> set[str]:
 def _issues(
     found: Sequence[Divergence], question: Question, ignore: Sequence[str], severity_of: Mapping[str, Severity]
 ) -> Iterator[Issue]:
+    found = [one for one in found if one.reader in severity_of]
     hint = advice(found, question, ignore) if found else ""
     for reader in dict.fromkeys(one.reader for one in found):
         actual = "; ".join(said(one for one in found if one.reader == reader))

@@ -14,8 +14,8 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from ckptkit.core.errors import CkptkitError
-from ckptkit.core.printable import printable
+from ckptkit.core.errors import CkptkitError, words_of
+from ckptkit.core.printable import one_line, printable
 
 Seat = tuple[int, ...]  # of a rank: rank and size of tensor, data and pipeline parallelism
 _SEAT = ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size")
@@ -93,11 +93,11 @@ class Engine:
             with waiting(f"{self.url}/{path}"), urlopen(request, timeout=self.timeout) as answer:  # noqa: S310
                 found = json.loads(answer.read())
         except HTTPError as error:
-            said = error.read().decode(errors="replace")[:300]
+            said = one_line(error.read().decode(errors="replace"))[:300]
             raise CkptkitError(f"{self.url}/{path}: HTTP {error.code}: {said}", "see the engine's log") from error
         except (OSError, HTTPException, ValueError) as error:
             raise CkptkitError(
-                f"{self.url}/{path}: {error}", "is the engine running, and reachable from here?"
+                f"{self.url}/{path}: {words_of(error)}", "is the engine running, and reachable from here?"
             ) from error
         if not isinstance(found, dict):
             raise CkptkitError(f"{self.url}/{path} answered no JSON object", "is this an engine of SGLang?")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import time
 from collections.abc import Callable
@@ -102,6 +103,7 @@ def test_class_stands_before_a_key_and_instead_of_nothing() -> None:
         ("first\nsecond", "first; second"),
         ("first:\n\tsecond\n\tthird", "first: second; third"),
         ("one \nsentence.\n\nAnother", "one sentence. Another"),
+        ("\x1b[31mred\x1b[0m\nblack", "red; black"),
         ("", ""),
         ("\n \n", ""),
     ],
@@ -115,3 +117,52 @@ def test_long_text_takes_no_time(part: str) -> None:
     started = time.monotonic()
     one_line(part * 1_000_000)
     assert time.monotonic() - started < 5
+
+
+# Where an exception's own text is shown all the same: what raises there is ckptkit's own, or says one line of its own.
+ONE_LINE = {
+    "ckptkit/formats/hf/reader.py": "json",
+    "ckptkit/formats/hf/shard.py": "json",
+    "ckptkit/formats/torch_dist/reader.py": "the restricted unpickler",
+    "ckptkit/formats/torch_save/blob.py": "the restricted unpickler",
+    "quant/patterns/entries.py": "re",
+    "verify/evidence/expected.py": "int and float",
+    "verify/launch/python/expressions.py": "Python's operators",
+    "verify/launch/python/launcher.py": "Python's parser",
+    "verify/launch/python/model_args.py": "Python's parser",
+    "verify/launch/settings/config.py": "arithmetic",
+    "verify/launch/settings/yaml_tree.py": "PyYAML, whose lines are joined",
+}
+OF_THE_SYSTEM = ("OSError", "BaseException")  # one line each
+
+
+def test_every_text_of_another_library_goes_through_words_of() -> None:
+    root = Path(__file__).resolve().parents[3]
+    files = [
+        file for one in ("ckptkit", "converters", "quant", "verify") for file in sorted((root / one).rglob("*.py"))
+    ]
+    trees = {file.relative_to(root).as_posix(): ast.parse(file.read_text()) for file in files}
+    own = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    found = {
+        file
+        for file, tree in trees.items()
+        for handler in ast.walk(tree)
+        if isinstance(handler, ast.ExceptHandler) and handler.name and not _caught(handler) <= {*own, *OF_THE_SYSTEM}
+        if any(_shows(node, handler.name) for node in ast.walk(handler))
+    }
+    assert found == set(ONE_LINE)
+
+
+def _caught(handler: ast.ExceptHandler) -> set[str]:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return {ast.unparse(kind).rpartition(".")[2] for kind in kinds if kind is not None}
+
+
+def _shows(node: ast.AST, name: str) -> bool:
+    """Whether this puts the exception's text into a string."""
+    match node:
+        case ast.FormattedValue(value=ast.Name(id=shown)):
+            return shown == name
+        case ast.Call(func=ast.Name(id="str"), args=[ast.Name(id=shown)]):
+            return shown == name
+    return False

@@ -16,6 +16,7 @@ from quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
 from quant.formats.zero_points import is_expert
 from quant.selection.spelling import spell
 from verify.check import Skip, Tally, Unable, check
+from verify.checks.headers.renamed import renamed_of
 from verify.checks.quantization.quantization_config import config_issue, refused_parts
 from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config
 from verify.evidence.folding import alike
@@ -130,6 +131,8 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     if (reason := not_quantized(subject)) is not None:
         raise Skip(reason)
+    if subject.once(renamed_of) is not None:
+        raise Skip("not run because the tensors have other names than config.json promises (CK104)")
     config, specs, where = subject.once(config_of), subject.checkpoint.specs, str(subject.path)
     packed = set(packed_in(specs))
     tally.compared(0, len(packed))

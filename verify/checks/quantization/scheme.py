@@ -14,6 +14,7 @@ from quant.formats.groups import groups_of
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from quant.formats.zero_points import LARGE_TILE, SMALL_TILE, is_expert
 from verify.check import Skip, Tally, Unable, check
+from verify.checks.headers.files import names_of
 from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.evidence.expected import usable_config
 from verify.evidence.folding import alike, by_pattern
@@ -105,12 +106,14 @@ def _engine_tp(subject: Subject) -> int:
 
 
 def _not_cut_for_sglang(subject: Subject) -> str | None:
-    return not_quantized(subject) if _engine_tp(subject) > 1 else _not_for_sglang(subject)
+    """At a size above 1 the groups are cut for any reader, but for a launch that serves with vLLM."""
+    other_engine = subject.arguments is not None and subject.arguments.server == "vllm"
+    cut = _engine_tp(subject) > 1 and not other_engine
+    return not_quantized(subject) if cut else _not_for_sglang(subject)
 
 
 def _not_for_sglang(subject: Subject) -> str | None:
-    named = subject.readers is not None and "sglang" not in subject.readers
-    return not_quantized(subject) or ("SGLang is none of the readers that were named" if named else None)
+    return not_quantized(subject) or subject.not_for_sglang
 
 
 @check(
@@ -125,7 +128,9 @@ def _not_for_sglang(subject: Subject) -> str | None:
 )
 def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Group sizes of routed experts with zero points, where SGLang is to load them."""
-    schemes = list(_schemes(subject.hf_files.specs))
+    schemes = list(_schemes(names_of(subject)))
+    if not schemes:
+        raise Skip("no tensor is the weight of a layer (CK104)")
     tally.compared(0, len(schemes))
     small = [
         (module + ZERO_POINT, scheme[0])

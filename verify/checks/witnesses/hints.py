@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV
 from quant.selection.spelling import spell
+from verify.checks.config.engine_keys import in_words
 from verify.evidence.folding import LAYER
 from verify.witnesses.sglang.job import TAKEN, Observation, SglangReport
 from verify.witnesses.sglang.names import routers
 
+_NO_KEY = re.compile(r"'\w*Config\w*' object has no attribute '(\w+)'")
 KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"  # in most families; `keep_router` has each one's own
 
 
@@ -32,8 +35,24 @@ def how_shared_expert(report: SglangReport) -> str:
     )
 
 
-def why_unwritten(seen: Observation, promised: Collection[str]) -> str:
-    """The next move for a parameter that was not written."""
+def why_refused(said: str, lacking: Mapping[str, Any]) -> str:
+    """The next move where SGLang did not load the model; `lacking`: keys of config.json with their values (CK731)."""
+    if (match := _NO_KEY.search(said)) is None:
+        return (
+            "compare config.json with the release; run `python -m sglang.launch_server` on the directory to see "
+            "the whole log"
+        )
+    release = "take config.json from the release: transformers 5 writes the keys that its own class knows"
+    for key, value in lacking.items():
+        if key.rpartition(".")[2] == match[1]:
+            return f"add {in_words({key: value})} to config.json, or {release}"
+    return f"SGLang reads {match[1]} of config.json, which does not have it: {release}"
+
+
+def why_unwritten(seen: Observation, promised: Collection[str], lost: Collection[str] = ()) -> str:
+    """The next move for a parameter that was not written; `lost`: what the checkpoint lacks of a vision tower."""
+    if lost and seen.tensor not in promised:
+        return "the checkpoint lacks a part of the vision tower, which CK730 names: copy its tensors from the release"
     if seen.tensor == seen.param and seen.tensor not in promised:
         return (
             "SGLang's class has a parameter that config.json promises no tensor for: it builds that layer "
@@ -115,7 +134,7 @@ def _why_unknown(seen: Observation, model: str) -> str:
             "in config.json with the release; a class may not read all of them (head_dim, for one)"
         )
     unknown = f"SGLang's {model} has no parameter {seen.param}"
-    return f"{unknown}: compare model_type and num_hidden_layers with the release, or remove the tensor"
+    return f"{unknown}: compare model_type, num_hidden_layers and the name of the tensor with the release"
 
 
 def why_not_repacked(seen: Observation) -> str:

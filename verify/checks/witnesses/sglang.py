@@ -7,17 +7,27 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
+from converters.passthrough import lost_towers
 from converters.planner import dims_of, expected_hf
 from verify.check import Skip, Tally, Unable, check
+from verify.checks.config.engine_keys import keys_of
 from verify.checks.witnesses.hints import (
     KEEP_ROUTER,
     how_shared_expert,
     keep_router,
     why_dropped,
     why_not_repacked,
+    why_refused,
     why_unwritten,
 )
-from verify.evidence.expected import config_of, is_cache_scale, is_quantized, usable_config, weights_of
+from verify.evidence.expected import (
+    config_of,
+    is_cache_scale,
+    is_quantized,
+    stated_config_of,
+    usable_config,
+    weights_of,
+)
 from verify.evidence.folding import alike, by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -115,16 +125,10 @@ def loads(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if run.unable:
         raise Unable(run.unable)
     if run.report is None:
-        hint = (
-            "compare config.json with the release; run `python -m sglang.launch_server` on the directory to see "
-            "the whole log"
-        )
-        yield Issue(
-            "SGLang's model is built and loads the weights",
-            run.crash or "it ended without a report",
-            hint,
-            file=subject.path,
-        )
+        said = run.crash or "it ended without a report"
+        _, lacking = keys_of(subject.once(stated_config_of))
+        hint = why_refused(said, lacking)
+        yield Issue("SGLang's model is built and loads the weights", said, hint, file=subject.path)
         return
     report = run.report
     _count(tally, report.fed)
@@ -150,10 +154,11 @@ def loads(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def all_written(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every element of every parameter, poisoned before loading, is looked at after it."""
     promised = expected_hf(config_of(subject))
+    lost = lost_towers(subject.once(stated_config_of), subject.specs) if subject.kind == "hf" else ()
     expected = "every element written by load_weights"
     for report, where in _reports(subject):
         _count(tally, report.parameters)
-        why = partial(why_unwritten, promised=promised)
+        why = partial(why_unwritten, promised=promised, lost=lost)
         yield from _findings("CK502", report.unwritten, expected, why, where=where)
 
 
