@@ -16,7 +16,9 @@ from families.case import save
 from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
+    MiniMaxM2Config,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -73,6 +75,21 @@ MODELS: Mapping[str, tuple[str, Callable[[], PretrainedConfig]]] = {
             first_k_dense_replace=1,
         ),
     ),
+    "mixtral": ("mixtral", partial(MixtralConfig, **SIZES, head_dim=64, num_local_experts=12, num_experts_per_tok=2)),
+    "minimax": (
+        "minimax_m2",
+        partial(
+            MiniMaxM2Config,
+            **SIZES,
+            head_dim=64,
+            bos_token_id=1,
+            num_local_experts=12,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5},
+        ),
+    ),
+    # Groups of 32 divide 576 columns, and no tile of a kernel does.
+    "narrow": ("qwen3-untied", partial(Qwen3Config, **SIZES | {"hidden_size": 576}, head_dim=64)),
     "window": ("mistral", partial(MistralConfig, **SIZES, head_dim=64, sliding_window=5)),
 }
 ONLINE = ["lm_head", "model.embed_tokens"]

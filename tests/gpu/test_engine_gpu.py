@@ -130,6 +130,23 @@ def test_a_packed_router_is_no_sound_engine(tmp_path: Path) -> None:
     assert "CK511" in failed(report), report.findings
 
 
+@pytest.mark.parametrize("name", ["mixtral", "minimax"])
+def test_models_whose_routers_do_not_know_their_layer_are_judged(name: str, tmp_path: Path) -> None:
+    """SGLang's class ends where it is asked for the experts of each token."""
+    report = verified(saved(name, tmp_path), frozenset({"engine", "logits"}))
+    assert not report.reasons
+    assert report.findings == []
+
+
+@pytest.mark.usefixtures("kernel_tiles")
+def test_an_engine_that_no_kernel_can_serve_is_a_finding(tmp_path: Path) -> None:
+    """Without a prompt it starts as any other does."""
+    quantize(saved("narrow", tmp_path), tmp_path / "int4", QuantScheme(32, "qmax7"))
+    report = verified(tmp_path / "int4", frozenset({"engine", "logits"}))
+    assert failed(report) >= {"CK307", "CK511"}, report.findings
+    assert not report.reasons
+
+
 def test_a_window_that_sglang_ignores_is_many_times_the_noise(tmp_path: Path) -> None:
     report = verified(saved("window", tmp_path), frozenset({"engine", "logits"}))
     assert failed(report) == {"CK601", "CK604"}, report.findings
