@@ -228,10 +228,10 @@ def test_rollout_of_verl_has_its_own_gpus(releases: PathOf, tmp_path: Path, only
     script.write_text(text.replace("ENGINE", "2"))
     report = preflight(script=script)
     assert (report.status, report.findings, list(report.reasons)) == ("passed", [], [])
-    script.write_text(text.replace("ENGINE", "4"))
+    script.write_text(text.replace("ENGINE", "2").replace("n_gpus_per_node=6", "n_gpus_per_node=5"))
     finding = only(preflight(script=script))
     assert finding.code == "CK722"
-    assert "6 GPUs: rollout.nnodes" in finding.actual
+    assert "5 GPUs: rollout.nnodes" in finding.actual
 
 
 def test_name_with_a_date_alone_is_not_known(releases: PathOf, tmp_path: Path) -> None:
