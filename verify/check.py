@@ -24,10 +24,11 @@ from verify import checks as packages
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.report import CheckResult, Finding, Status
+from verify.skip import Inapplicable
 from verify.skip import Skip as Skip
 from verify.skip import Unable as Unable
 
-NOTES = "notes"
+NOTES, NOT_APPLICABLE = "notes", "not applicable"
 _LOG = logging.getLogger(__name__)
 
 # What a check looks at. `configuration` is JSON files and training arguments; only preflight knows a `launch`.
@@ -179,7 +180,7 @@ def run_checks(subject: Subject, checks: Sequence[Check], broken: str | None = N
         with phase(f"{one.code}: {one.title}"):
             ran = _run(one, subject, broken)
         outcome.add(ran)
-        if ran.checks[0].status == "failed" and one.gate and broken is None:
+        if one.gate and broken is None and any(check.status == "failed" for check in ran.checks):
             broken = one.code
     return outcome
 
@@ -192,7 +193,10 @@ def _run(one: Check, subject: Subject, broken: str | None) -> Outcome:
         reason: str | None = f"not run because {broken} failed"
         unable = False
     else:
-        reason, unable = _collect(one, subject, tally, found, broken)
+        try:
+            reason, unable = _collect(one, subject, tally, found, broken)
+        except Inapplicable as why:
+            return Outcome(facts={NOT_APPLICABLE: [f"{one.code}: {why}"]})
     if reason is None and tally.tensors == 0 and not found:
         hint = "a check that looks at nothing proves nothing: please report this"
         found += Issue("something to compare", "nothing was compared", hint).findings(one.code)
@@ -222,7 +226,7 @@ def _collect(
         if broken is None and not found:
             raise
         return (error.message, True) if broken is None else (f"not run because {broken} failed: {error.message}", False)
-    except (OSError, MemoryError):
+    except (OSError, MemoryError, Inapplicable):
         raise
     except Exception as error:  # noqa: BLE001 - what breaks inside a check must not be read as a fault of the checkpoint
         _LOG.debug("%s", one.code, exc_info=True)
